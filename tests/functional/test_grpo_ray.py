@@ -33,10 +33,8 @@ def ray_main(monkeypatch):
             raise ValueError("num_cpus must not be given to a cluster that runs")
         started.append((address, options))
 
-    made = {
-        name: ModuleType(name)
-        for name in ("ray", "ray.util", "ray.util.placement_group", "ray.util.scheduling_strategies")
-    }
+    names = ("ray", "ray.util", "ray.util.placement_group", "ray.util.scheduling_strategies")
+    made = {name: ModuleType(name) for name in names}
     made["ray"].init = init
     made["ray.util.placement_group"].placement_group = None
     made["ray.util.scheduling_strategies"].PlacementGroupSchedulingStrategy = None
@@ -61,8 +59,7 @@ def test_a_cluster_that_is_there_is_joined_and_else_one_is_started(ray_main, mon
     assert options.get("log_to_driver", True), "what an actor raised would be seen nowhere"
 
 
-@pytest.mark.parametrize("path", [None, "/elsewhere"])
-@pytest.mark.parametrize("gpus", [False, True])
+@pytest.mark.parametrize("path, gpus", [(None, False), ("/elsewhere", True)])
 def test_actors_find_this_repository_and_compile_where_there_are_gpus(ray_main, monkeypatch, path, gpus):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     if path:
@@ -77,11 +74,9 @@ PATHS = ":".join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
 
 def _without_ray() -> list[str]:
     """Environments that cannot import it."""
-    return [
-        side
-        for side, python in PYTHON.items()
-        if subprocess.run([python, "-c", "import grpc, ray"], env={**os.environ, "PYTHONPATH": PATHS}, capture_output=True).returncode
-    ]  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": PATHS}
+    asked = {side: [python, "-c", "import grpc, ray"] for side, python in PYTHON.items()}
+    return [side for side, words in asked.items() if subprocess.run(words, env=env, capture_output=True).returncode]
 
 
 @pytest.mark.slow
@@ -91,11 +86,11 @@ def test_weights_never_pass_through_the_object_store(tmp_path):
     byte. What is asserted here is that it got to its end and counted every refit."""
     if gone := _without_ray():
         pytest.skip(f"ray and grpcio are not importable in the environments {gone}; a folder in PYTHONPATH will do")
-    command = (
+    words = (
         f"-m examples.grpo.ray_main --engine-python {PYTHON['engine']} --work {tmp_path} --steps {STEPS} --engine-tp 1"
     )
     done = subprocess.run(
-        [PYTHON["trainer"], *command.split()], cwd=ROOT, env=environment(PYTHONPATH=PATHS), capture_output=True, text=True,
+        [PYTHON["trainer"], *words.split()], cwd=ROOT, env=environment(PYTHONPATH=PATHS), capture_output=True, text=True,
         timeout=900 * PATIENCE,
     )  # fmt: skip
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

@@ -1,11 +1,12 @@
-"""The loop under a real slurmctld and real slurmds, three emulated nodes: the smoke run, judged by the gate's own result, one with a
-vLLM over two nodes, and jobs that are requeued. And without a Slurm: what the job of every named config would start.
+"""The loop under a real slurmctld and real slurmds, three emulated nodes. Without a Slurm: what the job of every named config would
+start.
 
     .venvs/trainer/bin/python -m pytest -q tests/functional/test_slurm.py               # every config, dry: seconds
     .venvs/trainer/bin/python -m pytest -q -m slow tests/functional/test_slurm.py       # the jobs; root, slurm-wlm and munge
 """
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -19,15 +20,13 @@ from examples.grpo.gate import Row
 from tests.support.proc import PATIENCE, PYTHON, ROOT, environment
 from tests.support.slurm_cluster import Cluster, missing
 
-jobs = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not all(Path(p).exists() for p in PYTHON.values()), reason="scripts/setup.sh has not been run"),
-    pytest.mark.skipif(missing() is not None, reason=str(missing())),
-]
-
 
 def slow_job(test):
-    for mark in jobs:
+    for mark in (
+        pytest.mark.slow,
+        pytest.mark.skipif(not all(map(os.path.exists, PYTHON.values())), reason="scripts/setup.sh has not been run"),
+        pytest.mark.skipif(missing() is not None, reason=str(missing())),
+    ):
         test = mark(test)
     return test
 
@@ -43,33 +42,32 @@ def logs(work: Path) -> str:
     return "\n".join(f"--- {p.name}\n{p.read_text(errors='replace')[-2500:]}" for p in sorted(work.glob("*.log")))
 
 
-@slow_job
-def test_two_nodes_train_and_sample_and_the_gate_holds(cluster, tmp_path):
-    done = subprocess.run(
-        [ROOT / "tests/functional/slurm_smoke.sh", tmp_path],
-        env=cluster.env,
-        capture_output=True,
-        text=True,
-        timeout=900 * PATIENCE,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr + logs(tmp_path)
-    result = dict(line.split() for line in (tmp_path / "result").read_text().splitlines())
+def the_gate_held(done: subprocess.CompletedProcess, work: Path) -> None:
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}{logs(work)}"
+    result = dict(line.split() for line in (work / "result").read_text().splitlines())
     assert int(result["steps"]) == 4
     assert 0 <= float(result["mean(exp|d|)-1"]) < 1e-4 and 0 <= float(result["kl"]) < 1e-6, result
+
+
+def batch(cluster, work: Path, *words: str, **how) -> subprocess.CompletedProcess:
+    """`sbatch` of the loop's script; `words`: options of sbatch, then of the script."""
+    at = next(i for i, word in enumerate(words) if not word.startswith("--") or word == "--config")
+    command = ["sbatch", f"--output={work}/job.log", *words[:at], "scripts/slurm/refit.sbatch", *words[at:]]
+    env = {**cluster.env, "XFER_WORK": str(work), "VLLM_LOGGING_LEVEL": "INFO"}  # whose lines are looked for
+    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=900 * PATIENCE, **how)
+
+
+@slow_job
+def test_two_nodes_train_and_sample_and_the_gate_holds(cluster, tmp_path):
+    command = [ROOT / "tests/functional/slurm_smoke.sh", tmp_path]
+    done = subprocess.run(command, env=cluster.env, capture_output=True, text=True, timeout=900 * PATIENCE)
+    the_gate_held(done, tmp_path)
 
 
 @slow_job
 def test_one_vllm_over_two_nodes(cluster, tmp_path):
     """As a replica of tp 32 lies over four: each node's workers join by themselves, and only the first answers."""
-    done = subprocess.run(
-        ["sbatch", "--wait", "--nodes=3", f"--output={tmp_path}/job.log", "scripts/slurm/refit.sbatch", "--config", "smoke-over-nodes"],
-        env={**cluster.env, "XFER_WORK": str(tmp_path), "VLLM_LOGGING_LEVEL": "INFO"},  # whose lines are looked for below
-        cwd=ROOT, capture_output=True, text=True, timeout=900 * PATIENCE,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr + logs(tmp_path)
-    result = dict(line.split() for line in (tmp_path / "result").read_text().splitlines())
-    assert int(result["steps"]) == 4
-    assert 0 <= float(result["mean(exp|d|)-1"]) < 1e-4 and 0 <= float(result["kl"]) < 1e-6, result
+    the_gate_held(batch(cluster, tmp_path, "--wait", "--nodes=3", "--config", "smoke-over-nodes"), tmp_path)
     first, other = ((tmp_path / f"engine-{i}.log").read_text() for i in range(2))
     assert "rollout 0 serves version" in first and "rollout" not in other
     assert "Worker_TP0" in first and "Worker_TP1" in other
@@ -97,12 +95,8 @@ def test_a_requeued_job_goes_on_from_its_checkpoint(cluster, tmp_path, every):
             time.sleep(0.3)
         return got
 
-    command = "sbatch --parsable --nodes=2 scripts/slurm/refit.sbatch --config smoke --steps 100000"
-    command = [*command.split(), "--save-every", str(every), "--prompts", "4", "--answers", "4"]
-    done = subprocess.run(
-        [*command[:3], f"--output={tmp_path}/job.log", *command[3:]], env={**cluster.env, "XFER_WORK": str(tmp_path)}, cwd=ROOT,
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
+    words = f"--parsable --nodes=2 --config smoke --steps 100000 --save-every {every} --prompts 4 --answers 4"
+    done = batch(cluster, tmp_path, *words.split(), check=True)
     job = done.stdout.strip()
     try:
         until(lambda: len(curve()) > 7, "eight steps")
@@ -113,9 +107,8 @@ def test_a_requeued_job_goes_on_from_its_checkpoint(cluster, tmp_path, every):
         assert saved >= 6 if every == 3 else not saved
         told("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm would wait for two minutes
         rows = until(lambda: curve()[before + 5 :] and curve()[before:], "six steps more")
-        assert [(r.step, r.version) for r in rows[:6]] == [
-            (s, f"{s}@{saved}" if saved else str(s)) for s in range(saved, saved + 6)
-        ]  # none is left out, none is made twice under one name
+        want = [(s, f"{s}@{saved}" if saved else str(s)) for s in range(saved, saved + 6)]
+        assert [(r.step, r.version) for r in rows[:6]] == want, "a step is left out, or made twice under one name"
         assert all(1 <= r.error < 1.0001 for r in rows), rows
         assert "Restarts=1" in told("scontrol", "show", "job", job)
     finally:
@@ -135,10 +128,7 @@ def test_a_requeued_job_goes_on_from_its_checkpoint(cluster, tmp_path, every):
     ],
 )
 def test_a_job_that_cannot_work_says_what_to_change(cluster, tmp_path, words, says):
-    command = ["sbatch", "--wait", "--nodes=1", f"--output={tmp_path}/job.log", "scripts/slurm/refit.sbatch", *words]
-    done = subprocess.run(
-        command, env={**cluster.env, "XFER_WORK": str(tmp_path)}, cwd=ROOT, capture_output=True, timeout=120 * PATIENCE
-    )
+    done = batch(cluster, tmp_path, "--wait", "--nodes=1", *words)
     assert done.returncode == 2 and says in (tmp_path / "job.log").read_text()
 
 
@@ -146,10 +136,8 @@ def test_a_job_that_cannot_work_says_what_to_change(cluster, tmp_path, words, sa
 
 
 def configs() -> list[str]:
-    said = subprocess.run(
-        ["bash", "-c", "source scripts/slurm/configs.sh; configs"], cwd=ROOT, capture_output=True, text=True
-    )
-    return said.stdout.split()
+    command = ["bash", "-c", "source scripts/slurm/configs.sh; configs"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split()
 
 
 def dry(name: str, models: str = "/models") -> subprocess.CompletedProcess:
@@ -187,9 +175,8 @@ def test_what_every_config_would_start_is_what_its_name_says():
         of_engines, of_trainers = options(engine), options(trainer[:at])
         over = 4 if name == "deepseek_v3-pp16ep16-to-tp32dp8" else 2 if name == "smoke-over-nodes" else 1
         replicas, rest = divmod(int(of_engines["--ntasks"][0]), over)
-        assert not rest and int(of_engines["--ntasks-per-node"][0]) == max(
-            1, replicas * over // int(of_engines["--nodes"][0])
-        )
+        a_node = max(1, replicas * over // int(of_engines["--nodes"][0]))
+        assert not rest and int(of_engines["--ntasks-per-node"][0]) == a_node
         assert len(set(given["--rollout"])) == replicas and given["--steps"][-1] == "3"
         assert not set(of_engines["-w"][0].split(",")) & set(of_trainers["-w"][0].split(","))
         assert len(of_engines["-w"][0].split(",")) == int(of_engines["--nodes"][0])
@@ -213,19 +200,21 @@ def test_what_every_config_would_start_is_what_its_name_says():
         (dry("4b-dp8-to-dp8", models=""), "set XFER_MODELS"),
     ):
         assert refused.returncode == 2 and why in refused.stderr and not refused.stdout, refused
-    check = "import json, sys; from examples.grpo.train import arguments; [arguments().parse_args(w) for w in json.load(sys.stdin)]"
-    done = subprocess.run(
-        [PYTHON["trainer"], "-c", check], input=json.dumps(asked), cwd=ROOT, env=environment(), capture_output=True, text=True,
-        timeout=120 * PATIENCE,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    done = subprocess.run(
-        [PYTHON["trainer"], "-c", STAGES], input=json.dumps(built), cwd=ROOT, env=environment(), capture_output=True, text=True,
-        timeout=120 * PATIENCE,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    for check, given in ((OPTIONS, asked), (STAGES, built)):
+        done = subprocess.run(
+            [PYTHON["trainer"], "-c", check], input=json.dumps(given), cwd=ROOT, env=environment(), capture_output=True,
+            text=True, timeout=120 * PATIENCE,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
 
 
+OPTIONS = """
+import json, sys
+from examples.grpo.train import arguments
+for words in json.load(sys.stdin):
+    arguments().parse_args(words)
+"""
+"""Whether train.py takes what each job would give it."""
 STAGES = """
 import json, sys
 import torch

@@ -420,24 +420,6 @@ def test_numbers_on_axes():
 # ---- what was traced before, and processes
 
 
-def test_layouts_on_disk_come_back_and_odd_files_are_traced_anew(tmp_path):
-    catalog, sources, _, _ = job(**SMALL)
-    tracer = Tracer({}, cache=tmp_path / "deep" / "er")
-    key = "0" * 32
-    assert tracer._kept(key) is None
-    tracer._keep(key, catalog, sources[:3])
-    found = tracer._kept(key)
-    assert found[0] == catalog and [i.content() for i in found[1]] == [i.content() for i in sources[:3]]
-    (file,) = (tmp_path / "deep" / "er").iterdir()
-    whole = file.read_bytes()
-    for odd in (whole[:-1], whole[:50] + bytes([whole[50] ^ 1]) + whole[51:], b"", b"xferside\x01"):
-        file.write_bytes(odd)
-        assert tracer._kept(key) is None
-    (tmp_path / "file").write_text("")
-    Tracer({}, cache=tmp_path / "file")._keep(key, catalog, sources[:1])  # cannot be written: no error
-    assert Tracer({}, cache=None)._kept(key) is None
-
-
 def test_a_key_tells_apart_everything_that_a_layout_depends_on(monkeypatch):
     """Descriptions, classes of ranks, catalogs, versions, and the environment that the processes may read."""
     catalog, *_ = job(**SMALL)
@@ -549,26 +531,3 @@ def test_processes_share_the_ranks_and_may_end_one_before_the_other(tmp_path):
         found = tracer._traced(p, catalog)
     assert found[0] == catalog and [i.content() for i in found[1]] == [i.content() for i in destinations]
     assert said == [("engine", n, 4) for n in (1, 2, 3, 4)]
-
-
-REFUSES = """
-import json, pathlib, sys, time
-job = pathlib.Path(sys.argv[4])
-(job.parent.parent / f"began.{job.stem}").touch()
-until = time.monotonic() + 30
-while len(list(job.parent.parent.glob("began.*"))) < 2 and time.monotonic() < until:
-    time.sleep(0.01)
-both = len(list(job.parent.parent.glob("began.*"))) == 2
-print(json.dumps({"error": ["Unsupported", f"{job.stem}: no such size, both: {both}", [], ""]}), flush=True)
-"""
-
-
-def test_both_frameworks_check_at_once_before_any_rank_is_traced(tmp_path, config, monkeypatch):
-    """What both refuse is told together, and no process is asked to trace."""
-    monkeypatch.setattr(tracing.tempfile, "tempdir", str(tmp_path))
-    told = describe(f"{config} world=2 tp=2", "tp=2")
-    tracer = Tracer({})
-    tracer._found = dict.fromkeys(("trainer", "engine"), processes(tmp_path, "trainer", 1, 1, REFUSES).python)
-    with pytest.raises(XferError, match="both descriptions are refused") as e:
-        tracer.trace(told.trainer, told.engine)
-    assert e.value.violations == ("trainer0: no such size, both: True", "engine0: no such size, both: True")
