@@ -200,31 +200,26 @@ def test_what_every_config_would_start_is_what_its_name_says():
         (dry("4b-dp8-to-dp8", models=""), "set XFER_MODELS"),
     ):
         assert refused.returncode == 2 and why in refused.stderr and not refused.stdout, refused
-    for check, given in ((OPTIONS, asked), (STAGES, built)):
-        done = subprocess.run(
-            [PYTHON["trainer"], "-c", check], input=json.dumps(given), cwd=ROOT, env=environment(), capture_output=True,
-            text=True, timeout=120 * PATIENCE,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
+    done = subprocess.run(
+        [PYTHON["trainer"], "-c", CHECK], input=json.dumps([asked, built]), cwd=ROOT, env=environment(), capture_output=True,
+        text=True, timeout=120 * PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
-OPTIONS = """
-import json, sys
-from examples.grpo.train import arguments
-for words in json.load(sys.stdin):
-    arguments().parse_args(words)
-"""
-"""Whether train.py takes what each job would give it."""
-STAGES = """
+CHECK = """
 import json, sys
 import torch
-from examples.grpo.train import field
+from examples.grpo.train import arguments, field
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-for layers, pp, more in json.load(sys.stdin):
+asked, built = json.load(sys.stdin)
+for words in asked:
+    arguments().parse_args(words)
+for layers, pp, more in built:
     plain = dict(num_layers=layers, hidden_size=64, num_attention_heads=4, pipeline_model_parallel_size=pp)
     config = TransformerConfig(**plain, pipeline_dtype=torch.bfloat16, **dict(map(field, more)))
     stages = [get_num_layers_to_build(config, pp_rank=i) for i in range(pp)]
     assert sum(stages) == layers and min(stages) > 0, (stages, layers)
 """
-"""Whether Megatron takes each model's layers over that many stages, by its own arithmetic."""
+"""Whether train.py takes the options, and Megatron each model's layers over that many stages, by its own arithmetic."""
