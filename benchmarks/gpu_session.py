@@ -280,11 +280,11 @@ class Bench:
     def megatron(self, job: Job, engines) -> None:
         from safetensors.torch import save_file
 
-        from tests.support.gpu_values import names, value
+        from examples.common import toy
 
         (engine,) = engines
         device = torch.device("cuda", self.trainers_on()[0])
-        made = {n: value(n, s, d, 1, device).cpu() for n, s, d in names(self.config)}
+        made = {n: toy.tensor(n, s, d, 1, device).cpu() for n, s, d in toy.specs(self.config)}
         save_file(made, str(job.folder / "model.safetensors"), metadata={"format": "pt"})
         del made
         torch.cuda.empty_cache()

@@ -156,23 +156,25 @@ def _mlp(c: Config, layer: int) -> dict[str, tuple[int, ...]]:
     return out
 
 
+def tensor(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Random weights that train: norms near 1, matrices at 1/sqrt(fan-in). The same bits in all processes with such a device."""
+    number = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:4], "little")
+    x = torch.randn(shape, generator=torch.Generator(device).manual_seed(number), device=device)
+    if "norm" in name.rsplit(".", 2)[-2]:
+        x.mul_(0.1).add_(1)
+    elif len(shape) == 1:
+        # Megatron's Float16Module rounds this fp32 bias to bf16 once, so give it a value that survives that.
+        x = x.mul_(0.01).to(torch.bfloat16)
+    else:
+        x.div_(sqrt(shape[1]))
+    return x.to(dtype)
+
+
 def tensors(cfg: Config, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Random weights that train: norms near 1, matrices at 1/sqrt(fan-in). Each depends on its name and `seed` only."""
-    out = {}
-    for name, shape, dtype in specs(cfg):
-        g = torch.Generator().manual_seed(
-            int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:4], "little")
-        )
-        x = torch.randn(shape, generator=g)
-        if "norm" in name.rsplit(".", 2)[-2]:
-            x = 1 + 0.1 * x
-        elif len(shape) == 1:
-            # Megatron's Float16Module rounds this fp32 bias to bf16 once, so give it a value that survives that.
-            x = (0.01 * x).to(torch.bfloat16)
-        else:
-            x = x / sqrt(shape[1])
-        out[name] = x.to(dtype)
-    return out
+    """All tensors of the checkpoint; each depends on its name and `seed` only."""
+    return {name: tensor(name, shape, dtype, seed) for name, shape, dtype in specs(cfg)}
 
 
 def write_checkpoint(family: str, folder: str | Path, *, seed: int = 0, **override: object) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 as hosts of their own to NCCL, which refuses two ranks of one host there. Without a GPU: on the CPU, over gloo.
 
 The model that refits are of has the parameters of a checkpoint and no forward: an optimizer makes its parameters what their
-gradients are, so those of a seed (gpu_values.py) are there after one step. Checkpoints are of a small network that learns.
+gradients are, so those of a seed (toy.tensor) are there after one step. Checkpoints are of a small network that learns.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if torch.cuda.is_available():
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
-from tests.support.gpu_values import names, value  # noqa: E402
+from examples.common import toy  # noqa: E402
 from tests.support.proc import emit, obey  # noqa: E402
 from xfer.layerwise import LayerWiseOptimizer, Muon, ParamGroup, checkpoint  # noqa: E402
 
@@ -53,7 +53,7 @@ class Becomes(torch.optim.Optimizer):
 def tree(config: dict) -> nn.Module:
     """A module with the parameters of the checkpoint of a config, under their names."""
     root = nn.Module()
-    for name, shape, dtype in names(config):
+    for name, shape, dtype in toy.specs(config):
         *path, key = name.split(".")
         at = root
         for part in path:
@@ -103,7 +103,7 @@ class Rank:
     def step(self, seed: int, hold_s: float = 0.0) -> None:
         """hold_s: for about so long the copies of this rank's gather do not begin."""
         for name, p in self.optimizer.named:
-            p.grad = value(name, tuple(p.shape), p.dtype, seed, DEVICE)
+            p.grad = toy.tensor(name, tuple(p.shape), p.dtype, seed, DEVICE)
         streams = {pulls.stream for pulls in self.optimizer.gather.pulls.values()} - {None}
         for stream in streams if hold_s else ():
             with torch.cuda.stream(stream):
@@ -132,7 +132,7 @@ class Rank:
     def drained(self, seed: int) -> None:
         """After a drain: names of parameters that are not those of the seed."""
         self.optimizer.drain()
-        pairs = [(n, p, value(n, tuple(p.shape), p.dtype, seed, DEVICE)) for n, p in self.optimizer.named]
+        pairs = [(n, p, toy.tensor(n, tuple(p.shape), p.dtype, seed, DEVICE)) for n, p in self.optimizer.named]
         emit(
             "drained", wrong=[n for n, p, want in pairs if not torch.equal(bits(p), bits(want))], coming=self._coming()
         )

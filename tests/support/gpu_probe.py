@@ -13,8 +13,8 @@ import time
 import torch
 
 from benchmarks.lib.gpu_profile import Profile
+from examples.common import toy
 from tests.support import engine_bytes
-from tests.support.gpu_values import names, value
 from tests.support.gpu_watch import Watch
 from xfer.engines.vllm_layout import EngineModel
 
@@ -48,7 +48,7 @@ class Probe:
             with safe_open(f"{folder}/model.safetensors", "pt", device=str(self.device)) as f:
                 twin.load_weights((n, f.get_tensor(n)) for n in f.keys())
         else:
-            twin.load_weights((n, value(n, s, d, seed, self.device)) for n, s, d in names(config))
+            twin.load_weights((n, toy.tensor(n, s, d, seed, self.device)) for n, s, d in toy.specs(config))
         for module in twin.modules():
             if hasattr(module, "kv_b_proj") and hasattr(module, "process_weights_after_loading"):  # MLA's attention
                 module.process_weights_after_loading(self.vllm_config.model_config.dtype)

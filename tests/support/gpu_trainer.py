@@ -1,6 +1,6 @@
 """One trainer rank on a GPU, plain or Megatron; commands are `Rank`'s methods.
 
-Which GPU: XFER_GPU (an index). Values of a seed are made on the device (gpu_values.py), so that both sides can make
+Which GPU: XFER_GPU (an index). Values of a seed are made on the device (toy.tensor), so that both sides can make
 models of any size without a checkpoint.
 """
 
@@ -22,7 +22,7 @@ import torch.distributed as dist  # noqa: E402
 
 import xfer  # noqa: E402
 from benchmarks.lib.gpu_profile import Profile  # noqa: E402
-from tests.support.gpu_values import names, value  # noqa: E402
+from examples.common import toy  # noqa: E402
 from tests.support.gpu_watch import Watch  # noqa: E402
 from tests.support.paused_memory import Pausable  # noqa: E402
 from tests.support.proc import emit, methods, obey  # noqa: E402
@@ -63,8 +63,8 @@ class Plain:
             "cuda", (world,)
         )  # nothing of DTensor's communicates here, so the group may be gloo's
         self.memory: list[Pausable] | None = [] if pausable else None
-        self.parameters = self.own_experts(names(config)) if experts else {}
-        for name, shape, dtype in names(config):
+        self.parameters = self.own_experts(toy.specs(config)) if experts else {}
+        for name, shape, dtype in toy.specs(config):
             if experts and expert(name) is not None:
                 continue
             local = self.local(torch.empty(shape, dtype=dtype, device="meta"), name)
@@ -100,7 +100,7 @@ class Plain:
     def set(self, seed: int) -> None:
         self.seed = seed
         for name, p in self.parameters.items():
-            held(p).copy_(self.local(value(name, tuple(p.shape), p.dtype, seed, DEVICE), name))
+            held(p).copy_(self.local(toy.tensor(name, tuple(p.shape), p.dtype, seed, DEVICE), name))
         torch.cuda.synchronize()
 
     def export(self, folder: str) -> None:
@@ -110,7 +110,7 @@ class Plain:
         if self.rank:
             return
         Path(folder).mkdir(parents=True, exist_ok=True)
-        whole = {n: value(n, s, d, self.seed, DEVICE).cpu() for n, s, d in names(self.config)}
+        whole = {n: toy.tensor(n, s, d, self.seed, DEVICE).cpu() for n, s, d in toy.specs(self.config)}
         save_file(whole, f"{folder}/model.safetensors", metadata={"format": "pt"})
         Path(folder, "config.json").write_text(json.dumps(self.config))
 
