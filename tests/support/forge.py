@@ -1,16 +1,14 @@
-"""Processes that have imported what takes long to import, and fork the ranks and engines of functional tests from themselves.
+"""Forges: processes that have imported a framework, and fork the ranks and engines of functional tests.
 
-Megatron-Bridge or vLLM take longer to import than most that tests ask of a rank. What is forked is a process like any other: its
-own session, files, environment and exit status (multiprocessing's forkserver has one interpreter for all, and leaves them files
-and environment of its own). Three things differ from one that is started anew, so XFER_TEST_FORGE=0 (and the slow matrix) starts
-all anew:
+Megatron-Bridge and vLLM take longer to import than most tests need a rank. A forked process has its own session, files,
+environment and exit status; multiprocessing's forkserver would leave it the server's files and environment. Three things
+differ from a process that is started anew, so XFER_TEST_FORGE=0 (and the slow matrix) starts all anew:
 
-- strings have one hash in all that a forge forks, so an order that depends on hashes shows only between trainers and engines;
-- what is read from the environment at import is the forge's, so a child whose environment differs from the forge's in a name that
-  a framework reads is started anew;
-- it ends when its threads and what is registered with atexit have, and does not take all modules apart.
+- Strings have one hash in all processes of a forge, so an order that depends on hashes differs only between trainers and engines.
+- Settings that are read at import are the forge's, so a child with other settings of a framework is started anew.
+- A forked process ends after its threads and atexit functions, and does not take its modules apart.
 
-Here is the forge and what tests hold of what it forks; not what is started in it (proc.py, megatron_launch.py).
+proc.py and megatron_launch.py start processes with it.
 """
 
 from __future__ import annotations
@@ -37,10 +35,10 @@ from typing import IO
 
 ROOT = Path(__file__).resolve().parents[2]
 FORKS_S = 120.0
-"""A forge that has to import first answers within this many seconds."""
+"""Deadline of a fork, whose forge may have to import first."""
 OURS = ("XFER_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "PYTEST_", "PYTHONWARNINGS", "TORCHINDUCTOR_CACHE_DIR")
-"""Names that xfer, torch.distributed and tests read when they need them: in these, a child's environment may differ. (torch sets
-the last when its compiler is imported, so tests that import it in their own process have it from then on.)"""
+"""Variables that are read when they are needed, not at import: in these, a child's environment may differ. (torch sets the last
+when its compiler is imported, so a test that imports it has it from then on.)"""
 
 
 def imports_torch() -> None:
@@ -68,16 +66,16 @@ OF = {
     **dict.fromkeys(("megatron_worker", "megatron_hazards", "megatron_lora", "packed_bridge"), "megatron"),
     **dict.fromkeys(("vllm_main", "refit_engine", "live_main", "resumed_main", "external_main"), "vllm"),
 }
-"""What a module or script would import first. Those not named import torch, if anything. Scripts that build Megatron as
+"""The framework that a module or script imports. All others import torch, or nothing. Scripts that build Megatron as
 `xfer plan` does (family_trainer, family_digits, world_trainer) declare GPU packages before they import it."""
 
 
 class Forged:
-    """A forked process, with as much of `subprocess.Popen` as tests use."""
+    """A forked process; the part of `subprocess.Popen` that tests use."""
 
     def __init__(self, pid: int, told: int, stdin: IO[str] | None, stdout: IO[str] | None):
         self.pid, self.stdin, self.stdout, self.returncode = pid, stdin, stdout, None
-        self._told = told  # its exit status comes here
+        self._told = told  # a pipe, from which its exit status is read
         self._lock = threading.Lock()
 
     def poll(self) -> int | None:
@@ -118,7 +116,7 @@ class Request:
 
 
 class Forge:
-    """A process that forks, as tests see it. It ends with them."""
+    """A test process's handle of a forge, which ends with it."""
 
     def __init__(self, python: str, imports: str, env: dict[str, str]):
         self.env, self.imports, self._lock = env, imports, threading.Lock()
@@ -135,11 +133,11 @@ class Forge:
 
     def close(self) -> None:
         self._socket.close()
-        self._process.kill()  # it may still be importing for somebody who did not wait
+        self._process.kill()  # it may still be importing
         self._process.wait(10)
 
     def fork(self, request: Request, stdin: int, stdout: int, stderr: int) -> tuple[int, int]:
-        """(its pid, where its exit status will be read). RuntimeError when the forge cannot."""
+        """Returns the child's pid and the pipe of its exit status. Raises RuntimeError if the forge cannot fork."""
         told, tell = os.pipe()
         try:
             said = json.dumps([request.run, request.env, request.cwd]).encode()
@@ -161,7 +159,7 @@ _making = threading.Lock()
 
 
 def forge_of(python: str, name: str, env: dict[str, str]) -> Forge | None:
-    """The forge for a child of this name and environment; None where it has to be started anew."""
+    """The forge for a child of this name and environment; None if the child has to be started anew."""
     if (
         env.get("CUDA_VISIBLE_DEVICES") != ""
         or os.environ.get("XFER_TEST_FORGE") == "0"
@@ -180,8 +178,11 @@ def forge_of(python: str, name: str, env: dict[str, str]) -> Forge | None:
 def start(
     python: str, run: Sequence[str], env: dict[str, str], cwd: Path, out: IO | None, err: IO
 ) -> Forged | subprocess.Popen:
-    """Run this as `python run…` would, forked where it can be; it leads a session of its own. out, err: files, with nothing to
-    read on standard input; out None: standard input and output are pipes to the caller, as text."""
+    """Runs `python run…` in a session of its own, forked if that is possible.
+
+    Args:
+        out: file for standard output, with empty standard input; None: both are pipes to the caller, as text.
+    """
     name = run[1].rpartition(".")[2] if run[0] == "-m" else Path(run[0]).stem
     forge = forge_of(python, name, env)
     if forge is None:
@@ -210,8 +211,7 @@ def start(
 
 
 def serve(asked: socket.socket) -> Request | None:
-    """Forks for whoever asks, and tells how those end. Returns in each that was forked, with what it is to run; None: nobody asks
-    any more."""
+    """Forks at each request, and reports how the children end. Returns in each child its request; None when the tests have ended."""
     ended, wake = os.pipe()
     for fd in (ended, wake):
         os.set_blocking(fd, False)
@@ -227,7 +227,7 @@ def serve(asked: socket.socket) -> Request | None:
                 if not pid:
                     break
                 tell = tells.pop(pid)
-                with contextlib.suppress(OSError):  # nobody reads it any more
+                with contextlib.suppress(OSError):  # its reader has ended
                     os.write(tell, str(os.waitstatus_to_exitcode(status)).encode())
                 os.close(tell)
         if asked not in ready:
@@ -255,14 +255,14 @@ def serve(asked: socket.socket) -> Request | None:
 
 
 def become(request: Request) -> None:
-    """What python does with these arguments in a new process."""
+    """Runs the request as a new Python would."""
     os.environ.clear()
     os.environ.update(request.env)
     os.chdir(request.cwd)
     if request.env.get("PYTHONWARNINGS") == "ignore":
         warnings.simplefilter("ignore")
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()  # all would draw the same; Python's own is seeded anew by a fork
+        sys.modules["numpy"].random.seed()  # else all have the same numbers; a fork seeds Python's own anew
     if request.run[0] == "-m":
         sys.argv = [request.run[1], *request.run[2:]]
         runpy.run_module(request.run[1], run_name="__main__", alter_sys=True)
@@ -275,7 +275,7 @@ def become(request: Request) -> None:
 def main() -> None:
     asked = socket.socket(fileno=int(sys.argv[2]))
     IMPORTS[sys.argv[1]]()
-    gc.freeze()  # or each collection in each child would look at all of it, and copy its pages
+    gc.freeze()  # else each collection in each child visits all objects, and copies their pages
     if (request := serve(asked)) is None:
         return
     code = 0

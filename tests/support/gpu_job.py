@@ -1,12 +1,13 @@
-"""Engines and trainers on the GPUs of this host that meet again and again; used by test_gpu_refit.py and the benchmark.
+"""Engines and trainers on the GPUs of this host, for tests and benchmarks. They connect again and again.
 
 Both sides run in this interpreter's environment, or each in its own: XFER_SITE_TRAINER and XFER_SITE_ENGINE are put
-before PYTHONPATH (Bridge wants another transformers than vLLM). Everyone sees all GPUs, in an order of their own, since
-a process must see a GPU to map its memory.
+before PYTHONPATH (Bridge wants another transformers than vLLM). Each process sees all GPUs, its own first, since it must
+see a GPU to map its memory.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import sys
@@ -27,7 +28,7 @@ for _side in proc.PYTHON:
 TOY = dict(
     hidden_size=256, intermediate_size=512, head_dim=64, num_attention_heads=4, num_key_value_heads=2, vocab_size=500
 )
-"""What vLLM's GPU kernels want of a toy: heads of 64, and a vocabulary that it pads."""
+"""vLLM's GPU kernels need heads of 64; vLLM pads this vocabulary."""
 TOY_MOE = {**TOY, "moe_intermediate_size": 128}
 TOY_MLA = dict(
     hidden_size=256, intermediate_size=512, num_attention_heads=16, num_key_value_heads=16, vocab_size=500,
@@ -37,17 +38,19 @@ TOY_MLA = dict(
 
 
 NO_HANDLES = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-"""Environment of trainers whose memory nobody can map: then all bytes go by NCCL."""
+"""Environment of trainers whose memory cannot be mapped: all bytes go by NCCL."""
 
 
 def nccl_host(name: str) -> dict[str, str]:
-    """This host under another name for NCCL, which refuses two ranks of one host on one GPU; between two names it goes by its
-    network. `{rank}` in what `Job.start_trainers` is given stands for the rank: a name for each."""
+    """Another name of this host for NCCL, which refuses two ranks of one host on one GPU; two hosts it connects by network.
+
+    In the environment of `Job.start_trainers`, "{rank}" becomes the rank.
+    """
     return {"NCCL_HOSTID": name, "NCCL_MNNVL_ENABLE": "0"}
 
 
 def host(name: str) -> dict[str, str]:
-    """The same, and under another name for xfer too."""
+    """As `nccl_host`, and another name for xfer too."""
     return {"XFER_HOST": name, **nccl_host(name)}
 
 
@@ -56,16 +59,16 @@ def gpus() -> int:
 
 
 SHARED = os.environ.get("XFER_SHARE_GPUS") == "1"
-"""Ranks and workers share the GPUs that there are, where tests would be skipped for want of more. Bytes, layouts, graphs and tokens are
-as with a GPU each; the links are not: whatever NCCL carries between ranks of one GPU goes by the network, as between hosts."""
+"""Ranks and workers share the GPUs that there are; without it, tests that need more are skipped. Bytes, layouts, graphs and tokens
+are as with a GPU each. Links are not: NCCL goes by the network between ranks of one GPU, as between hosts."""
 
 
 BESIDE = "PYTEST_XDIST_WORKER" in os.environ
-"""Other tests run on these GPUs meanwhile: what is free there says nothing of this one's processes."""
+"""Other tests run on these GPUs at the same time, so their free memory tells nothing about one test's processes."""
 
 
 def folded(on: list[int]) -> list[int]:
-    """The GPUs that stand for these."""
+    """The GPUs that are used for these."""
     return [g % gpus() for g in on] if SHARED else on
 
 
@@ -85,11 +88,8 @@ class Engine:
 
     def __init__(self, job: Job, name: str, on: list[int], env: dict[str, str] | None = None, **start):
         on = folded(on)
-        seen = (
-            os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-            if os.environ.get("CUDA_VISIBLE_DEVICES")
-            else range(gpus())
-        )
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        seen = visible.split(",") if visible else range(gpus())
         first = list(dict.fromkeys((*on, *range(gpus()))))
         order = [seen[g] for g in first]
         if len(set(on)) < len(on):
@@ -114,7 +114,7 @@ class Engine:
         return got
 
     def wrong(self, **what) -> list:
-        """Per worker, the parameters that are not what vLLM's own loader makes of these weights."""
+        """By worker, the parameters that differ from what vLLM's loader makes of these weights."""
         got = self.ask("wrong", "judged", **what)
         assert all(n > 0 for n in got["bytes"])
         return got["wrong"]
@@ -134,7 +134,7 @@ class Job:
         self.rendezvous = ""  # of the last meeting
         self.folder = self.work / "model"
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "config.json").write_text(__import__("json").dumps(config))
+        (self.folder / "config.json").write_text(json.dumps(config))
 
     def engine(self, name: str, on: list[int], **start) -> Engine:
         e = Engine(self, name, on, **{"model": str(self.folder), **start})
@@ -197,7 +197,7 @@ class Job:
         return out
 
     def refit(self, seed: int | None = None, timeout: float = 150.0, **how) -> dict:
-        """Weights of `seed`, then the call on all ranks; the report of rank 0."""
+        """Sets the weights of `seed` and refits on all ranks. Returns the report of rank 0."""
         if seed is not None:
             self.good("set", "set", seed=seed)
         return self.good("refit", "refitted", timeout=timeout, **how)[0]
@@ -215,8 +215,11 @@ def config(family: str, **override) -> dict:
 
 
 def check(job: Job, engines: list[Engine], seed: int, report: dict, route: str) -> list:
-    """A verified refit of the weights of `seed` went by this route alone (or by these: "a+b"), and every byte is there. What the
-    engines answer now."""
+    """Checks that a verified refit of the weights of `seed` used this route alone (or these: "a+b") and wrote every byte.
+
+    Returns:
+        The engines' answers.
+    """
     assert all(report["committed"]) and report["verified"], report
     assert {k.removeprefix("route/").removesuffix("_bytes") for k in report["scalars"] if k.startswith("route/") and
             k.endswith("_bytes")} == set(route.split("+")), report["routes"]  # fmt: skip

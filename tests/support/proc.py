@@ -22,7 +22,7 @@ from tests.support import forge
 ROOT = forge.ROOT
 MARK = "@xfer "
 PATIENCE = float(os.environ.get("XFER_TEST_PATIENCE", "1"))
-"""Waits of tests for their children are this many times longer: for machines that do much else."""
+"""Factor of all deadlines of tests for their children, for busy machines."""
 PYTHON = {side: str(ROOT / f".venvs/{side}/bin/python") for side in ("trainer", "engine")}
 
 
@@ -93,8 +93,12 @@ class Child:
         self.proc.stdin.flush()
 
     def expect(self, *kinds: str, timeout: float = 300.0) -> dict:
-        """The next event of these kinds; others are skipped. AssertionError with the log when the child raises or ends
-        instead, or is late: then it is aborted, so that the log ends with the stacks of all its threads and processes."""
+        """Returns the next event of these kinds and skips others.
+
+        Raises:
+            AssertionError: with the log, if the child raises, ends or is late. A late child is aborted, so that the log ends
+                with the stacks of all its threads and processes.
+        """
         timeout *= PATIENCE
         until = time.monotonic() + timeout
         while True:
@@ -117,12 +121,12 @@ class Child:
         self.proc.kill()
 
     def stop(self) -> None:
-        """End the process and every process it started."""
+        """Ends the process and all that it started."""
         stop_all([self])
 
 
 def stop_all(children: Iterable[Child]) -> None:
-    """End these processes, all at the same time, and every process they started."""
+    """Ends these processes at the same time, and all that they started."""
     children = list(children)
     for c in children:
         with contextlib.suppress(OSError):  # it has just ended
@@ -141,7 +145,7 @@ def stop_all(children: Iterable[Child]) -> None:
 
 
 class Family:
-    """Children that are stopped together, whatever happens."""
+    """Children that end together."""
 
     def __init__(self, work: Path):
         self.work, self.children = Path(work), []
@@ -152,7 +156,7 @@ class Family:
         return child
 
     def ranks(self, module: str, world: int, name: str = "trainer", **env: str) -> list[Child]:
-        """One job of torch.distributed, as torchrun would start it on this host."""
+        """Starts a job of torch.distributed as torchrun does."""
         job = dict(WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
         return [self.start(f"{name}{r}", "trainer", module, RANK=str(r), **job, **env) for r in range(world)]
 
