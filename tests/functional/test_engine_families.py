@@ -48,7 +48,7 @@ def test_a_layout_writes_what_vllm_loads(family, parallel, names):
     from tests.support.one_process import random_weights
     from tests.support.one_process_vllm import CPU
     from tests.support.replay import load
-    from xfer.cli.layouts.vllm import inventory_of, rank_of
+    from xfer.cli.layouts.vllm import rank_of
     from xfer.engines.live import LiveStorages
     from xfer.engines.meta_model import make_model
     from xfer.engines.vllm_layout import EngineModel
@@ -60,7 +60,7 @@ def test_a_layout_writes_what_vllm_loads(family, parallel, names):
             live, reference = make_model(config, "cpu"), make_model(config, "cpu")
             model = EngineModel(config, live, CPU)
             layout = model.read(catalog)
-            inventory_of(catalog, layout, rank)  # what a session publishes: every byte has a class, or this raises
+            layout.inventory(catalog, rank)  # what a session publishes: every byte has a class, or this raises
             scramble(model, 5)
             got, want = LiveStorages(live).tensors, LiveStorages(reference).tensors
             assert got.keys() == want.keys()

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from tests.support.one_process import Storages, first_difference
-from xfer.cli.layouts.vllm import inventory_of, rank_of
+from xfer.cli.layouts.vllm import rank_of
 from xfer.engines.layout import EngineLayout, run_recipes
 from xfer.engines.live import LiveStorages as Tree
 from xfer.engines.meta_model import make_model
@@ -96,7 +96,7 @@ def worker(
     with rank_of(folder, parallel, rank, **options) as config:
         live, reference = make_model(config, "cpu"), make_model(config, "cpu")
         layout = EngineModel(config, live, CPU).read(catalog)
-        inventory = inventory_of(catalog, layout, rank)
+        inventory = layout.inventory(catalog, rank)
         truth = []
         for tensors in versions:
             with torch.no_grad():

@@ -13,7 +13,6 @@ from xfer.direct.plane import DirectPlane
 from xfer.errors import VerificationError
 from xfer.kernels.checksum import Constants, Sums
 from xfer.participants import faults
-from xfer.plan.inventory import engine_inventory
 from xfer.plan.part import PlanPart
 from xfer.plan.rows import footprint_rows
 from xfer.plan.table import padded_shapes
@@ -65,11 +64,7 @@ class DirectWorker:
 
     def read(self, catalog: Catalog) -> None:
         self.catalog, layout = catalog, self.model.read(catalog)
-        made = engine_inventory(
-            catalog, rank=self.index, host=host_identity(), roots=layout.roots, fragments=layout.traced.fragments,
-            fills=layout.traced.fills, footprint=layout.footprint, kept=layout.kept, staged=layout.staged, reads=layout.traced.reads,
-            recipes=(r.digest() for r in layout.traced.recipes),
-        )  # fmt: skip
+        made = layout.inventory(catalog, self.index, host_identity())
         self.inventory = self._party.shelf.offer(made)
         self._names, self._rows = [r.name for r in made.roots], footprint_rows(made)
         self._bind(layout.tensors)

@@ -22,8 +22,9 @@ from xfer.engines.live import DRAFT, NONE, LiveSlot, LiveStorages, Ranges, commo
 from xfer.errors import LayoutError
 from xfer.mesh.box import row_major
 from xfer.plan.intervals import difference, size
-from xfer.plan.inventory import SCRATCH, Kept
+from xfer.plan.inventory import SCRATCH, Inventory, Kept, engine_inventory
 from xfer.plan.program import ITEMSIZE
+from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import Fill, Fragment, Root, Span, TensorSpec
 from xfer.trace.traced import Recipe, Traced
 
@@ -53,6 +54,14 @@ class EngineLayout:
     kept: tuple[Kept, ...]
     staged: tuple[Span, ...]
     aliases: tuple[tuple[str, str], ...]
+
+    def inventory(self, catalog: Catalog, rank: int, host: str = "") -> Inventory:
+        """What the worker of that rank publishes."""
+        return engine_inventory(
+            catalog, rank=rank, host=host, roots=self.roots, fragments=self.traced.fragments, fills=self.traced.fills,
+            footprint=self.footprint, kept=self.kept, staged=self.staged, reads=self.traced.reads,
+            recipes=(r.digest() for r in self.traced.recipes),
+        )  # fmt: skip
 
     def bytes_of(self, spans: Iterable[Span | Kept]) -> int:
         return sum(s.stop - s.start for s in spans)

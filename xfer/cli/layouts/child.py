@@ -197,7 +197,7 @@ def name_tensors(task: TraceTask, work: Path, say: Callable[..., None], told: Qu
 def read_engine(task: TraceTask, work: Path, say: Callable[..., None], told: Queue) -> None:
     import torch
 
-    from xfer.cli.layouts.vllm import inventory_of, rank_of
+    from xfer.cli.layouts.vllm import rank_of
     from xfer.engines.meta_model import make_meta_model
     from xfer.engines.vllm_layout import EngineModel
     from xfer.mesh.parallel import EngineParallel
@@ -211,7 +211,7 @@ def read_engine(task: TraceTask, work: Path, say: Callable[..., None], told: Que
             live = make_meta_model(config)
             model = EngineModel(config, live, torch.device("meta"), keep=task.keep, drop=task.drop)
             layout = model.read(catalog)
-        (work / f"engine.{rank}").write_bytes(inventory_of(catalog, layout, rank).to_bytes())
+        (work / f"engine.{rank}").write_bytes(layout.inventory(catalog, rank).to_bytes())
         del live, model, layout
 
 

@@ -8,12 +8,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from xfer.engines.meta_model import fake_rank, make_config
-from xfer.plan.inventory import Inventory, engine_inventory
 
 if TYPE_CHECKING:
-    from xfer.engines.layout import EngineLayout
     from xfer.mesh.parallel import EngineParallel
-    from xfer.trace.catalog import Catalog
 
 
 @contextmanager
@@ -30,23 +27,6 @@ def rank_of(hf_config: str | Mapping, parallel: EngineParallel, rank: int, **opt
     config = make_config(hf_config, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, ep=parallel.ep, **options)
     with fake_rank(config, rank):
         yield config
-
-
-def inventory_of(catalog: Catalog, layout: EngineLayout, rank: int) -> Inventory:
-    """The inventory that a live worker of that rank would publish, without its host."""
-    return engine_inventory(
-        catalog,
-        rank=rank,
-        host="",
-        roots=layout.roots,
-        fragments=layout.traced.fragments,
-        fills=layout.traced.fills,
-        footprint=layout.footprint,
-        kept=layout.kept,
-        staged=layout.staged,
-        reads=layout.traced.reads,
-        recipes=(r.digest() for r in layout.traced.recipes),
-    )
 
 
 @functools.cache
