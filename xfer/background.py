@@ -4,9 +4,9 @@ Nothing interrupts a collective, the constructor of a communicator or a call int
 block the caller for good, so such a call runs here and the caller waits with a deadline.
 
 These modules also use threads, for something else than a background call: a loop with state that runs as long as its owner
-(`participants/lane.py`, `participants/controller.py`, `direct/late.py`, `packed/feed.py`, `packed/arrivals.py`,
+(`participants/lane.py`, `participants/controller.py`, `direct/late.py`, `packed/feed.py`, `packed/broadcast.py`,
 `layerwise/watch.py`, `rendezvous/`), many calls in order on one thread (`engines/call_thread.py`), and calls that take turns
-(`packed/lockstep.py`). `packed/ahead.py` has no thread: it starts one broadcast before it waits for the previous one.
+(`packed/lockstep.py`).
 """
 
 from __future__ import annotations

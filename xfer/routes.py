@@ -175,7 +175,7 @@ class Packed:
         return replace(options, route="packed", bucket_bytes=self.bucket_bytes, colocated=self.colocated, gathers=True)
 
     def side(self, source: Source, drop: Sequence[str]) -> NewTrainerSide:
-        from xfer.packed.sides import PackedTrainer
+        from xfer.packed.trainer import PackedTrainer
 
         return partial(PackedTrainer, self.source(source))
 
@@ -186,7 +186,7 @@ def default_cache_dir() -> str:
     return os.environ.get("XFER_CACHE") or os.path.join(base, "xfer")
 
 
-_WORKERS = {"direct": "xfer.direct.worker:DirectWorker", "packed": "xfer.packed.sides:PackedWorker"}
+_WORKERS = {"direct": "xfer.direct.worker:DirectWorker", "packed": "xfer.packed.worker:PackedWorker"}
 
 
 def worker_side(name: str, adapter: Any, client: RendezvousClient, replica: int, index: int) -> WorkerSide:

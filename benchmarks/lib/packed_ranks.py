@@ -12,6 +12,7 @@ import time
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -21,14 +22,14 @@ from torch.distributed import PrefixStore, TCPStore
 from benchmarks.lib.layouts import Model, View, all_ways, engine, trainer
 from benchmarks.lib.packed_ways import GatheredStream, OnStream, PartsSource, Rows, Slices, tasks_of, vllm_packed
 from xfer.mesh.parallel import EngineParallel
-from xfer.packed.ahead import OneAhead
-from xfer.packed.arrivals import Arrivals, own_stream
+from xfer.packed.broadcast import Arrivals, OneAhead, own_stream
 from xfer.packed.buffer import Buffers, Unpacker
 from xfer.packed.feed import Pump
-from xfer.packed.shared import SharedArrivals, announce, wait_done
+from xfer.packed.shared import SharedArrivals, announce, place_of, send_offer, wait_done
 from xfer.packed.source import PackedSource
 from xfer.packed.tensors import TensorStream
 from xfer.packed.wire import checked, decode_manifest
+from xfer.participants.data_plane import Stop
 from xfer.transport.group import Link
 from xfer.transport.links import open_group
 
@@ -137,7 +138,7 @@ class TrainerRank(Rank):
             if self.index == 0:
                 self.store.set(kind.__name__, plan.manifest)
             if kind is TensorStream:
-                self.sizes = [x.nbytes for g in plan.groups for x in g.messages]
+                self.sizes = [x.nbytes for x in plan.messages]
         self.used = None
         self.open_links(apart)
 
@@ -147,9 +148,9 @@ class TrainerRank(Rank):
             stream = GatheredStream(self.index, TRAINERS, self.tasks, self.roots, self.device, **how)
         else:
             stream = TensorStream(PartsSource(self.index, TRAINERS, self.m, self.layout, self.roots, self.device))
-        self.used = PackedSource(stream, self.a.bucket, True, colocated)
+        self.used = PackedSource(stream, self.a.bucket, colocated)
         if kind is TensorStream and self.a.programs:
-            stream.programs = self.a.programs
+            self.used.assembly = replace(self.used.assembly, programs=self.a.programs)
         self.used.read()
         return self.used
 
@@ -203,16 +204,14 @@ class TrainerRank(Rank):
                 self.pump = Pump(source, f"trainer {self.index}")
                 self.pump.exports = link is not None
             turn += 1
-            feed, until = self.pump.join(turn, (0,), 0), soon()
+            feed, until, stop = self.pump.join(turn, (0,), 0), soon(), Stop()
             with own_stream(self.device, "send"):
-                plan = feed.plan(until, _nobody)
-                for worker in mapped if link is not None else ():
-                    offer = torch.frombuffer(bytearray(self.pump.offer), dtype=torch.uint8)
-                    link.send(torch.tensor([offer.numel()]), worker, 0, until)
-                    link.send(offer, worker, 0, until)
+                plan = feed.plan(until, stop)
+                if mapped and link is not None:
+                    send_offer(link, self.pump.offer, mapped, until)
                 wire = OneAhead(link, until, lambda sent, _: feed.release(sent, 0))
-                for number in range(plan.messages if self.pump.exports else 0):
-                    data = feed.take(number, until, _nobody)
+                for number in range(len(plan.messages) if self.pump.exports else 0):
+                    data = feed.take(number, until, stop)
                     if mapped:
                         announce(link, number, mapped, until, self.device)
                         wait_done(link, number, mapped, until)
@@ -220,7 +219,7 @@ class TrainerRank(Rank):
                     else:
                         wire.give(number, data)
                 wire.close()
-            feed.wait_over(until, _nobody)
+            feed.wait_over(until, stop)
             feed.leave(0)
 
         return work
@@ -308,24 +307,21 @@ class WorkerRank(Rank):
     def received(self, messages) -> None:
         buffers = self.buffers
         if self.rows is not None:  # load kernels before NCCL's run
-            longest = max(x.nbytes for x in messages)
+            buffers.begin(messages)
             for number, message in enumerate(messages):
-                self.rows.bind(number, buffers.take(number, message.nbytes, longest))
+                self.rows.bind(number, buffers.take(number, message.nbytes))
         self.packed(Arrivals(self.link, messages, buffers, soon(), self.device, False), messages, buffers.views)
 
     def loads(self) -> None:
         """Load the bytes of the last refit again, without a wire."""
-        unpacker, longest = Unpacker(self.device, self.buffers.views), max(x.nbytes for x in self.parts)
+        unpacker = Unpacker(self.device, self.buffers.views)
+        self.buffers.begin(self.parts)
         for number, message in enumerate(self.parts):
-            data = self.buffers.take(number, message.nbytes, longest)
+            data = self.buffers.take(number, message.nbytes)
             self.load((s.name, t) for s, t in unpacker.take(message, data))
 
     def mapped(self, link: Link, messages) -> None:
-        length = torch.zeros(1, dtype=torch.int64)
-        link.recv(length, 0, 0, soon())
-        offer = torch.zeros(int(length), dtype=torch.uint8)
-        link.recv(offer, 0, 0, soon())
-        arrivals = SharedArrivals(link, messages, bytes(offer.numpy()), soon(), self.device, False)
+        arrivals = SharedArrivals(link, messages, soon(), self.device, False, exporter=0, place=place_of(self.device))
         self.packed(arrivals, messages)
 
     def packed(self, arrivals: Arrivals | SharedArrivals, messages, views=None) -> None:

@@ -21,6 +21,7 @@ from xfer import kernels
 from xfer.packed import places
 from xfer.packed.lockstep import Lockstep
 from xfer.packed.plan import GatherGroup, TaskSize
+from xfer.packed.source import Assembly
 from xfer.packed.wire import PackedMessage
 from xfer.trace.fragment import Fragment, TensorSpec
 from xfer.trace.traced import Traced, TrainerLayout
@@ -80,8 +81,6 @@ def tasks_of(m: Model, layouts: list[Layout]) -> list[Task]:
 class GatheredStream:
     """An xfer.packed.source.WeightStream. together: the all-gathers of a round of tasks run as one, as BridgeStream runs them."""
 
-    everywhere = True
-
     def __init__(
         self, rank: int, world: int, tasks: list[Task], roots: Mapping[str, torch.Tensor], device, together: bool = True
     ):
@@ -97,7 +96,7 @@ class GatheredStream:
     def check(self) -> str:
         return "same"
 
-    def build(self) -> tuple[TaskSize, ...]:
+    def build(self, assembly: Assembly) -> tuple[TaskSize, ...]:
         return tuple(TaskSize(i, tuple(t.held)) for i, t in enumerate(self.tasks))
 
     def tensors(self, group: GatherGroup) -> Iterator[tuple[str, torch.Tensor]]:

@@ -27,7 +27,7 @@ class Stream(ToyStream):
 
     stand, refuse = "", ""
 
-    def build(self):
+    def build(self, assembly):
         from xfer.errors import LayoutError
         from xfer.packed import agree
 
@@ -38,7 +38,7 @@ class Stream(ToyStream):
             return []
 
         agree.of_all_ranks(own, list[int], self.device)
-        return super().build()
+        return super().build(assembly)
 
     def tensors(self, group):
         while self.stand and group.positions[0] and Path(self.stand).exists():
@@ -63,7 +63,7 @@ def _trainer(conn, rank: int, world: int, env: dict) -> None:
             "gloo", init_method=f"tcp://127.0.0.1:{meeting}", rank=rank, world_size=world,
             timeout=timedelta(seconds=COLLECTIVE_S),
         )  # fmt: skip
-        source, route = PackedSource(stream, LIMIT, True, colocated), Packed(bucket_bytes=LIMIT, colocated=colocated)
+        source, route = PackedSource(stream, LIMIT, colocated), Packed(bucket_bytes=LIMIT, colocated=colocated)
         return trainer_session(source, rendezvous, TOKEN, **args, route=route)
 
     def arrange(**what):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -37,16 +38,23 @@ def gathered(source: PackedSource) -> tuple[dict[str, torch.Tensor], int]:
 
 def placed(source: PackedSource) -> tuple[dict[str, torch.Tensor], int]:
     """As a feed does it: each message straight into its buffer."""
-    plan, out, most, number = source.begin(), {}, 0, 0
+    plan, out, most, mine = source.begin(), {}, 0, source.assembly.here
     buffers, unpacker = Buffers(2, source.device), Unpacker(source.device)
-    mine = source.stream.assembles
-    source.prepare((lambda k, m: buffers.take(k, m.nbytes, plan.buffer_bytes)) if mine else None)
-    for message in (x for g in plan.groups for x in g.messages):
-        data = buffers.take(number, message.nbytes, plan.buffer_bytes).fill_(0xEE) if mine else None
+    buffers.begin(plan.messages)
+    source.prepare(buffers if mine else None)
+    for number, message in enumerate(plan.messages):
+        data = buffers.take(number, message.nbytes).fill_(0xEE) if mine else None
         source.place(message, data)
         out |= {s.name: t.clone() for s, t in unpacker.take(message, data)} if mine else {}
-        most, number = max(most, source.stream.collectives), number + 1
+        most = max(most, getattr(source.stream, "parts", source.stream).collectives)
     return out, most
+
+
+def in_rounds_of(source: PackedSource, nbytes: int) -> None:
+    """Assemble the next messages in rounds of this size, from storages that were released and found again."""
+    source.assembly = replace(source.assembly, round_bytes=nbytes)
+    source.forget()
+    source.check()
 
 
 def whole(named) -> dict[str, torch.Tensor]:
@@ -56,7 +64,7 @@ def whole(named) -> dict[str, torch.Tensor]:
 def looked(source: PackedSource, named, gather=gathered) -> dict:
     got, most = gather(source)
     want = whole(named())
-    bad = sorted(n for n in want if n not in got or not torch.equal(got[n], want[n])) if source.stream.assembles else []
+    bad = sorted(n for n in want if n not in got or not torch.equal(got[n], want[n])) if source.assembly.here else []
     return dict(wrong=bad, tensors=len(got), most=most, groups=len(source.plan.groups), built=source.built)
 
 
@@ -105,9 +113,7 @@ def tensors(folder: Path) -> dict:
     second = looked(source, held.items)
     source.assemble(dist.get_rank() != 1)  # two of three put messages together now, and hear of each other's boxes
     everywhere = looked(source, held.items, placed)
-    source.stream.round_bytes = 100  # many rounds to a message
-    source.forget()
-    source.check()
+    in_rounds_of(source, 100)  # many rounds to a message
     return dict(first=first, second=second, everywhere=everywhere, rounds=looked(source, held.items, placed))
 
 

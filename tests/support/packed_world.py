@@ -57,8 +57,6 @@ class Knobs:
 class ToyStream:
     """Rank's half; see xfer.packed.source.WeightStream. Every tensor is exported whole on all ranks, as Bridge does."""
 
-    everywhere = True
-
     def __init__(self, source: ToySource, knobs: Knobs):
         self.source, self.knobs = source, knobs
         self.rank, self.world, self.device = source.rank, source.world, source.device
@@ -78,7 +76,7 @@ class ToyStream:
         state, self.state = self.state, "same"
         return state
 
-    def build(self) -> tuple[TaskSize, ...]:
+    def build(self, assembly) -> tuple[TaskSize, ...]:
         self.builds += 1
         return tuple(TaskSize(i, (s,)) for i, s in enumerate(self.specs()))
 
@@ -151,7 +149,6 @@ class PackedWorld(World):
 
     limit: int = 1024
     colocated: bool = False
-    packed: bool = True
     knobs: Knobs = field(default_factory=Knobs)
 
     def connect(self) -> PackedWorld:
@@ -160,7 +157,7 @@ class PackedWorld(World):
         agree.largest, agree.alone = self.meeting.largest, lambda: self.trainers == 1
         self.toys = [ToySource(i, self.trainers, self.shapes) for i in range(self.trainers)]
         self.streams = [ToyStream(s, self.knobs) for s in self.toys]
-        self.sources = [PackedSource(s, self.limit, self.packed, self.colocated) for s in self.streams]
+        self.sources = [PackedSource(s, self.limit, self.colocated) for s in self.streams]
         self.engines = [ToyEngine(self.workers, self.shapes) for _ in range(self.replicas)]
         for e in self.engines:
             e.takers = [PackedTaker(i, self.workers, self.shapes, self.knobs) for i in range(self.workers)]

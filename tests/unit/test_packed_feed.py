@@ -1,4 +1,4 @@
-"""Gathers of the packed route, one after the other, as lanes see them: threads and buffers are the real ones, links are not here."""
+"""Gathers of the packed route, one after the other, as lanes see them: threads and buffers are the real ones; there are no links."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ import time
 import pytest
 import torch
 
+from tests.support.world import until_true
 from xfer.errors import DeadlineExceeded, XferError
 from xfer.packed import feed as feed_module
+from xfer.packed.buffer import Buffers
 from xfer.packed.feed import Feed, Pump
 from xfer.packed.plan import ALIGN, TaskSize
 from xfer.packed.source import PackedSource
+from xfer.participants.data_plane import Stop
 from xfer.trace.fragment import TensorSpec
+
+NEVER = Stop()
 
 
 class Numbers:
-    """See source.WeightStream: tensor k is full of 10 * version + k, and fills a message."""
+    """A source.WeightStream: tensor k is full of 10 * version + k, and fills a message."""
 
     rank, world, device = 0, 1, torch.device("cpu")
 
@@ -33,7 +38,7 @@ class Numbers:
     def check(self) -> str:
         return "same"
 
-    def build(self):
+    def build(self, assembly):
         return tuple(TaskSize(k, (spec,)) for k, spec in enumerate(self.specs))
 
     def tensors(self, group):
@@ -53,20 +58,25 @@ def soon() -> float:
     return time.monotonic() + 20.0
 
 
-def never():
-    return None
-
-
 def taken(feed: Feed, stream: Numbers, replica: int, keep: int = 0) -> list[torch.Tensor]:
-    """Takes every message, and releases all but the last `keep`."""
+    """Take every message, and release all but the last `keep`."""
     out = []
     for k in range(len(stream.specs)):
-        data = feed.take(k, soon(), never)
+        data = feed.take(k, soon(), NEVER)
         assert data.tolist() == [stream.holds(k)] * ALIGN
         out.append(data)
         if k < len(stream.specs) - keep:
             feed.release(k, replica)
     return out[len(out) - keep :]
+
+
+def whole(pump: Pump, stream: Numbers, attempt: int) -> Feed:
+    """A gather of one replica, from its beginning to its end."""
+    feed = pump.join(attempt, (0,), 0)
+    taken(feed, stream, 0)
+    feed.wait_over(soon(), NEVER)
+    feed.leave(0)
+    return feed
 
 
 @pytest.mark.parametrize("colocated", [False, True], ids=["broadcast", "shared memory"])
@@ -80,96 +90,69 @@ def test_what_is_still_being_sent_is_not_written_over_by_the_next_gather(message
     wanted = [t.clone() for t in held]
     stream.version = 2
     second = pump.join(1, (1,), 1)
-    until = soon()
-    while "an earlier one" not in second.doing and time.monotonic() < until:
-        time.sleep(0.001)
+    until_true(lambda: "an earlier one" in second.doing)
     with pytest.raises(DeadlineExceeded, match="the trainers to agree") as e:
-        second.plan(time.monotonic() + 0.2, never)
+        second.plan(time.monotonic() + 0.2, NEVER)
     assert "an earlier one" in e.value.violations[0]
     assert all(map(torch.equal, held, wanted))
     first.leave(0)
     taken(second, stream, 1)
-    second.wait_over(soon(), never)
-    second.leave(1)
+    second.wait_over(soon(), NEVER)
 
 
 def test_a_message_is_summed_once_for_all_replicas(monkeypatch):
-    stream, pump = pumped(4)
+    _, pump = pumped(4)
     summed, real = [], feed_module.wire_sum
     monkeypatch.setattr(feed_module, "wire_sum", lambda data, number: summed.append(number) or real(data, number))
     feeds = [pump.join(1, (0, 1), replica) for replica in (0, 1)]
     for k in range(4):
+        for feed in feeds:
+            data = feed.take(k, soon(), NEVER)
+            assert feed.sum_of(k, soon(), NEVER) == real(data, k)
         for replica, feed in enumerate(feeds):
-            data = feed.take(k, soon(), never)
-            assert feed.sum_of(k, soon(), never) == real(data, k)
-            if replica:
-                feed.release(k, 0)
-                feed.release(k, 1)
+            feed.release(k, replica)
     assert summed == [0, 1, 2, 3]
-    for replica, feed in enumerate(feeds):
-        feed.wait_over(soon(), never)
-        feed.leave(replica)
 
 
-def test_released_buffers_are_held_by_no_gather_that_is_over():
-    stream, pump = pumped(3)
-    feed = pump.join(1, (0,), 0)
-    taken(feed, stream, 0)
-    feed.wait_over(soon(), never)
-    feed.leave(0)
-    assert pump.extra_bytes > 0
-    pump.forget()
-    assert pump.extra_bytes == 0 and not feed._ready, "a view of a buffer keeps it"
-
-
-def test_all_is_let_go_of_when_it_returns_though_another_thread_came_first(monkeypatch):
-    """Two lanes at once: one that went on would say that it has unmapped, and both would close a buffer's file."""
-    stream, pump = pumped(1, colocated=True)
-    taken(pump.join(1, (0,), 0), stream, 0)
-    assert pump.wait_over(20.0)
+def test_when_one_of_two_threads_returns_all_buffers_and_storages_are_dropped(monkeypatch):
+    """Two lanes at once: one that went on would report that it has unmapped, and both would close a buffer's file."""
+    stream, pump = pumped(3, colocated=True)
+    feed = whole(pump, stream, 1)
     inside, go_on, within, over = threading.Event(), threading.Event(), [], []
     monkeypatch.setattr(stream, "forget", lambda: (within.append(1), inside.set(), go_on.wait(20)), raising=False)
     first, second = (threading.Thread(target=lambda: (pump.forget(), over.append(1))) for _ in range(2))
     first.start()
-    assert inside.wait(20)
+    assert inside.wait(20) and pump.extra_bytes > 0
     second.start()
     second.join(0.2)
     assert len(within) == 1 and not over
     go_on.set()
     first.join(20)
     second.join(20)
-    assert len(over) == 2 and pump.extra_bytes == 0
+    assert len(over) == 2 and pump.extra_bytes == 0 and not feed._ready, "a view of a buffer keeps it"
 
 
 def test_views_of_plans_that_are_gone_are_not_kept():
     stream, pump = pumped(3)
     for attempt in range(1, 6):
-        pump.source._stale = True
-        feed = pump.join(attempt, (0,), 0)
-        taken(feed, stream, 0)
-        feed.wait_over(soon(), never)
-        feed.leave(0)
+        pump.source.doubt()
+        whole(pump, stream, attempt)
     assert pump.source.built == 5 and len(pump._buffers._views) == 3
 
 
 def test_a_rank_without_memory_for_its_buffers_stops_all_ranks_at_the_first_group(monkeypatch):
     stream, pump = pumped(3, colocated=True)
-    said, left, real, reserve = [], [1], pump.source.go_on, type(pump._buffers).reserve
+    asked, real = [], pump.source.go_on
 
-    def short(self, longest):
-        if left:
-            left.pop()
-            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
-        reserve(self, longest)
+    def short(self, messages):
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
-    monkeypatch.setattr(pump.source, "go_on", lambda stop: said.append(stop) or real(stop))
-    monkeypatch.setattr(type(pump._buffers), "reserve", short)
-    feed = pump.join(1, (0,), 0)
-    with pytest.raises(XferError, match="tried to allocate 2 GiB"):
-        feed.plan(soon(), never)
-    assert feed.over.wait(20) and said == [True], "or the others would wait for this rank at the first group"
+    monkeypatch.setattr(pump.source, "go_on", lambda stop: asked.append(stop) or real(stop))
+    with monkeypatch.context() as patch:
+        patch.setattr(Buffers, "begin", short)
+        feed = pump.join(1, (0,), 0)
+        with pytest.raises(XferError, match="tried to allocate 2 GiB"):
+            feed.plan(soon(), NEVER)
+        assert feed.over.wait(20) and asked == [True], "or the others would wait for this rank at the first group"
     feed.leave(0)
-    again = pump.join(2, (0,), 0)
-    taken(again, stream, 0)
-    again.wait_over(soon(), never)
-    again.leave(0)
+    whole(pump, stream, 2)

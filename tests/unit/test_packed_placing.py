@@ -1,11 +1,11 @@
-"""Messages put together from boxes that several ranks hold: every byte comes to its place, whoever holds it and however it came,
-through tables that xfer's kernels run. With TRITON_INTERPRET=1 through Triton's, in its interpreter.
+"""Messages assembled from boxes that several ranks hold: every byte comes to its place, pulled or sent in rounds, through tables
+that xfer's kernels run. With TRITON_INTERPRET=1 through Triton's, in its interpreter.
 """
 
 from __future__ import annotations
 
 import os
-from math import prod
+from itertools import product
 from types import SimpleNamespace
 
 import msgspec
@@ -20,13 +20,13 @@ from xfer.errors import Unsupported
 from xfer.packed import agree, places
 from xfer.packed.buffer import Buffers
 from xfer.packed.plan import ALIGN, TaskSize, make_plan
-from xfer.packed.source import PackedSource, packed_source
+from xfer.packed.source import Assembly, PackedSource, packed_source
 from xfer.packed.tensors import TensorStream, _Rank
 from xfer.packed.wire import nbytes_of
-from xfer.plan.intersect import cut_range
 from xfer.plan.program import ITEMSIZE
 from xfer.trace.fragment import Fragment, TensorSpec
 from xfer.trace.traced import Traced, TrainerLayout
+from xfer.trainers import traced_stream
 from xfer.trainers.dtensor import TensorTrainer
 
 CPU = torch.device("cpu")
@@ -58,30 +58,23 @@ class Held:
                 known = {r: self._stored(spec, r, origin, extent, steps) for r in ranks}
                 self.boxes[spec.name].append(places.HeldBox((origin, extent, steps), known))
 
-    def _cut(self, shape):
+    def _cut(self, shape) -> list[places.Box]:
         """Disjoint boxes that cover a tensor: halves of halves, or every other index of a dim."""
         todo, out = [((0,) * len(shape), shape, (1,) * len(shape))], []
         while todo:
-            origin, extent, steps = todo.pop()
-            some = [d for d, n in enumerate(extent) if n > 1]
+            box = todo.pop()
+            some = [d for d, n in enumerate(box[1]) if n > 1]
             if not some or self.rng.random() < 0.4:
-                out.append((origin, extent, steps))
+                out.append(box)
                 continue
             d = int(self.rng.choice(some))
-            n, q = extent[d], steps[d]
+            first, n, q = (x[d] for x in box)
             at = int(self.rng.integers(1, n))
-            parts = [(0, at, q), (at, n - at, q)]
+            parts = [(first, at, q), (first + at * q, n - at, q)]
             if self.rng.random() < 0.3:
-                parts = [(0, -(-n // 2), 2 * q), (1, n // 2, 2 * q)]
-            for first, count, step in parts:
-                todo.append(
-                    (
-                        (*origin[:d], origin[d] + first * q, *origin[d + 1 :]),
-                        (*extent[:d], count, *extent[d + 1 :]),
-                        (*steps[:d], step, *steps[d + 1 :]),
-                    )
-                )
-        return [(tuple(map(int, o)), tuple(map(int, e)), tuple(map(int, s))) for o, e, s in out]
+                parts = [(first, -(-n // 2), 2 * q), (first + q, n // 2, 2 * q)]
+            todo += [tuple((*x[:d], v, *x[d + 1 :]) for x, v in zip(box, part)) for part in parts]
+        return out
 
     def _stored(self, spec, rank, origin, extent, steps) -> Fragment:
         item = ITEMSIZE[spec.dtype]
@@ -102,9 +95,7 @@ class Held:
         return Fragment(spec.name, origin, extent, root, offset, tuple(strides), spec.dtype, steps)
 
 
-@st.composite
-def held(draw) -> Held:
-    return Held(draw)
+held = st.composite(Held)
 
 
 def run(copies, sources, into) -> None:
@@ -132,25 +123,22 @@ def test_every_byte_comes_to_its_place_pulled_or_sent_in_rounds(h, limit, most, 
     everything = [torch.from_numpy(x) for x in h.storages.values()]
     for s in h.specs:
         assert places.held_wholly(s.shape, [x.box for x in h.boxes[s.name]])
-    for group in plan.groups:
-        for message in group.messages:
-            for target in range(RANKS):
-                data = torch.full((message.nbytes,), 0x77, dtype=torch.uint8)
-                found = places.pieces(message, h.boxes, target)
-                assert sum(p.nbytes for p in found) == sum(p.size for p in message.parts)
-                mine = [p.copy(numbers[p.rank][p.fragment.root]) for p in found if pulls or p.rank == target]
-                run(mine, everything, data)
-                for r in [] if pulls else places.rounds(found, target, most):
-                    assert r.nbytes <= most // 16 * 16 + 16 and target not in r.sections
-                    slot = torch.full((r.nbytes,), 0xDD, dtype=torch.uint8)
-                    for rank, (at, n) in r.sections.items():
-                        run(places.sent(r, rank, numbers[rank]), everything, slot[at : at + n])
-                    run(places.landed(r, 0), [slot], data)
-                assert torch.equal(data, expected(message, h))
+    for message, target in product(plan.messages, range(RANKS)):
+        data = torch.full((message.nbytes,), 0x77, dtype=torch.uint8)
+        found = places.pieces(message, h.boxes, target)
+        assert sum(p.nbytes for p in found) == sum(p.size for p in message.parts)
+        run([p.copy(numbers[p.rank][p.fragment.root]) for p in found if pulls or p.rank == target], everything, data)
+        for r in [] if pulls else places.rounds(found, target, most):
+            assert r.nbytes <= most // 16 * 16 + 16 and target not in r.sections
+            slot = torch.full((r.nbytes,), 0xDD, dtype=torch.uint8)
+            for rank, (at, n) in r.sections.items():
+                run(places.sent(r, rank, numbers[rank]), everything, slot[at : at + n])
+            run(places.landed(r, 0), [slot], data)
+        assert torch.equal(data, expected(message, h))
 
 
 class Source:
-    """One rank of `Held` as a trainer tells it."""
+    """The trainer of one rank of `Held`."""
 
     def __init__(self, h: Held, rank: int):
         self.rank, self.world, self.device = rank, RANKS, torch.device("cpu")
@@ -175,7 +163,6 @@ def test_ranks_that_can_map_each_others_storages_put_messages_together_alone(h, 
     streams = [TensorStream(Source(h, r)) for r in range(RANKS)]
     for s in streams:
         s.read()
-        s.assembles = s.rank != 1
 
     def told(make, kind, device):
         return [msgspec.msgpack.decode(msgspec.msgpack.encode(s._own()), type=kind) for s in streams]
@@ -191,18 +178,22 @@ def test_ranks_that_can_map_each_others_storages_put_messages_together_alone(h, 
         if TRITON:
             m.setattr("xfer.packed.tensors.on_gpu", lambda device: True)
         sources = [PackedSource(s, limit) for s in streams]
+        for s in sources:
+            s.assemble(s.rank != 1)
+            s.stream.assembly = s.assembly  # as `build` does, before any rank is asked
         plans = [s.begin() for s in sources]
         assert len({p.fingerprint for p in plans}) == 1 and all(s.pulls for s in streams)
         assert all("by copies out of" in s.way for s in sources)
         assert plans[0].buffer_bytes <= max(ALIGN, limit - limit // 8)
         for step in range(2):
             for source, plan in zip(sources, plans, strict=True):
-                if not source.stream.assembles:
+                if not source.assembly.here:
                     continue
                 buffers = Buffers(2, CPU)
-                source.prepare(lambda k, x, b=buffers, p=plan: b.take(k, x.nbytes, p.buffer_bytes))
-                for k, message in enumerate(x for g in plan.groups for x in g.messages):
-                    data = buffers.take(k, message.nbytes, plan.buffer_bytes).fill_(0x77)
+                buffers.begin(plan.messages)
+                source.prepare(buffers)
+                for k, message in enumerate(plan.messages):
+                    data = buffers.take(k, message.nbytes).fill_(0x77)
                     source.place(message, data)
                     assert torch.equal(data, expected(message, h)), (step, source.rank)
             if step == 0:  # a framework frees what was mapped, and brings it back: all begin anew
@@ -216,18 +207,6 @@ def test_ranks_that_can_map_each_others_storages_put_messages_together_alone(h, 
                 plans = [s.begin() for s in sources]
 
 
-def test_over_gloo_ranks_agree_in_memory_of_the_host(monkeypatch):
-    """Whatever they train on; there is no GPU here, so a tensor on one could not be made."""
-    monkeypatch.setattr(agree.dist, "get_backend", lambda: "gloo")
-    monkeypatch.setattr(agree.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(agree.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(agree, "alone", lambda: False)
-    monkeypatch.setattr(agree.dist, "all_reduce", lambda t, op: None)
-    monkeypatch.setattr(agree.dist, "all_gather", lambda out, t: [o.copy_(t) for o in out])
-    assert agree.largest([3, 1], torch.device("cuda")) == [3, 1]
-    assert agree.of_all_ranks(lambda: [7], list[int], torch.device("cuda")) == [[7], [7]]
-
-
 @pytest.mark.parametrize(
     "device, backend, refused", [("cuda", "gloo", True), ("cuda", "nccl", False), ("cpu", "gloo", False)]
 )
@@ -236,6 +215,7 @@ def test_rounds_that_the_trainers_group_cannot_carry_are_refused_on_all_ranks(mo
     monkeypatch.setattr(agree, "any_rank", lambda flag, *_: flag)
     for rank in range(2):
         stream = TensorStream(SimpleNamespace(rank=rank, world=2, device=torch.device(device)))
+        stream.assembly = Assembly(rank == 0, 1 << 20)
         said = [_Rank({}, [], r == 0, b"" if r else b"offer") for r in range(2)]
         part = Fragment("t", (0,), (4,), "w", 0, (1,), "uint8")
         stream._targets = (0,)
@@ -251,30 +231,20 @@ def test_rounds_that_the_trainers_group_cannot_carry_are_refused_on_all_ranks(mo
         assert e.value.violations[0].startswith("trainer 1: its allocator")
 
 
-class Exported:
-    """Stands for one rank's Megatron: its export and its parameters, whose storages may move; and for what others say."""
+class Export:
+    """One rank's Megatron: Bridge's export, and parameters whose storages may move."""
 
     def __init__(self):
-        from xfer.trainers.traced_stream import TracedParameters, TracedStream
-
-        self.state, self.value, self.others_cannot = "same", 0, True
-        self.spec = TensorSpec("t", (4,), "uint8")
+        self.state, self.value, self.spec = "same", 0, TensorSpec("t", (4,), "uint8")
         self.move()
-        s = self.stream = TracedStream.__new__(TracedStream)
-        s.rank, s.world, s.device, s.why, s.writes = 0, 1, CPU, "", False
-        s.export, s._source = self, TracedParameters.__new__(TracedParameters)
-        s._source.rank, s._source.world, s._source.device, s._source._slots = 0, 1, CPU, self
-        s._source.read, s._source.state = self.layout, "same"
-        s.parts = TensorStream(s._source)
 
     def move(self) -> None:
-        self.value += 1
+        self.state, self.value = "moved", self.value + 1
         self.tensors = {"r": torch.full((4,), self.value, dtype=torch.uint8)}
 
     def layout(self) -> TrainerLayout:
-        return TrainerLayout(
-            Traced((self.spec,), (Fragment("t", (0,), (4,), "r", 0, (1,), "uint8"),)), (), self.tensors
-        )
+        part = Fragment("t", (0,), (4,), "r", 0, (1,), "uint8")
+        return TrainerLayout(Traced((self.spec,), (part,)), (), self.tensors)
 
     def read(self):
         return (self.spec,)
@@ -286,54 +256,32 @@ class Exported:
     def bind(self):
         return self
 
-    def build(self):
+    def build(self, assembly):
         return (TaskSize(0, (self.spec,)),)
-
-    def any_rank(self, flag, fingerprint, device) -> bool:
-        return flag or self.others_cannot
-
-    def tensors_of(self, source: PackedSource) -> list[int]:
-        """Of one gather, as a feed runs it."""
-        plan, data = source.begin(), torch.zeros(4, dtype=torch.uint8)
-        (message,) = plan.groups[0].messages
-        if source.writes:
-            source.prepare(lambda k, x: data)
-            source.place(message, data)
-        return data.tolist()
 
 
 def test_where_another_rank_needs_its_export_nothing_is_made_anew_until_something_moves(monkeypatch):
-    """This rank could do without; whether all can is agreed whenever tasks are made."""
-    from xfer.trainers import traced_stream as traced
-
-    rank = Exported()
-    monkeypatch.setattr(traced, "agree", rank)
-    source = PackedSource(rank.stream, 1 << 20)
+    """This rank could assemble messages from storages; whether all can is agreed whenever tasks are made."""
+    others_cannot = [True]
+    monkeypatch.setattr(traced_stream, "agree", SimpleNamespace(any_rank=lambda flag, *_: flag or others_cannot[0]))
+    stream = traced_stream.TracedStream(SimpleNamespace(rank=0, world=1, device=CPU))
+    rank = stream.export = stream._source._slots = Export()
+    stream._source.read = rank.layout
+    source = PackedSource(stream, 1 << 20)
     source.read()
-    for state, built in (("moved", 1), ("same", 1), ("same", 1), ("moved", 2), ("same", 2)):
-        rank.state = state
-        if state == "moved":
+    for moves, built in ((True, 1), (False, 1), (False, 1), (True, 2), (False, 2)):
+        if moves:
             rank.move()
-        assert source.check() == state
-        rank.tensors_of(source)
+        assert source.check() == ("moved" if moves else "same")
+        source.begin()
         assert source.built == built and not source.writes
-    rank.others_cannot, rank.state = False, "moved"
+    others_cannot[0] = False
     rank.move()
     source.check()
-    assert rank.tensors_of(source) == [rank.value] * 4 and source.writes, "from where its storages are now"
+    (message,) = source.begin().messages
+    source.place(message, data := torch.zeros(4, dtype=torch.uint8))
+    assert data.tolist() == [rank.value] * 4 and source.writes, "from where its storages are now"
     assert source.check() == "same" and source.built == 3
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 5), max_size=4).map(tuple), st.data())
-def test_a_range_of_elements_is_disjoint_boxes(shape, data):
-    n = prod(shape)
-    a = data.draw(st.integers(0, n))
-    b = data.draw(st.integers(a, n))
-    seen = np.zeros(shape, int)
-    for origin, extent in cut_range([0] * len(shape), [*shape], a, b):
-        seen[tuple(slice(o, o + e) for o, e in zip(origin, extent))] += 1
-    assert (seen.reshape(-1) == [a <= i < b for i in range(n)]).all()
 
 
 def test_a_hole_is_seen_also_where_other_boxes_overlap():
@@ -365,7 +313,7 @@ def test_a_value_of_another_dtype_is_converted_as_torch_does():
     spec = TensorSpec("a", (3, 4), "bfloat16")
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
     f = Fragment("a", (0, 0), (3, 4), "r", 0, (16, 4), "float32", (1, 1))
-    (message,) = make_plan([TaskSize(0, (spec,))]).groups[0].messages
+    (message,) = make_plan([TaskSize(0, (spec,))]).messages
     data = torch.zeros(nbytes_of(spec), dtype=torch.uint8)
     found = places.pieces(message, {"a": [places.HeldBox(((0, 0), (3, 4), (1, 1)), {1: f})]}, 0)
     run([p.copy(0) for p in found], [x.view(-1).view(torch.uint8)], data)

@@ -1,38 +1,37 @@
-"""What a trainer of the packed route knows of its tasks: whatever is replaced at whatever moment of a gather, and looked at by
-the caller's thread then, is what the next gather sends. Other ranks and threads are made up: they come at set moments."""
+"""What a trainer rank of the packed route knows of its export: what is replaced at any moment of a gather is what the next gather
+sends, and a rank that fails says so where the others wait for it. Other ranks and threads come at set moments.
+"""
 
 from __future__ import annotations
 
+import sys
 import threading
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from xfer.errors import RebindError
+from xfer.errors import LayoutError, PlanMismatch, RebindError, Unsupported, XferError
 from xfer.packed import agree
 from xfer.packed.plan import TaskSize
 from xfer.packed.source import PackedSource
 from xfer.packed.tensors import TensorStream
 from xfer.trace.fragment import TensorSpec
 from xfer.trace.slots import Slots, walk
-from xfer.trainers import dtensor
+from xfer.trainers import bridge_stream, dtensor
 from xfer.trainers.dtensor import TensorTrainer
+from xfer.trainers.weight_source import weight_source
 
+CPU = torch.device("cpu")
 SPEC = TensorSpec("w", (4,), "float32")
-MOMENTS = [
-    "before the check",
-    "after the check",
-    "before the tasks",
-    "after the tasks",
-    "before plans agree",
-    "after plans agree",
-]
+MOMENTS = ["the check", "the tasks", "plans agree"]
 
 
 class Kept:
-    """See source.WeightStream: tasks keep the parameter object of `build`, as a framework's do. `at`: what happens at a moment."""
+    """A source.WeightStream whose tasks keep the parameter object of `build`, as a framework's do. `at`: what happens at a moment."""
 
-    rank, world, device = 0, 1, torch.device("cpu")
+    rank, world, device = 0, 1, CPU
 
     def __init__(self):
         self.live = self.seen = torch.zeros(4)
@@ -47,7 +46,7 @@ class Kept:
     def check(self) -> str:
         return "same" if self.seen is self.live else "changed"
 
-    def build(self):
+    def build(self, assembly):
         self.happens("before the tasks")
         self.task = self.live
         self.happens("after the tasks")
@@ -66,7 +65,7 @@ class Kept:
 
 @pytest.mark.parametrize("raises", [False, True], ids=["", "raises"])
 @pytest.mark.parametrize("fresh", [False, True], ids=["tasks are made", "tasks are kept"])
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", [f"{when} {what}" for what in MOMENTS for when in ("before", "after")])
 def test_what_is_replaced_at_any_moment_of_a_gather_is_what_the_next_one_sends(monkeypatch, moment, fresh, raises):
     stream = Kept()
     source = PackedSource(stream, 1 << 20)
@@ -81,11 +80,11 @@ def test_what_is_replaced_at_any_moment_of_a_gather_is_what_the_next_one_sends(m
         return out
 
     def replaced() -> None:
-        """On the caller's thread: the next refit's look."""
+        """The check of the next refit, on the caller's thread."""
         stream.live = torch.ones(4)
         if source.check() == "changed":
             source.read()
-        assert source.check() == "same", "the look itself is done"
+        assert source.check() == "same"
 
     source.read()
     if fresh:
@@ -96,44 +95,37 @@ def test_what_is_replaced_at_any_moment_of_a_gather_is_what_the_next_one_sends(m
         source.begin()
     except RuntimeError:
         pass
-    came = not stream.at
-    if not came:  # a gather that keeps its tasks has none of the later moments
+    if stream.at:  # a gather that keeps its tasks has none of the later moments
         assert fresh or raises
         stream.at = {}
         replaced()
-    plan = source.begin()
-    ((_, sent),) = source.tensors(plan.groups[0])
+    ((_, sent),) = source.tensors(source.begin().groups[0])
     assert sent is stream.live, f"replaced {moment}"
     built = source.built
     source.begin()
-    assert source.built == built, "and is then kept"
-
-
-def beside(what) -> threading.Thread:
-    """Another thread's, which has come as far as it may."""
-    thread = threading.Thread(target=what)
-    thread.start()
-    thread.join(0.3)
-    return thread
+    assert source.built == built, "the tasks are kept after that"
 
 
 @pytest.mark.parametrize("at", ["check", "read"])
-def test_what_another_rank_releases_is_let_go_of_before_or_after_a_look_and_not_within(monkeypatch, at):
-    """Its lanes let go on their own threads, while this rank's caller may be looking already, in the next refit."""
+def test_what_another_rank_releases_is_dropped_before_or_after_a_check_and_not_within(monkeypatch, at):
+    """Its lanes drop storages on their own threads, while this rank's caller may be checking already, in the next refit."""
     held = {n: torch.ones(4) for n in "abc"}
     trainer = TensorTrainer(lambda: dict(held))
     stream = TensorStream(trainer)
     source = PackedSource(stream, 1 << 20)
     source.read()
     assert source.check() == "same"
-    waiting, real = [], Slots.check if at == "check" else Slots.bind
+    method = "check" if at == "check" else "bind"
+    waiting, real = [], getattr(Slots, method)
 
     def looks(self):
         if not waiting:
-            waiting.append(beside(source.forget))
+            waiting.append(threading.Thread(target=source.forget))
+            waiting[0].start()
+            waiting[0].join(0.3)
         return real(self)
 
-    monkeypatch.setattr(Slots, "check" if at == "check" else "bind", looks)
+    monkeypatch.setattr(Slots, method, looks)
     assert source.check() == "same" if at == "check" else source.read()
     waiting[0].join(20)
     assert not waiting[0].is_alive() and not trainer._given and not stream._roots and stream._let_go and source._stale
@@ -156,8 +148,8 @@ def test_gathers_over_all_tensors_are_finished_though_they_are_let_go_of_meanwhi
 
 
 @pytest.mark.parametrize("ends", ["raises", "is left", "comes to its end"])
-def test_what_a_framework_has_kept_of_a_gather_that_did_not_end_is_in_no_other(monkeypatch, ends):
-    """As Bridge stacks experts: one that failed with all of them there left them, and the next gather took them for its own."""
+def test_after_a_gather_that_did_not_end_tasks_are_made_anew(monkeypatch, ends):
+    """Bridge keeps experts until it has all to stack them: what a failed gather left would be in the next one."""
     stream = Kept()
     source = PackedSource(stream, 1 << 20)
     source.read()
@@ -180,10 +172,14 @@ def test_what_a_framework_has_kept_of_a_gather_that_did_not_end_is_in_no_other(m
     assert source.built == (1 if ends == "comes to its end" else 2)
 
 
-def test_a_look_that_ends_as_megatrons_groups_are_gone_has_not_noted_a_move(monkeypatch):
-    """Whoever puts messages together from storages binds to new ones when it is told of a move, which is told once."""
-    from xfer.trainers import bridge_stream as megatron
+def bridge(**attributes) -> bridge_stream.BridgeStream:
+    stream = bridge_stream.BridgeStream(SimpleNamespace(rank=0, world=1, device=CPU))
+    vars(stream).update(attributes)
+    return stream
 
+
+def test_a_check_that_ends_as_megatrons_groups_are_gone_has_not_noted_a_move(monkeypatch):
+    """A stream that reads storages binds to new ones when it is told of a move, which is told once."""
     net, group, there = torch.nn.Linear(2, 2), object(), [True]
 
     def groups():
@@ -191,9 +187,8 @@ def test_a_look_that_ends_as_megatrons_groups_are_gone_has_not_noted_a_move(monk
             raise RebindError("Megatron's process groups are not there")
         return [group]
 
-    monkeypatch.setattr(megatron, "process_groups", groups)
-    stream = object.__new__(megatron.BridgeStream)
-    stream._slots, stream._scales, stream._groups = Slots([net], walk([net])), megatron.Scales(), groups()
+    monkeypatch.setattr(bridge_stream, "process_groups", groups)
+    stream = bridge(_slots=Slots([net], walk([net])), _groups=groups())
     stream._slots.bind()
     assert stream.check() == "same"
     net.weight.data, there[0] = net.weight.detach().clone(), False
@@ -201,3 +196,78 @@ def test_a_look_that_ends_as_megatrons_groups_are_gone_has_not_noted_a_move(monk
         stream.check()
     there[0] = True
     assert [stream.check(), stream.check()] == ["moved", "same"]
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_bridge_may_give_more_rows_than_planned_of_tensors_that_megatron_pads_only(padded):
+    stream, tensor = bridge(_tasks=[None], _model_bridge=SimpleNamespace()), torch.arange(12.0).view(6, 2)
+    stream.build = lambda assembly: stream._merged([[(0, [("a", [4, 2], "float32", padded)], None)]])
+    stream._exported = lambda tasks: iter([("a", tensor)])
+    (group,) = PackedSource(stream, 1 << 20).begin().groups
+    ((_, got),) = stream.tensors(group)
+    assert torch.equal(got, tensor[:4] if padded else tensor), "the packer refuses a tensor of another size"
+
+
+# ---- agreement of ranks; the second rank says what this one says
+
+
+@pytest.fixture
+def two(monkeypatch) -> list[int]:
+    """Two ranks over gloo, of which this is the first; the sizes of what was gathered."""
+    gathered = []
+
+    def all_gather(into: list[torch.Tensor], mine: torch.Tensor) -> None:
+        gathered.append(mine.numel())
+        for t in into:
+            t.copy_(mine)
+
+    monkeypatch.setattr(agree, "ranks", lambda: (0, 2))
+    for name, value in dict(get_backend="gloo", get_rank=0, get_world_size=2, all_reduce=None).items():
+        monkeypatch.setattr(dist, name, lambda *_, value=value, **__: value)
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    return gathered
+
+
+def refuse(why: str) -> list[int]:
+    raise LayoutError(why)
+
+
+@pytest.mark.parametrize(
+    "make, kind, says",
+    [
+        (lambda: refuse("layers.9.w: has no mapping"), LayoutError, "layers.9.w: has no mapping"),
+        (lambda: refuse("file \udc80"), LayoutError, "file ?"),
+        (lambda: 1 / 0, XferError, "ZeroDivisionError: division by zero"),
+        (lambda: [torch.Size([2]), object()], XferError, "TypeError: Encoding objects of type object"),
+        (lambda: ["\ud800"], XferError, "UnicodeEncodeError"),
+    ],
+    ids=["refuses", "refuses in no text", "raises", "cannot be encoded", "is no text"],
+)
+def test_a_rank_that_fails_says_so_where_the_others_wait_for_it(two, make, kind, says):
+    with pytest.raises(kind, match="trainer 0 failed to describe its exports") as e:
+        agree.of_all_ranks(make, list[int], CPU)
+    assert says in str(e.value) and len(two) == 2
+
+
+def test_over_gloo_ranks_agree_in_memory_of_the_host(two):
+    """Wherever their weights are. There is no GPU here, so a tensor on one could not be made."""
+    cuda = torch.device("cuda")
+    assert agree.largest([3, 1], cuda) == [3, 1]
+    assert agree.of_all_ranks(lambda: [1, 2], list[int], cuda) == [[1, 2], [1, 2]]
+
+
+def test_ranks_whose_plans_differ_all_refuse_unless_they_plan_anew(monkeypatch, two):
+    monkeypatch.setattr(agree, "largest", lambda numbers, device: [numbers[0], numbers[1] + 1, numbers[2]])
+    assert agree.any_rank(True, b"1234567", CPU)
+    with pytest.raises(PlanMismatch, match="different buckets"):
+        agree.any_rank(False, b"1234567", CPU)
+
+
+@pytest.mark.parametrize("base", [False, True], ids=["no vLLM", "vLLM 0.25"])
+def test_a_vllm_without_weight_sources_is_refused_by_its_version(monkeypatch, base):
+    name = "vllm.distributed.weight_transfer.base"
+    for n in range(4):
+        part = name.rsplit(".", n)[0]
+        monkeypatch.setitem(sys.modules, part, ModuleType(part) if base else None)
+    with pytest.raises(Unsupported, match="vLLM 0.26 or later"):
+        weight_source(TensorTrainer(torch.nn.Linear(2, 2)))

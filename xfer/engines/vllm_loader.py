@@ -30,15 +30,13 @@ logger = logging.getLogger("xfer")
 
 
 class PackedModel:
-    """See `EngineModel` in participants/worker.py and `Loader` in packed/plane.py."""
+    """See `EngineModel` in participants/worker.py and `Loader` in packed/worker.py."""
 
     def __init__(self, engine: EngineModel):
         self.engine, self.device = engine, engine.device
         self._layerwise = False
         self._open = False  # a layer-wise reload has begun
-        self._loaded: set[str] | None = (
-            set()
-        )  # engine parameters that its loader said it had loaded; None: it does not say
+        self._loaded: set[str] | None = set()  # parameters that the engine's loader has loaded; None: it does not say
         self._as_loaded: frozenset[str] | None = None  # parameters that a layer-wise reload loads; None: the live ones
         self._plain_scales: frozenset[str] | None = None  # of attention; found at the first layer-wise reload
         self._live: LiveStorages | None = None
@@ -167,7 +165,7 @@ class PackedModel:
         self._dropped = {s.name for s in specs} - {s.name for s in self._wanted(specs)}
         if (
             self._open
-        ):  # an earlier refit failed inside a reload, whose layers must be closed before they are opened again
+        ):  # an earlier refit failed inside a reload; its layers must be closed before they are opened again
             self._close_layers()
         if self._layerwise:
             from vllm.model_executor.model_loader.reload import initialize_layerwise_reload

@@ -15,7 +15,7 @@ from xfer.errors import PlanMismatch, ProtocolError
 from xfer.kernels.bits import copy_bits
 from xfer.kernels.checksum import mix, mix_int
 from xfer.packed.plan import GatherGroup
-from xfer.packed.wire import BucketPart, PackedMessage, nbytes_of
+from xfer.packed.wire import BucketPart, PackedMessage, longest_of, nbytes_of
 from xfer.trace.fragment import TensorSpec
 
 
@@ -31,32 +31,29 @@ def flat_bytes(t: torch.Tensor) -> torch.Tensor:
 
 
 class Buffers:
-    """`count` byte buffers that grow to the longest message and are then reused."""
+    """`count` byte buffers that messages fill in turn. They grow to the longest message and are then reused."""
 
     def __init__(self, count: int, device: torch.device):
         self.device, self._slots = device, [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(count)]
         self._views: dict[tuple[int, int], tuple[PackedMessage, list[torch.Tensor | None]]] = {}
-        self._plan: object = None
+        self._messages: Sequence[PackedMessage] = ()
 
-    def take(self, number: int, nbytes: int, longest: int = 0) -> torch.Tensor:
-        """Return the first `nbytes` bytes of buffer `number` modulo the count.
+    def begin(self, messages: Sequence[PackedMessage]) -> None:
+        """Make room for these messages, and drop the views of others. Buffers do not move before the next `begin`."""
+        if messages is not self._messages:
+            self._views, self._messages = {}, messages
+        self._reserve(min(self.count, len(messages)), longest_of(messages))
 
-        Args:
-            number: Number of the message.
-            nbytes: Its length.
-            longest: Length of the longest message to come; a buffer that must grow grows to it.
-        """
-        i = number % len(self._slots)
-        if self._slots[i].numel() < nbytes:
-            self._views = {}  # views keep the old memory alive
-            self._slots[i] = torch.empty(0, dtype=torch.uint8, device=self.device)  # free the old memory first
-            self._slots[i] = torch.empty(max(nbytes, longest), dtype=torch.uint8, device=self.device)
-        return self._slots[i][:nbytes]
+    def _reserve(self, count: int, nbytes: int) -> None:
+        for i in range(count):
+            if self._slots[i].numel() < nbytes:
+                self._views = {}  # views keep the old memory alive
+                self._slots[i] = torch.empty(0, dtype=torch.uint8, device=self.device)  # free the old memory first
+                self._slots[i] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def begin(self, plan: object) -> None:
-        """Use messages of this plan from now on, and drop the views of another plan's messages."""
-        if plan is not self._plan:
-            self._views, self._plan = {}, plan
+    def take(self, number: int, nbytes: int) -> torch.Tensor:
+        """Return the bytes in which message `number`, of `nbytes` bytes, has its place."""
+        return self._slots[number % self.count][:nbytes]
 
     def views(self, message: PackedMessage, data: torch.Tensor) -> list[torch.Tensor | None]:
         """As the function `views`, cached by message and buffer: a model has tens of thousands of tensors, and torch needs a
@@ -66,9 +63,6 @@ class Buffers:
         if found is None or found[0] is not message:
             found = self._views[key] = (message, views(message, data))
         return found[1]
-
-    def reserve(self, longest: int) -> None:
-        """Called before a gather whose longest message has `longest` bytes. Does nothing: these buffers grow in `take`."""
 
     @property
     def count(self) -> int:
@@ -287,7 +281,3 @@ def _weights(device: torch.device, count: int) -> torch.Tensor:
     out = torch.arange(1, count + 1, dtype=torch.int64)
     mix(out, torch.empty_like(out))
     return out.bitwise_or_(1).to(device)
-
-
-def specs_by_name(specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
-    return {s.name: s for s in specs}

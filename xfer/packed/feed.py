@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
-from xfer.packed.arrivals import own_stream, recorded
+from xfer.packed.broadcast import own_stream, recorded
 from xfer.packed.buffer import Buffers, Packer, wire_sum
 from xfer.packed.plan import BucketPlan, GatherGroup
 from xfer.packed.shared import SharedBuffers
 from xfer.packed.source import PackedSource
 from xfer.packed.wire import PackedMessage
+from xfer.participants.data_plane import Stop
 
 PATIENCE_S = 5.0
 """Seconds that a rank which must stop waits for the coordinator to report the reason."""
@@ -101,25 +102,24 @@ class Feed:
         with self._news:
             self._news.notify_all()
 
-    def plan(self, until: float, cancelled: Callable[[], XferError | None]) -> BucketPlan:
+    def plan(self, until: float, stop: Stop) -> BucketPlan:
         """Return the plan of this gather, when all trainers have agreed on it."""
-        self._wait(lambda: self._plan is not None, until, cancelled, "the trainers to agree on what they send")
+        self._wait(lambda: self._plan is not None, until, stop, "the trainers to agree on what they send")
         assert self._plan is not None
         return self._plan
 
-    def take(self, number: int, until: float, cancelled: Callable[[], XferError | None]) -> torch.Tensor:
+    def take(self, number: int, until: float, stop: Stop) -> torch.Tensor:
         """Return the bytes of message `number`. They are valid until `release`."""
-        self._wait(lambda: number in self._ready, until, cancelled, f"bucket {number} to be gathered")
+        self._wait(lambda: number in self._ready, until, stop, f"bucket {number} to be gathered")
         _, data, filled = self._ready[number]
         if filled is not None:
             torch.cuda.current_stream(data.device).wait_event(filled)
         return data
 
-    def sum_of(self, number: int, until: float, cancelled: Callable[[], XferError | None]) -> int:
+    def sum_of(self, number: int, until: float, stop: Stop) -> int:
         """Return the sum of a message that was taken and not released. It is computed once for all replicas."""
         while not self._summing.acquire(timeout=LOOK_S):
-            if (error := cancelled()) is not None:
-                raise error
+            stop.check()
             if time.monotonic() >= until:
                 raise DeadlineExceeded(f"timed out waiting for the sum of bucket {number}", where=self._label)
         try:
@@ -134,18 +134,15 @@ class Feed:
             self._live[replica] = number + 1
             self._news.notify_all()
 
-    def wait_over(self, until: float, cancelled: Callable[[], XferError | None]) -> None:
+    def wait_over(self, until: float, stop: Stop) -> None:
         """Wait until the gather is over. Raises its error, if there is one."""
-        self._wait(self.over.is_set, until, cancelled, "the trainers to gather their weights")
-        self._wait(lambda: self._error is None, until, cancelled, "another trainer rank to say why it stopped")
+        self._wait(self.over.is_set, until, stop, "the trainers to gather their weights")
+        self._wait(lambda: self._error is None, until, stop, "another trainer rank to say why it stopped")
 
-    def _wait(
-        self, there: Callable[[], bool], until: float, cancelled: Callable[[], XferError | None], what: str
-    ) -> None:
+    def _wait(self, there: Callable[[], bool], until: float, stop: Stop, what: str) -> None:
         with self._news:
             while not there():
-                if (why := cancelled()) is not None:
-                    raise why
+                stop.check()
                 if self._error is not None and time.monotonic() >= self._patience:
                     raise self._problem()
                 if self._error is None and self.over.is_set():
@@ -215,17 +212,15 @@ class Feed:
         source = self._source
         self.doing = "waits for the other trainers to agree on what is sent"
         plan = source.begin()
-        longest = plan.buffer_bytes
         try:
             if self._sends:
-                self._buffers.begin(plan)
-                self._buffers.reserve(longest)
+                self._buffers.begin(plan.messages)
             with self._news:
                 self._plan = plan
                 self._news.notify_all()
             if source.writes:
                 self.doing = "makes the tables of its copies"
-                source.prepare((lambda k, m: self._buffers.take(k, m.nbytes, longest)) if self._sends else None)
+                source.prepare(self._buffers if self._sends else None)
         except Exception as e:  # the other ranks learn of it at the first group
             self._fail(e)
         self._number = 0
@@ -236,7 +231,7 @@ class Feed:
                 return
             self.doing = f"is in bucket group {i} of {len(plan.groups)}, which begins with {group.tensors[0].name}"
             try:
-                self._gather_group(group, plan)
+                self._gather_group(group)
             except Exception as e:  # the other ranks learn of it at the next `go_on`
                 self._fail(e)
         # A rank that failed in the last group must report it, or the others would regard the gather as complete.
@@ -244,12 +239,12 @@ class Feed:
         if not source.go_on(self._error is not None):
             self._told_to_stop()
 
-    def _gather_group(self, group: GatherGroup, plan: BucketPlan) -> None:
+    def _gather_group(self, group: GatherGroup) -> None:
         if self._source.writes:
-            return self._place_group(group, plan)
+            return self._place_group(group)
         packer = None
         if self._sends:
-            packer = Packer(group, lambda m: self._buffer(m, plan.buffer_bytes), self._filled, self._buffers.views)
+            packer = Packer(group, self._buffer, self._filled, self._buffers.views)
         # The loop runs to its end even if packing fails, because the other ranks run the same collectives.
         for name, tensor in self._source.tensors(group):
             if packer is not None and self._error is None:
@@ -260,26 +255,26 @@ class Feed:
         if packer is not None and self._error is None:
             packer.close()
 
-    def _place_group(self, group: GatherGroup, plan: BucketPlan) -> None:
+    def _place_group(self, group: GatherGroup) -> None:
         for message in group.messages:
             data = None
             if self._sends and self._error is None:
                 try:
-                    data = self._buffer(message, plan.buffer_bytes)
+                    data = self._buffer(message)
                 except Exception as e:
                     self._fail(e)
             self._source.place(message, data)  # also without a buffer: the other ranks take part
             if data is not None:
                 self._filled(message, data)
 
-    def _buffer(self, message: PackedMessage, longest: int) -> torch.Tensor:
+    def _buffer(self, message: PackedMessage) -> torch.Tensor:
         """Return the next buffer, when every remaining replica has released the message that it holds."""
         old = self._number - self._buffers.count
         with self._news:
             while any(done <= old for done in self._live.values()):
                 self._news.wait(LOOK_S)
             self._ready.pop(old, None)
-        return self._buffers.take(self._number, message.nbytes, longest)
+        return self._buffers.take(self._number, message.nbytes)
 
     def _filled(self, message: PackedMessage, data: torch.Tensor) -> None:
         event = recorded(data.device)
@@ -364,11 +359,6 @@ class Pump:
             running = [feed for feed in self._feeds.values() if not feed.over.is_set()]
         lines = [f"a gather of this rank goes on: it {feed.doing}; {IN_STEP}" for feed in running[:1]]
         return (*lines, *(v for v in violations if not v.endswith(IN_STEP)))
-
-    @property
-    def place(self) -> str:
-        """See shared.place_of."""
-        return self._buffers.place if isinstance(self._buffers, SharedBuffers) else ""
 
     @property
     def offer(self) -> bytes:

@@ -15,6 +15,7 @@ from math import prod
 import numpy as np
 
 from xfer.errors import Unsupported
+from xfer.mesh.box import row_major
 from xfer.packed.wire import BucketPart, PackedMessage
 from xfer.plan.intersect import cut_range
 from xfer.plan.program import DTYPE_CODE, ITEMSIZE, MAX_DIMS, ROW, Op
@@ -74,8 +75,7 @@ class GivenBox:
             root: Number of the storage.
             fragment: Where the bytes lie, if not in `self.fragment`.
         """
-        f, item = self.fragment, ITEMSIZE[self.part.spec.dtype]
-        steps = dense(self.part.spec.shape, item)
+        f, steps = self.fragment, dense(self.part.spec.shape, self.part.spec.dtype)
         at = self.part.offset - self.part.start + sum(o * s for o, s in zip(f.origin, steps))
         strides = tuple(s * q for s, q in zip(steps, f.steps or (1,) * len(steps)))
         return Copy(root, fragment or f, at, strides, self.part.spec.dtype)
@@ -100,13 +100,9 @@ class Round:
         return max((start + n for start, n in self.sections.values()), default=0)
 
 
-def dense(shape: Ints, item: int) -> Ints:
-    """Return the byte strides of a row-major tensor of `item`-byte elements."""
-    out, at = [], item
-    for n in reversed(shape):
-        out.append(at)
-        at *= n
-    return tuple(reversed(out))
+def dense(shape: Ints, dtype: str) -> Ints:
+    """Return the byte strides of a contiguous tensor."""
+    return tuple(s * ITEMSIZE[dtype] for s in row_major(shape))
 
 
 def pieces(message: PackedMessage, held: Mapping[str, Sequence[HeldBox]], target: int) -> list[GivenBox]:
@@ -206,7 +202,7 @@ def _round(some: Sequence[GivenBox], target: int) -> Round:
 def sent(r: Round, rank: int, number: Mapping[str, int]) -> list[Copy]:
     """Return the copies from this rank's storages into its section, densely. `number`: numbers of the storages by name."""
     return [
-        Copy(number[p.fragment.root], p.fragment, at, dense(p.fragment.extent, ITEMSIZE[p.fragment.dtype]), p.fragment.dtype)
+        Copy(number[p.fragment.root], p.fragment, at, dense(p.fragment.extent, p.fragment.dtype), p.fragment.dtype)
         for at, p in r.pieces
         if p.rank == rank
     ]  # fmt: skip
@@ -217,7 +213,7 @@ def landed(r: Round, root: int) -> list[Copy]:
     out = []
     for at, p in r.pieces:
         f = p.fragment
-        strides = dense(f.extent, ITEMSIZE[f.dtype])
+        strides = dense(f.extent, f.dtype)
         out.append(p.copy(root, replace(f, offset=r.sections[p.rank][0] + at, strides=strides)))
     return out
 

@@ -15,7 +15,7 @@ from functools import cached_property
 import msgspec
 
 from xfer.errors import LayoutError, Unsupported
-from xfer.packed.wire import BucketPart, Manifest, PackedMessage, digest, encode, nbytes_of, plain_request, request_of
+from xfer.packed.wire import BucketPart, Manifest, PackedMessage, digest, encode, longest_of, nbytes_of, request_of
 from xfer.plan.program import ITEMSIZE
 from xfer.trace.fragment import TensorSpec
 
@@ -55,19 +55,20 @@ class BucketPlan:
     Attributes:
         groups: The groups, in order.
         limit: Most bytes of a message.
-        packed: False: every tensor is a message of its own.
     """
 
     groups: tuple[GatherGroup, ...]
     limit: int
-    packed: bool = True
+
+    @cached_property
+    def messages(self) -> tuple[PackedMessage, ...]:
+        """The messages of all groups, in the order in which they are sent."""
+        return tuple(x for g in self.groups for x in g.messages)
 
     @cached_property
     def manifest(self) -> bytes:
         """The encoded `Manifest`. It is equal on ranks with equal plans."""
-        if not self.packed:
-            return encode(Manifest(tuple(plain_request(g.tensors) for g in self.groups)))
-        return encode(Manifest(tuple(request_of(x) for g in self.groups for x in g.messages), self.limit))
+        return encode(Manifest(tuple(map(request_of, self.messages)), self.limit))
 
     @cached_property
     def fingerprint(self) -> bytes:
@@ -75,21 +76,11 @@ class BucketPlan:
         return digest(self.manifest + msgspec.msgpack.encode([g.positions for g in self.groups]))
 
     @property
-    def messages(self) -> int:
-        return sum(len(g.messages) for g in self.groups)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors, without padding."""
-        return sum(nbytes_of(t) for g in self.groups for t in g.tensors)
-
-    @property
     def buffer_bytes(self) -> int:
-        """Bytes of the longest message."""
-        return max((x.nbytes for g in self.groups for x in g.messages), default=0)
+        return longest_of(self.messages)
 
 
-def make_plan(tasks: Iterable[TaskSize], limit: int = BUCKET_BYTES, *, packed: bool = True) -> BucketPlan:
+def make_plan(tasks: Iterable[TaskSize], limit: int = BUCKET_BYTES) -> BucketPlan:
     """Fill groups greedily, in task order: a group ends before the task that would exceed `limit`.
 
     Tasks that share a key form one unit, at the position of the first of them, and stay in one group. A tensor longer than
@@ -98,7 +89,6 @@ def make_plan(tasks: Iterable[TaskSize], limit: int = BUCKET_BYTES, *, packed: b
     Args:
         tasks: All tasks.
         limit: Most bytes of a message, at least ALIGN.
-        packed: False: every tensor is a message of its own.
 
     Raises:
         Unsupported: a dtype's size is unknown.
@@ -117,7 +107,7 @@ def make_plan(tasks: Iterable[TaskSize], limit: int = BUCKET_BYTES, *, packed: b
             used = 0
         groups[-1] += unit
         used += size
-    return BucketPlan(tuple(_group(g, limit, packed) for g in groups), limit, packed)
+    return BucketPlan(tuple(_group(g, limit) for g in groups), limit)
 
 
 def _units(tasks: Iterable[TaskSize]) -> list[list[TaskSize]]:
@@ -143,7 +133,7 @@ def _refuse(units: Sequence[Sequence[TaskSize]]) -> None:
         raise LayoutError("the trainers export no tensor")
 
 
-def _group(tasks: Sequence[TaskSize], limit: int, packed: bool) -> GatherGroup:
+def _group(tasks: Sequence[TaskSize], limit: int) -> GatherGroup:
     tensors = tuple(t for task in tasks for t in task.tensors)
     messages: list[PackedMessage] = []
     parts: list[BucketPart] = []
@@ -157,9 +147,6 @@ def _group(tasks: Sequence[TaskSize], limit: int, packed: bool) -> GatherGroup:
         at = 0
 
     for spec in tensors:
-        if not packed:
-            messages.append(PackedMessage((BucketPart(spec, 0, nbytes_of(spec), 0),), nbytes_of(spec)))
-            continue
         for start, size in _cuts(spec, limit):
             if parts and at + size > limit:
                 close()

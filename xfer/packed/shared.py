@@ -29,14 +29,14 @@ import torch
 
 from xfer.errors import ProtocolError, Unsupported
 from xfer.packed.buffer import Buffers, wire_sum
-from xfer.packed.wire import PackedMessage
+from xfer.packed.wire import PackedMessage, longest_of
 from xfer.plan.checksum import added
 from xfer.transport import peer
 from xfer.transport.group import Link
 
-MAX_OFFER = 1 << 16
-_THERE, _DONE = 6, 7
-"""Tags of an exporter's announcement and a worker's report."""
+_MAX_OFFER = 1 << 16
+_THERE, _DONE, _OFFER = 6, 7, 9
+"""Tags of an exporter's announcement of a message, a worker's report and an exporter's offer."""
 _NAME = "xfer-"
 
 
@@ -45,14 +45,9 @@ def place_of(device: torch.device) -> str:
     return peer.uuid_of(device) if device.type == "cuda" else "cpu"
 
 
-def exporters_of(places: Sequence[str], everywhere: bool) -> list[int]:
-    """Choose the trainer ranks that export: the first rank of each place, trainer 0 first.
-
-    Args:
-        places: Place of every trainer rank.
-        everywhere: False: only trainer 0 has whole tensors, so it exports alone.
-    """
-    return sorted({place: rank for rank, place in reversed(list(enumerate(places)))}.values()) if everywhere else [0]
+def exporters_of(places: Sequence[str]) -> list[int]:
+    """Return the trainer ranks that export: the first rank of each place, trainer 0 first. `places`: of all trainer ranks."""
+    return sorted({place: rank for rank, place in reversed(list(enumerate(places)))}.values())
 
 
 def nearest(place: str, exporters: Sequence[str]) -> int:
@@ -87,34 +82,31 @@ _offers = msgspec.msgpack.Decoder(BufferOffer)
 
 
 class SharedBuffers(Buffers):
-    """Buffers that other processes can map. `reserve` allocates them before a gather, and they do not move while it runs."""
+    """Buffers that other processes can map.
 
-    def __init__(self, count: int, device: torch.device, place: str = ""):
+    Attributes:
+        place: Key of the exporter's device.
+        offer: Encoded `BufferOffer`; empty while there is no buffer.
+    """
+
+    def __init__(self, count: int, device: torch.device):
         super().__init__(count, device)
-        self.place = place or place_of(device)
+        self.place, self.offer = place_of(device), b""
         self._shared: list[SharedBuffer] = []
         self._files: list[int] = []
-        self._offer = b""
         self._export: peer.Export | None = None
 
-    def reserve(self, longest: int) -> None:
-        if self._offer and all(s.numel() >= longest for s in self._slots):
+    def _reserve(self, count: int, nbytes: int) -> None:
+        if self.offer and all(s.numel() >= nbytes for s in self._slots):
             return
         self.free()
-        made = [self._make(max(longest, 1)) for _ in self._slots]
+        made = [self._make(max(nbytes, 1)) for _ in self._slots]
         self._slots = made
         if self.device.type == "cuda":
             self._export = export = peer.Export(0, made, self.device)
-            self._offer = msgspec.msgpack.encode(BufferOffer(cuda=export.to_bytes(), place=self.place))
+            self.offer = msgspec.msgpack.encode(BufferOffer(cuda=export.to_bytes(), place=self.place))
         else:
-            self._offer = msgspec.msgpack.encode(BufferOffer(tuple(self._shared), place=self.place))
-
-    @property
-    def offer(self) -> bytes:
-        return self._offer
-
-    def take(self, number: int, nbytes: int, longest: int = 0) -> torch.Tensor:
-        return self._slots[number % len(self._slots)][:nbytes]
+            self.offer = msgspec.msgpack.encode(BufferOffer(tuple(self._shared), place=self.place))
 
     def free(self) -> None:
         """Free the buffers. The memory is released when the last worker has unmapped it."""
@@ -122,7 +114,7 @@ class SharedBuffers(Buffers):
         super().free()
         for fd in self._files:
             os.close(fd)
-        self._shared, self._files, self._offer = [], [], b""
+        self._shared, self._files, self.offer = [], [], b""
 
     def _make(self, nbytes: int) -> torch.Tensor:
         if self.device.type == "cuda":
@@ -133,6 +125,14 @@ class SharedBuffers(Buffers):
         os.ftruncate(fd, nbytes)
         self._shared.append(SharedBuffer(os.getpid(), fd, name, nbytes))
         return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+
+
+def send_offer(link: Link, offer: bytes, workers: Sequence[int], until: float) -> None:
+    """Exporter: tell `workers` (ranks on the link) how to map its buffers."""
+    data = torch.frombuffer(bytearray(offer), dtype=torch.uint8)
+    for worker in workers:
+        link.send(torch.tensor([data.numel()]), worker, _OFFER, until)
+        link.send(data, worker, _OFFER, until)
 
 
 def announce(link: Link, number: int, workers: Sequence[int], until: float, device: torch.device) -> None:
@@ -154,12 +154,11 @@ def wait_done(link: Link, number: int, workers: Sequence[int], until: float) -> 
 
 
 class SharedArrivals:
-    """A worker's half. It has the methods of arrivals.Arrivals.
+    """A worker's half. It has the methods of broadcast.Arrivals.
 
     Args:
-        link: Link of the replica.
+        link: Link of the replica. The exporter's offer arrives over it first.
         messages: The messages that will arrive.
-        offer: Encoded `BufferOffer` of the exporter.
         until: Deadline, a time.monotonic() value.
         device: The worker's device.
         verify: Sum the messages.
@@ -168,17 +167,14 @@ class SharedArrivals:
     """
 
     def __init__(
-        self, link: Link, messages: Sequence[PackedMessage], offer: bytes, until: float, device: torch.device, verify: bool,
-        *, exporter: int = 0, place: str = "",
+        self, link: Link, messages: Sequence[PackedMessage], until: float, device: torch.device, verify: bool,
+        *, exporter: int, place: str,
     ):  # fmt: skip
         self.seconds, self.total = 0.0, 0
         self._link, self._messages, self._until, self._device, self._verify = link, messages, until, device, verify
         self._exporter, self._number = exporter, -1
-        try:
-            self._offer = _offers.decode(offer)
-        except msgspec.MsgspecError as e:
-            raise ProtocolError(f"an offer of shared buffers cannot be read: {e}") from None
-        self._near = self._offer.place == (place or place_of(device))
+        self._offer = self._offered()
+        self._near = self._offer.place == place
         self._files: list[int] = []
         self._mapping: peer.Mapping | None = None
         self._mapped: mmap.mmap | None = None
@@ -188,8 +184,20 @@ class SharedArrivals:
             self.close()
             raise
 
+    def _offered(self) -> BufferOffer:
+        length = torch.zeros(1, dtype=torch.int64)
+        self._link.recv(length, self._exporter, _OFFER, self._until)
+        if not 0 < int(length) <= _MAX_OFFER:
+            raise ProtocolError(f"an offer of shared buffers has {int(length)} bytes; 1 to {_MAX_OFFER} are allowed")
+        data = torch.zeros(int(length), dtype=torch.uint8)
+        self._link.recv(data, self._exporter, _OFFER, self._until)
+        try:
+            return _offers.decode(bytes(data.numpy()))
+        except msgspec.MsgspecError as e:
+            raise ProtocolError(f"an offer of shared buffers cannot be read: {e}") from None
+
     def _open(self) -> None:
-        longest = max((x.nbytes for x in self._messages), default=0)
+        longest = longest_of(self._messages)
         if (self._device.type == "cuda") != bool(self._offer.cuda):
             raise Unsupported("colocated trainers and engines must both be on CPUs or both on GPUs")
         if self._offer.cuda:
@@ -202,8 +210,7 @@ class SharedArrivals:
                     [*mapping._why.values(), "Packed() without colocated=True broadcasts the buckets"],
                 )
             self._own = Buffers(0 if self._near else 1, self._device)
-            if not self._near:
-                self._own.take(0, longest)
+            self._own.begin(self._messages)
             return
         for slot in self._offer.slots:
             if slot.nbytes < longest:
@@ -211,11 +218,6 @@ class SharedArrivals:
             self._files.append(_opened(slot))
         if not self._files:
             raise ProtocolError("an offer of shared buffers is empty")
-
-    @property
-    def extra_bytes(self) -> int:
-        """Bytes of this worker's own buffers, without mapped ones."""
-        return self._own.nbytes if self._mapping is not None else 0
 
     def take(self) -> torch.Tensor:
         self._number += 1
@@ -231,7 +233,7 @@ class SharedArrivals:
         elif self._near:
             data = self._roots[number % 2][: message.nbytes]
         else:
-            data = self._own.take(number, message.nbytes, max(x.nbytes for x in self._messages))
+            data = self._own.take(number, message.nbytes)
             data.copy_(self._roots[number % 2][: message.nbytes])
             torch.cuda.current_stream(self._device).synchronize()
             self._done()

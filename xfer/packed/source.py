@@ -9,17 +9,40 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeGuard
 
 import torch
 
 from xfer.errors import Unsupported
 from xfer.packed import agree
+from xfer.packed.buffer import Buffers
 from xfer.packed.plan import ALIGN, BucketPlan, GatherGroup, TaskSize, make_plan
 from xfer.packed.wire import PackedMessage
 from xfer.trace.fragment import TensorSpec
 from xfer.trace.traced import Traced, TrainerLayout
+
+BESIDE = 8
+"""Ranks that assemble messages leave one part in BESIDE of a bucket for tables and for bytes from other ranks, so that two buffers
+and all of these take no more memory than two buckets."""
+PROGRAMS = 64
+"""Most Triton programs of a copy that runs beside a broadcast: NCCL's kernels need multiprocessors of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """How one rank takes part in assembling messages from the boxes that ranks hold.
+
+    Attributes:
+        here: Whether this rank assembles messages.
+        round_bytes: Most bytes that arrive at once at a rank that assembles.
+        programs: Most Triton programs of a copy; None: no limit.
+    """
+
+    here: bool
+    round_bytes: int
+    programs: int | None = PROGRAMS
 
 
 class WeightStream(Protocol):
@@ -43,7 +66,7 @@ class WeightStream(Protocol):
     def check(self) -> str:
         """Return "same", "moved" or "changed", compared with `read` or the last `check`. RebindError for tensors without bytes."""
 
-    def build(self) -> tuple[TaskSize, ...]:
+    def build(self, assembly: Assembly) -> tuple[TaskSize, ...]:
         """Make new task objects. Collective. Returns the tensors that each of them exports, equal on all ranks."""
 
     def tensors(self, group: GatherGroup) -> Iterator[tuple[str, torch.Tensor]]:
@@ -56,15 +79,15 @@ class WritingStream(WeightStream, Protocol):
 
     Attributes:
         writes: Whether it does, with the present weights.
-        assembles: Whether this rank assembles messages.
-        round_bytes: Most bytes that arrive at once at a rank that assembles.
+        pulls: Whether ranks then read each other's storages.
     """
 
     writes: bool
-    assembles: bool
-    round_bytes: int
 
-    def prepare(self, plan: BucketPlan, buffer: Callable[[int, PackedMessage], torch.Tensor] | None) -> None: ...
+    @property
+    def pulls(self) -> bool: ...
+
+    def prepare(self, plan: BucketPlan, buffers: Buffers | None) -> None: ...
     def place(self, message: PackedMessage, data: torch.Tensor | None) -> None: ...
     def forget(self) -> None: ...
 
@@ -73,36 +96,28 @@ def _writes(stream: WeightStream) -> TypeGuard[WritingStream]:
     return getattr(stream, "writes", False)
 
 
-BESIDE = 8
-"""Streams that write into buffers leave one part in BESIDE of a bucket for tables and for bytes from other ranks, so that two
-buffers and all of these take no more memory than two buckets."""
-
-
 class PackedSource:
     """Implements `Source` (participants/trainer.py).
 
     Args:
         stream: The framework's half.
         limit: Most bytes of a message.
-        packed: False: every tensor is a message of its own.
         colocated: The engines' workers are on this host and map the buffers instead of receiving messages (shared.py).
     """
 
     reads_together = False
 
-    def __init__(self, stream: WeightStream, limit: int, packed: bool = True, colocated: bool = False):
-        self.stream, self.limit, self.packed, self.colocated = stream, limit, packed, colocated
+    def __init__(self, stream: WeightStream, limit: int, colocated: bool = False):
+        self.stream, self.limit, self.colocated = stream, limit, colocated
         self.rank, self.world, self.device = stream.rank, stream.world, stream.device
         self.plan: BucketPlan | None = None
         self.built = 0  # number of rebuilds
         self.agreed_s = self.built_s = 0.0  # seconds of the last gather's agreement, and of its rebuild
         self._stale = True
         self._looking = threading.Lock()  # a lane may `forget` while this rank's caller checks
-        if hasattr(stream, "round_bytes"):
-            # Two rounds take one half of the part, tables the other.
-            stream.round_bytes = max(1 << 20, limit // (2 * BESIDE))
-        if colocated and hasattr(stream, "programs"):
-            stream.programs = None  # no broadcast runs beside the copies
+        # Of the part beside the buffers, two rounds take one half, tables the other. With colocated engines no broadcast runs.
+        rounds = max(1 << 20, limit // (2 * BESIDE))
+        self.assembly = Assembly(stream.rank == 0, rounds, None if colocated else PROGRAMS)
 
     @property
     def writes(self) -> bool:
@@ -114,20 +129,16 @@ class PackedSource:
         """How the last gather assembled tensors; "" before the first gather."""
         if self.plan is None:
             return ""
-        if not self.writes:
+        if not _writes(self.stream):
             return "exported whole by the trainers' framework"
-        pulled = getattr(self.stream, "pulls", False)
-        return (
-            "put together by copies out of the trainers' storages"
-            if pulled
-            else "put together from what trainers send in rounds"
-        )
+        if self.stream.pulls:
+            return "put together by copies out of the trainers' storages"
+        return "put together from what trainers send in rounds"
 
     def assemble(self, whole: bool) -> None:
         """Set whether this rank needs whole tensors. All ranks call it before a gather."""
-        stream = self.stream
-        if hasattr(stream, "assembles") and stream.assembles != whole:
-            stream.assembles, self._stale = whole, True
+        if self.assembly.here != whole:
+            self.assembly, self._stale = replace(self.assembly, here=whole), True
 
     def drain(self) -> None:
         self.stream.drain()
@@ -154,9 +165,6 @@ class PackedSource:
     def rebind(self) -> Mapping[str, torch.Tensor]:
         return {}
 
-    def compute(self, meet: Callable[[tuple[int, ...], str], None]) -> None:
-        """Do nothing: computed tensors are computed during the gather."""
-
     # ---- one gather; collective over the trainer ranks
 
     def begin(self) -> BucketPlan:
@@ -169,9 +177,9 @@ class PackedSource:
             began = time.perf_counter()
             self._stale = False  # before the rebuild, so that a `check` during it can set it again
             try:
-                tasks = self.stream.build()
+                tasks = self.stream.build(self.assembly)
                 longest = max(ALIGN, self.limit - self.limit // BESIDE) if self.writes else self.limit
-                self.plan = plan = make_plan(tasks, longest, packed=self.packed)
+                self.plan = plan = make_plan(tasks, longest)
                 agree.any_rank(False, plan.fingerprint, self.device)
             except BaseException:
                 self._stale = True
@@ -203,10 +211,10 @@ class PackedSource:
             if not whole:
                 self.doubt()
 
-    def prepare(self, buffer: Callable[[int, PackedMessage], torch.Tensor] | None) -> None:
+    def prepare(self, buffers: Buffers | None) -> None:
         """See `WritingStream`. Called once per gather, before its first message. Other streams have nothing to prepare."""
         if self.plan is not None and _writes(self.stream):
-            self.stream.prepare(self.plan, buffer)
+            self.stream.prepare(self.plan, buffers)
 
     def place(self, message: PackedMessage, data: torch.Tensor | None) -> None:
         """See `WritingStream`."""
@@ -230,13 +238,12 @@ def _is_stream(trainer: object) -> TypeGuard[WeightStream]:
     return all(hasattr(trainer, name) for name in ("read", "check", "build", "tensors", "drain"))
 
 
-def packed_source(trainer: object, limit: int, packed: bool = True, colocated: bool = False) -> PackedSource:
+def packed_source(trainer: object, limit: int, colocated: bool = False) -> PackedSource:
     """Wrap the trainer that a caller gave to `connect`.
 
     Args:
         trainer: A `PackedSource`, an object with a method `stream`, or a `WeightStream`.
         limit: Most bytes of a message.
-        packed: False: every tensor is a message of its own.
         colocated: The engines' workers are on this host.
 
     Raises:
@@ -259,4 +266,4 @@ def packed_source(trainer: object, limit: int, packed: bool = True, colocated: b
             "the packed route gathers over torch.distributed's default group, which differs from these trainers",
             [f"trainer {here[0]} of {here[1]} is rank {there[0]} of {there[1]} there; use the direct route"],
         )
-    return PackedSource(stream, limit, packed, colocated)
+    return PackedSource(stream, limit, colocated)

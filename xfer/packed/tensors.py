@@ -10,7 +10,7 @@ returns fragments. A box that several ranks hold comes from each of them in turn
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,10 +21,11 @@ import torch.distributed as dist
 from xfer import kernels
 from xfer.errors import LayoutError, PlanMismatch, Unsupported, XferError
 from xfer.packed import agree, places
-from xfer.packed.buffer import Unpacker
+from xfer.packed.buffer import Buffers, Unpacker
 from xfer.packed.places import Copy, HeldBox, Round
 from xfer.packed.plan import BucketPlan, GatherGroup, TaskSize
-from xfer.packed.wire import PackedMessage
+from xfer.packed.source import Assembly
+from xfer.packed.wire import PackedMessage, longest_of
 from xfer.trace.fragment import Fragment, TensorSpec
 
 if TYPE_CHECKING:
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
 
 _Told = tuple[list[int], list[int], list[int], str, int, int, list[int]]
 """A fragment: origin, extent, steps, dtype, number of the storage, byte offset, byte strides."""
-ROUND_BYTES = 64 << 20
-PROGRAMS = 64
-"""Most Triton programs of a copy that runs beside a broadcast: NCCL's kernels need multiprocessors of their own."""
 
 
 def on_gpu(device: torch.device) -> bool:
@@ -80,22 +78,17 @@ class TensorStream:
         source: This trainer rank's weights.
 
     Attributes:
-        assembles: Whether this rank assembles messages. Set before `build`.
-        round_bytes: Most bytes that arrive at once at a rank that assembles.
-        programs: Most Triton programs of a copy; None: no limit.
         pulls: After `build`: whether ranks read each other's storages.
         trained: Names of the tensors read that require grad.
         collectives: Number of messages from other ranks in the last assembled message.
     """
 
-    everywhere = True
     writes = True
-    programs: int | None
 
     def __init__(self, source: FragmentSource):
         self.source = source
         self.rank, self.world, self.device = source.rank, source.world, source.device
-        self.assembles, self.round_bytes, self.programs = self.rank == 0, ROUND_BYTES, PROGRAMS
+        self.assembly: Assembly  # set by `build`
         self.pulls = False
         self.trained: frozenset[str] = frozenset()
         self.collectives = 0
@@ -161,7 +154,8 @@ class TensorStream:
 
     # ---- with all ranks
 
-    def build(self) -> tuple[TaskSize, ...]:
+    def build(self, assembly: Assembly) -> tuple[TaskSize, ...]:
+        self.assembly = assembly
         self._ways, self._slots, self._sources = {}, {}, []
         said = agree.of_all_ranks(self._own, _Rank, self.device)
         bad: list[str] = []
@@ -202,7 +196,7 @@ class TensorStream:
             name: (list(spec.shape), spec.dtype, [told(f) for f in self._mine.get(name, ())])
             for name, spec in self._specs.items()
         }
-        return _Rank(tensors, roots, self.assembles, self._offer(roots))
+        return _Rank(tensors, roots, self.assembly.here, self._offer(roots))
 
     def _offer(self, roots: list[str]) -> bytes:
         self._unmap()
@@ -223,8 +217,8 @@ class TensorStream:
         mapped: dict[int, dict[int, torch.Tensor]] = {}
         self.pulls = self.world == 1 or all(x.offer for x in said)
         if self.pulls and self.world > 1:
-            here = not self.assembles
-            if self.assembles:
+            here = not self.assembly.here
+            if self.assembly.here:
                 try:
                     mapped = self._mapped(said)
                     here = all(len(mapped.get(r, ())) == len(x.roots) for r, x in enumerate(said) if r != self.rank)
@@ -236,7 +230,7 @@ class TensorStream:
             self._refuse_rounds(said)
         self._numbers, self._sources = {}, []
         for rank, x in enumerate(said):
-            if rank != self.rank and not (self.pulls and self.assembles):
+            if rank != self.rank and not (self.pulls and self.assembly.here):
                 continue
             there = mapped.get(rank, {})
             some = [self._roots[n] if rank == self.rank else there[i] for i, n in enumerate(x.roots)]
@@ -271,19 +265,16 @@ class TensorStream:
 
     # ---- messages
 
-    def prepare(self, plan: BucketPlan, buffer: Callable[[int, PackedMessage], torch.Tensor] | None) -> None:
+    def prepare(self, plan: BucketPlan, buffers: Buffers | None) -> None:
         """Make all tables and load all kernels before the first message of a gather: loading a kernel beside NCCL's can hang the
         host.
 
         Args:
             plan: The buckets.
-            buffer: On ranks that assemble: returns the buffer of a message, from its number and itself.
+            buffers: On ranks that assemble: where messages are assembled.
         """
-        number = 0
-        for group in plan.groups:
-            for message in group.messages:
-                self._way(message).bind(buffer(number, message) if buffer is not None else None)
-                number += 1
+        for number, message in enumerate(plan.messages):
+            self._way(message).bind(buffers.take(number, message.nbytes) if buffers is not None else None)
 
     def place(self, message: PackedMessage, data: torch.Tensor | None) -> None:
         """Assemble a message in `data`, on this thread's stream. Collective unless ranks pull. `data` is None on ranks that do not
@@ -293,12 +284,12 @@ class TensorStream:
     def tensors(self, group: GatherGroup) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Yield whole tensors with memory of their own, for callers that pack them. None on ranks that do not assemble."""
         unpacker, most, before = Unpacker(self.device), 0, self._last
-        longest = max((x.nbytes for x in group.messages), default=0)
-        if self.assembles and (self._scratch.device != self.device or self._scratch.numel() < longest):
+        here, longest = self.assembly.here, longest_of(group.messages)
+        if here and (self._scratch.device != self.device or self._scratch.numel() < longest):
             self._ways = {}  # they keep the old scratch alive
             self._scratch = torch.empty(longest, dtype=torch.uint8, device=self.device)
         for message in group.messages:
-            data = self._scratch[: message.nbytes] if self.assembles else None
+            data = self._scratch[: message.nbytes] if here else None
             before.follow(data)
             self.place(message, data)
             most = max(most, self.collectives)
@@ -310,7 +301,7 @@ class TensorStream:
                 before.follow(copy)
                 yield spec.name, t
         self.collectives, self._last = most, before
-        if not self.assembles:
+        if not here:
             yield from ((spec.name, None) for spec in group.tensors)
 
     def _way(self, message: PackedMessage) -> _Way:
@@ -322,7 +313,7 @@ class TensorStream:
     def slots(self, kind: str) -> list[torch.Tensor]:
         """Return the two buffers of rounds that are sent ("out") or arrive ("in"). No round is longer than a buffer."""
         if kind not in self._slots:
-            room = -(-self.round_bytes // places.STEP) * places.STEP
+            room = -(-self.assembly.round_bytes // places.STEP) * places.STEP
             self._slots[kind] = [torch.empty(room, dtype=torch.uint8, device=self.device) for _ in range(2)]
         return self._slots[kind]
 
@@ -342,7 +333,7 @@ class TensorStream:
             groups = tuple((i - first) % count for i, some in enumerate(self._numbers.values()) for _ in some)
             mine = (list(self._numbers).index(self.rank) - first) % count
             turns = Turns(groups, 1 << 30, frozenset((mine,)) if count > 1 else frozenset())
-        return TritonRows(rows, [into], "local", sources, turns=turns, programs=self.programs)
+        return TritonRows(rows, [into], "local", sources, turns=turns, programs=self.assembly.programs)
 
 
 class _Made:
@@ -437,7 +428,7 @@ class _Way:
 
     def __init__(self, stream: TensorStream, message: PackedMessage):
         self.message, self._s = message, stream
-        numbers, most = stream._numbers, stream.round_bytes
+        numbers, most = stream._numbers, stream.assembly.round_bytes
         self._legs: list[_Leg] = []
         self._own: list[Copy] = []
         self._bound: dict[int, kernels.BoundRows] = {}  # by the buffer's address; they keep the buffer alive

@@ -8,7 +8,7 @@ requests of one plan. It travels once, and refits refer to it by its digest.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Annotated
@@ -97,19 +97,18 @@ def nbytes_of(spec: TensorSpec) -> int:
     return prod(spec.shape) * ITEMSIZE[spec.dtype]
 
 
+def longest_of(messages: Iterable[PackedMessage]) -> int:
+    """Return the bytes of the longest message; 0 without messages."""
+    return max((x.nbytes for x in messages), default=0)
+
+
 _encode = msgspec.msgpack.Encoder().encode
-_requests = msgspec.msgpack.Decoder(BucketRequest)
 _exporters = msgspec.msgpack.Decoder(Exporters)
 _manifests = msgspec.msgpack.Decoder(Manifest)
 
 
-def encode(what: BucketRequest | Manifest | Exporters) -> bytes:
+def encode(what: Manifest | Exporters) -> bytes:
     return _encode(what)
-
-
-def decode_request(data: bytes) -> BucketRequest:
-    """Decode one request, else ProtocolError."""
-    return _decoded(_requests, data, "a request for a bucket")
 
 
 def decode_manifest(data: bytes) -> Manifest:
@@ -245,9 +244,3 @@ def request_of(message: PackedMessage) -> BucketRequest:
         starts=tuple(p.start for p in message.parts) if split else None,
         nbytes=message.nbytes,
     )
-
-
-def plain_request(specs: Sequence[TensorSpec]) -> BucketRequest:
-    """Return the request of a source that does not pack: one message per tensor."""
-    names, dtypes, shapes = zip(*((s.name, s.dtype, s.shape) for s in specs)) if specs else ((), (), ())
-    return BucketRequest(names, dtypes, shapes)

@@ -11,7 +11,8 @@ Not here: the tasks of a bucket (packed/plan.py), the copying (packed/buffer.py)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from functools import partial
 from operator import is_
 from unittest import mock
 
@@ -24,6 +25,7 @@ from xfer.packed import agree
 from xfer.packed.buffer import dtype_name
 from xfer.packed.lockstep import Lockstep
 from xfer.packed.plan import GatherGroup, TaskSize
+from xfer.packed.source import Assembly
 from xfer.packed.wire import nbytes_of
 from xfer.trace.collectives import objects_stay_home
 from xfer.trace.export import ExportWatch, twin
@@ -49,18 +51,13 @@ _Task = tuple[int, list[_Row], str | None]
 
 
 class BridgeStream:
-    """A trainer's stream of exported tensors; see packed.source.Stream.
+    """A stream of the tensors that Bridge exports, whole on every rank; see packed.source.WeightStream.
 
-    Args:
-        trainer: The adapter.
-        together: Run the collectives of a group's tasks as a few large ones (lockstep.py). Bridge itself runs them one by one.
+    The collectives of a group's tasks are run as a few large ones (lockstep.py). Bridge itself runs them one by one.
     """
 
-    everywhere = True
-    """Every rank has every tensor whole, so each can send it to workers."""
-
-    def __init__(self, trainer: MegatronTrainer, *, together: bool = True):
-        self.trainer, self.together = trainer, together
+    def __init__(self, trainer: MegatronTrainer):
+        self.trainer = trainer
         self.rank, self.world, self.device = trainer.rank, trainer.world, trainer.device
         self._slots: Slots | None = None
         self._scales = Scales()
@@ -122,9 +119,8 @@ class BridgeStream:
         if self._slots is None:
             return "changed"
         _refuse_empty(self._slots.slots)
-        now = (
-            process_groups() if self._groups else []
-        )  # raises before a move is noted here: the next look would say "same" of it
+        # May raise, so it comes before a move is noted here: the next check would return "same".
+        now = process_groups() if self._groups else []
         state = self._slots.check()
         if state == "moved":
             self._slots.bind()  # from here on this is what later checks compare with
@@ -135,7 +131,7 @@ class BridgeStream:
 
     # ---- with all ranks
 
-    def build(self) -> tuple[TaskSize, ...]:
+    def build(self, assembly: Assembly) -> tuple[TaskSize, ...]:
         return self._merged(agree.of_all_ranks(self._rebuilt, list[_Task], self.device))
 
     def _rebuilt(self) -> list[_Task]:
@@ -177,8 +173,10 @@ class BridgeStream:
 
     def tensors(self, group: GatherGroup) -> Iterator[tuple[str, torch.Tensor]]:
         tasks = [self._tasks[i] for i in group.positions]
-        with mock.patch.object(self._model_bridge, "build_adapter_conversion_tasks", self._given, create=True):
-            if self.together and dist.is_initialized():
+        with mock.patch.object(
+            self._model_bridge, "build_adapter_conversion_tasks", lambda _: self._adapters, create=True
+        ):
+            if dist.is_initialized():
                 found = self._in_lockstep(group, tasks)
             else:
                 found = self._exported(tasks)
@@ -196,16 +194,10 @@ class BridgeStream:
         self.collectives = 0
         for units in _rounds(tasks, sizes, [p.key for p in planned]):
             lockstep = Lockstep(self.device)
-            streams = lockstep.run([self._export_of(unit) for unit in units])
+            streams = lockstep.run([partial(lambda tasks: list(self._exported(tasks)), unit) for unit in units])
             self.collectives += lockstep.collectives
             for stream in streams:
                 yield from stream
-
-    def _given(self, chunks) -> dict[str, list]:
-        return self._adapters
-
-    def _export_of(self, tasks: list) -> Callable[[], list[tuple[str, torch.Tensor]]]:
-        return lambda: list(self._exported(tasks))
 
     def _exported(self, tasks) -> Iterator[tuple[str, torch.Tensor]]:
         if self._model_bridge is None:

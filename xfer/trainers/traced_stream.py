@@ -8,13 +8,15 @@ refit does not run Bridge. If one rank does (merged adapters, conversions of val
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from xfer.errors import LayoutError, RebindError, Unsupported
 from xfer.packed import agree
+from xfer.packed.buffer import Buffers
 from xfer.packed.plan import BucketPlan, GatherGroup, TaskSize
+from xfer.packed.source import Assembly
 from xfer.packed.tensors import TensorStream
 from xfer.packed.wire import PackedMessage
 from xfer.trace.collectives import objects_stay_home
@@ -90,7 +92,6 @@ class TracedStream:
         writes: Whether messages are assembled from storages, since the last `build`. Equal on all ranks.
     """
 
-    everywhere = True
     whole_everywhere = True
     """Without a session every rank gets whole tensors, as from Bridge's own export."""
 
@@ -101,40 +102,12 @@ class TracedStream:
         self.why, self.writes = "nothing was read yet", False
 
     @property
-    def assembles(self) -> bool:
-        return self.parts.assembles
-
-    @assembles.setter
-    def assembles(self, value: bool) -> None:
-        self.parts.assembles = value
-
-    @property
-    def round_bytes(self) -> int:
-        return self.parts.round_bytes
-
-    @round_bytes.setter
-    def round_bytes(self, value: int) -> None:
-        self.parts.round_bytes = value
-
-    @property
-    def programs(self) -> int | None:
-        return self.parts.programs
-
-    @programs.setter
-    def programs(self, value: int | None) -> None:
-        self.parts.programs = value
-
-    @property
     def pulls(self) -> bool:
         return self.parts.pulls
 
     @property
     def trained(self) -> frozenset[str]:
         return self.parts.trained
-
-    @property
-    def collectives(self) -> int:
-        return self.parts.collectives if self.writes else self.export.collectives
 
     def drain(self) -> None:
         self.export.drain()
@@ -169,21 +142,21 @@ class TracedStream:
 
     # ---- with all ranks
 
-    def build(self) -> tuple[TaskSize, ...]:
+    def build(self, assembly: Assembly) -> tuple[TaskSize, ...]:
         self.writes = not agree.any_rank(bool(self.why), b"", self.device)
         if self.writes:
             try:
-                return self.parts.build()
+                return self.parts.build(assembly)
             except LayoutError:  # on all ranks: together they do not hold every tensor whole
                 self.writes = False
         self.parts.forget()
-        return self.export.build()
+        return self.export.build(assembly)
 
     def tensors(self, group: GatherGroup) -> Iterator[tuple[str, torch.Tensor | None]]:
         return (self.parts if self.writes else self.export).tensors(group)
 
-    def prepare(self, plan: BucketPlan, buffer: Callable[[int, PackedMessage], torch.Tensor] | None) -> None:
-        self.parts.prepare(plan, buffer)
+    def prepare(self, plan: BucketPlan, buffers: Buffers | None) -> None:
+        self.parts.prepare(plan, buffers)
 
     def place(self, message: PackedMessage, data: torch.Tensor | None) -> None:
         self.parts.place(message, data)

@@ -28,7 +28,7 @@ def weight_source(trainer: object, bucket_bytes: int = BUCKET_BYTES):
     TensorTrainer's tensors are None. The nccl backend never reads them; the ipc backend does, so it works with Megatron only.
 
     Args:
-        trainer: A MegatronTrainer, a TensorTrainer or a packed.source.Stream.
+        trainer: A MegatronTrainer, a TensorTrainer or a packed.source.WeightStream.
         bucket_bytes: Bytes of a bucket.
 
     Raises:

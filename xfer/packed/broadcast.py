@@ -1,7 +1,7 @@
-"""A worker's half of the broadcast: it receives message k + 1 while the engine's loader reads message k.
+"""Messages that one rank broadcasts over a link: the next one begins before the one before it is waited for.
 
-On GPUs messages arrive on their own stream. Before a buffer is written again, the stream waits until the loader has copied
-out of it. shared.py has the counterpart for mapped buffers.
+A worker receives message k + 1 while the engine's loader reads message k. On GPUs messages arrive on their own stream. Before a
+buffer is written again, the stream waits until the loader has copied out of it. shared.py has the counterpart for mapped buffers.
 """
 
 from __future__ import annotations
@@ -10,21 +10,18 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from xfer.errors import DeadlineExceeded
-from xfer.packed.ahead import OneAhead
 from xfer.packed.buffer import Buffers, wire_sum
 from xfer.packed.wire import PackedMessage
 from xfer.plan.checksum import added
-from xfer.transport.group import Link
+from xfer.transport.group import Link, Pending
 
 GRACE_S = 5.0
-"""Seconds beyond the deadline after which a wait here gives up. The link's own deadline should end it first."""
-
-
+"""Seconds beyond the deadline after which a worker gives up waiting. The link's own deadline should end it first."""
 _streams: dict[tuple[str, torch.device], torch.cuda.Stream] = {}
 
 
@@ -51,13 +48,50 @@ def recorded(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
+class OneAhead:
+    """Broadcasts messages from rank 0 of `link`, in order. Used on both ends. `give` and `close` raise the link's errors.
+
+    Args:
+        link: The link.
+        until: Deadline of every wait, a time.monotonic() value.
+        arrived: Called with (number, data) when a message is complete on this rank.
+
+    Attributes:
+        seconds: Time during which a message was on the wire, up to the last complete one.
+    """
+
+    def __init__(self, link: Link, until: float, arrived: Callable[[int, torch.Tensor], object]):
+        self.seconds = 0.0
+        self._link, self._until, self._arrived = link, until, arrived
+        self._before: tuple[int, torch.Tensor, Pending, float] | None = None
+        self._ended = 0.0
+
+    def give(self, number: int, data: torch.Tensor) -> None:
+        """Begin this message, then wait for the previous one."""
+        now = number, data, self._link.begin_broadcast(data, 0, self._until), time.perf_counter()
+        self.close()
+        self._before = now
+
+    def close(self) -> None:
+        """Wait for the message that is under way."""
+        before, self._before = self._before, None
+        if before is None:
+            return
+        number, data, pending, began = before
+        pending.wait(self._until)
+        now = time.perf_counter()
+        self.seconds += now - max(began, self._ended)
+        self._ended = now
+        self._arrived(number, data)
+
+
 class Arrivals:
     """Receives messages in order on a thread of its own, as far ahead as the number of buffers allows.
 
     Args:
         link: Link of the replica; rank 0 sends.
         messages: The messages that will arrive.
-        buffers: Where they arrive.
+        buffers: Where they arrive. They grow here if they must.
         until: Deadline, a time.monotonic() value. No wait lasts longer than GRACE_S beyond it.
         device: The worker's device.
         verify: Sum the messages.
@@ -75,6 +109,7 @@ class Arrivals:
         device: torch.device,
         verify: bool,
     ):
+        buffers.begin(messages)
         self.total = 0
         self._messages, self._buffers, self._until = messages, buffers, until
         self._wire = OneAhead(link, until, self._arrived)
@@ -117,7 +152,6 @@ class Arrivals:
             raise DeadlineExceeded(f"the deadline passed while this worker waited for {what}") from None
 
     def _receive(self) -> None:
-        longest = max((x.nbytes for x in self._messages), default=0)
         try:
             with own_stream(self._device, "receive"):
                 for number, message in enumerate(self._messages):
@@ -126,7 +160,7 @@ class Arrivals:
                         return
                     if event is not None:
                         torch.cuda.current_stream(self._device).wait_event(event)
-                    self._wire.give(number, self._buffers.take(number, message.nbytes, longest))
+                    self._wire.give(number, self._buffers.take(number, message.nbytes))
                 self._wire.close()
         except BaseException as e:
             self._here.put(e)
