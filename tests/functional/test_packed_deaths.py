@@ -36,7 +36,7 @@ def begin(w, version: int, **options) -> None:
     w.say("refit", **options)
 
 
-@pytest.mark.parametrize("colocated", [False, True], ids=["broadcast", "shared memory"])
+@BOTH
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_sender_that_is_killed_between_buckets(world, colocated, rank):
     """Rank 0 dies after some buckets have been sent, rank 1 somewhere in the same gather."""
@@ -64,6 +64,7 @@ def test_a_worker_that_is_killed_between_buckets(world, colocated):
     right(w, 4)
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_gather_that_stands_still_ends_refits_by_their_deadlines_and_gathers_stay_in_step(world, colocated, tmp_path):
     """Rank 1 stands still in what would be the framework's code, so the others wait in a collective that nothing frees. The

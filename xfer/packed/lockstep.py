@@ -191,10 +191,7 @@ class Lockstep:
         def call(*args, **kwargs):
             if getattr(_here, "lockstep", None) is not self or kwargs.get("async_op"):
                 return real(*args, **kwargs)
-            wish = make(*args, **kwargs)
-            if wish is None:
-                return real(*args, **kwargs)
-            return self._stand(wish)
+            return self._stand(make(*args, **kwargs))
 
         return call
 
