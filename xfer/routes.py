@@ -156,8 +156,8 @@ class Packed:
 
     Attributes:
         bucket_bytes: Largest message and largest buffer. A rank has two buffers or none.
-        colocated: The engines' workers are on the trainers' host and map the trainers' two buffers (shared memory, CUDA IPC)
-            instead of receiving them.
+        colocated: The engines' workers are on the trainers' host and read the trainers' two buffers (on GPUs by CUDA IPC)
+            instead of receiving messages.
     """
 
     bucket_bytes: int = 1 << 30

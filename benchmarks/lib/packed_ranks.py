@@ -25,7 +25,7 @@ from xfer.mesh.parallel import EngineParallel
 from xfer.packed.broadcast import Arrivals, OneAhead, own_stream
 from xfer.packed.buffer import Buffers, Unpacker
 from xfer.packed.feed import Pump
-from xfer.packed.shared import SharedArrivals, announce, place_of, send_offer, wait_done
+from xfer.packed.shared import SharedArrivals, announce, send_offer, wait_done
 from xfer.packed.source import PackedSource
 from xfer.packed.tensors import TensorStream
 from xfer.packed.wire import checked, decode_manifest
@@ -321,7 +321,7 @@ class WorkerRank(Rank):
             self.load((s.name, t) for s, t in unpacker.take(message, data))
 
     def mapped(self, link: Link, messages) -> None:
-        arrivals = SharedArrivals(link, messages, soon(), self.device, False, exporter=0, place=place_of(self.device))
+        arrivals = SharedArrivals(link, messages, soon(), self.device, False, exporter=0)
         self.packed(arrivals, messages)
 
     def packed(self, arrivals: Arrivals | SharedArrivals, messages, views=None) -> None:

@@ -38,10 +38,6 @@ class Placed(PackedWorld):
 
     PLACES = {"trainer": ("GPU-a", "GPU-b", "GPU-a"), "worker": ("GPU-b", "GPU-a", "GPU-c")}
 
-    def _connect_one(self, i: int):
-        super()._connect_one(i)
-        self.sessions[i].side.pump._buffers.place = self.PLACES["trainer"][i]
-
 
 @pytest.fixture
 def world(monkeypatch):

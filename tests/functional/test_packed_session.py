@@ -4,6 +4,7 @@ sender, bucket and loader leads to. Trainers and engines are small stand-ins (te
 
 from __future__ import annotations
 
+import errno
 import functools
 import threading
 import time
@@ -16,8 +17,9 @@ from tests.support.packed_world import Knobs, PackedWorld
 from tests.support.world import good, right
 from xfer import errors as e
 from xfer.coordinator import refit
-from xfer.packed import feed, plan, shared, trainer, worker
+from xfer.packed import feed, plan, trainer, worker
 from xfer.packed.buffer import Buffers
+from xfer.transport import peer_host
 
 BOTH = pytest.mark.parametrize("colocated", [False, True], ids=["broadcast", "shared memory"])
 
@@ -59,14 +61,14 @@ def test_buffers_are_not_released_before_all_replicas_have_loaded_from_them(monk
     """Trainer 1's call has returned, and it releases its weights while a slow replica is about to map trainer 0's buffers."""
     with PackedWorld(trainers=2, workers=1, replicas=2, colocated=True, limit=1 << 20) as w:
         good(w.refit(1))
-        opened, forget = shared._opened, w.sessions[0].side.pump.forget
+        opened, forget = peer_host.Mapping.open, w.sessions[0].side.pump.forget
         maps, released = threading.Event(), threading.Event()
 
-        def late(slot):
+        def late(*args):
             if threading.current_thread().name == "xfer-lane-1":
                 maps.set()
                 released.wait(1.0)  # the other replica's lane of trainer 0 has released, or has to wait for this one
-            return opened(slot)
+            return opened(*args)
 
         def call(i: int):
             report = w.sessions[i].refit(version=None, verify=True, wait="sources", min_replicas=None, deadline_s=None)
@@ -75,7 +77,7 @@ def test_buffers_are_not_released_before_all_replicas_have_loaded_from_them(monk
                 w.sessions[1].release()
             return report
 
-        monkeypatch.setattr(shared, "_opened", late)
+        monkeypatch.setattr(peer_host.Mapping, "open", late)
         monkeypatch.setattr(w.sessions[0].side.pump, "forget", lambda: (forget(), released.set()))
         for s in w.streams:
             s.version = 2
@@ -373,12 +375,12 @@ def test_what_is_wrong_before_a_byte_changes_leaves_the_engine_as_it_was(monkeyp
 
 
 def test_a_worker_elsewhere_cannot_be_colocated(monkeypatch):
-    def elsewhere(path):
-        raise FileNotFoundError(path)
+    def elsewhere(*_):
+        raise ProcessLookupError(errno.ESRCH, "no such process")
 
     with PackedWorld(trainers=2, colocated=True) as w:
         with monkeypatch.context() as patch:
-            patch.setattr(shared.os, "readlink", elsewhere)
+            patch.setattr(peer_host, "_read", elsewhere)
             results = w.refit(1)
         for r in results:
             assert isinstance(r, e.Unsupported) and "is not colocated" in str(r)

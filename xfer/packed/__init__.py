@@ -14,7 +14,7 @@ shares the session (versions, commit, errors, reports) with the direct route. `x
     lockstep   merges many small collectives of a framework's export into a few large ones
     feed       one gather for all replicas, overlapped with sending
     broadcast  messages broadcast to workers, which receive one ahead
-    shared     messages that processes of one host map instead, through shared memory or CUDA IPC
+    shared     messages that workers of the same host read out of the trainers' buffers instead
     plane      one rank's part in one replica's refit: the plan and the link
     trainer    the trainer's side, and its plane, which sends
     worker     the worker's side, and its plane, which loads

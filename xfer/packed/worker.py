@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from xfer.coordinator import messages as m
-from xfer.errors import PeerLost, ProtocolError, RefitFailed, out_of_memory
+from xfer.errors import PeerLost, ProtocolError, RefitFailed, Unsupported, out_of_memory
 from xfer.packed.broadcast import Arrivals
 from xfer.packed.buffer import Buffers, Unpacker, warm_sum
 from xfer.packed.plane import HEAD_TAG, HEADER_WORDS, MAGIC, PackedPlane, words_of
@@ -111,7 +111,10 @@ class WorkerPlane(PackedPlane):
 
     def _rank_on_link(self, store: RendezvousStore) -> int:
         if self._shared:
-            self._exporter = nearest(self.place, self._exporters.places)
+            places = self._exporters.places
+            self._exporter = nearest(self.place, places)
+            if (self.place == "cpu") != (places[self._exporter] == "cpu"):
+                raise Unsupported("colocated trainers and engines must both be on CPUs or both on GPUs")
             store.set(f"takes{self.side.index}", str(self._exporter))
         return self._first_worker + self.side.index
 
@@ -175,9 +178,7 @@ class WorkerPlane(PackedPlane):
             if verify:
                 warm_sum(self.side.device)
             if self._shared:
-                return SharedArrivals(
-                    link, messages, until, self.side.device, verify, exporter=self._exporter, place=self.place
-                )
+                return SharedArrivals(link, messages, until, self.side.device, verify, exporter=self._exporter)
             return Arrivals(link, messages, self._buffers, until, self.side.device, verify)
 
     @contextlib.contextmanager

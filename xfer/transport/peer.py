@@ -276,8 +276,8 @@ class Mapping(OpenedRoots[torch.Tensor]):
                 self._why.setdefault(rank, f"storage {root}: {e}")
 
     def read_into(self, rank: int, root: int, into: torch.Tensor) -> None:
-        """Copies a whole storage into a tensor of as many bytes, on the current stream."""
-        into.copy_(self.roots[rank][root], non_blocking=True)
+        """Copies the first bytes of a storage, as many as `into` has (flat uint8), on the current stream."""
+        into.copy_(self.roots[rank][root][: into.numel()], non_blocking=True)
 
     def close(self) -> None:
         """Unmaps all storages. Call it after the last pull was drained."""

@@ -100,15 +100,20 @@ class Mapping(peer.OpenedRoots[tuple[int, int]]):
             found[root] = (offer.allocations[root].base, offer.allocations[root].nbytes)
 
     def read_into(self, rank: int, root: int, into: torch.Tensor) -> None:
-        """Copies a whole storage into a contiguous tensor of as many bytes. Raises PeerLost if its process is gone."""
-        address, n = self.roots[rank][root]
-        if into.nbytes != n or not into.is_contiguous():
-            raise ValueError(f"storage {root} of rank {rank} has {n} bytes, {into.nbytes} are asked for")
+        """Copies the first bytes of a storage, as many as `into` has, into this contiguous tensor.
+
+        Raises:
+            PeerLost: The source's process is gone.
+        """
+        address, there = self.roots[rank][root]
+        n = into.nbytes
+        if n > there or not into.is_contiguous():
+            raise ValueError(f"storage {root} of rank {rank} has {there} bytes, {n} are asked for")
         for at in range(0, n, BATCH_BYTES):
             size = min(BATCH_BYTES, n - at)
-            here, there = np.array([[into.data_ptr() + at, size]]), np.array([[address + at, size]])
+            local, remote = np.array([[into.data_ptr() + at, size]]), np.array([[address + at, size]])
             try:
-                _read(self.pids[rank], here, there, size)
+                _read(self.pids[rank], local, remote, size)
             except OSError as e:
                 raise PeerLost(
                     "memory that was offered cannot be read any more",
