@@ -1,5 +1,5 @@
-"""xfer's gather as the source of vLLM's own transfer backends. Those need GPUs to run; here is what a CPU can show: vLLM's
-own check of a source, its own packing and unpacking, and its own typed messages take what xfer gives.
+"""xfer's gather as the source of vLLM's own transfer backends. Those need GPUs to run; on a CPU vLLM's own check of a source, its
+packing and unpacking, and its typed messages accept what xfer gives.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from xfer.trainers.dtensor import TensorTrainer
+from xfer.trainers.weight_source import weight_source
 
 pytestmark = pytest.mark.engine
 
@@ -20,13 +21,14 @@ def module() -> torch.nn.Module:
     return m
 
 
-def test_vllm_finds_that_what_is_declared_is_what_comes_at_every_sync(module):
-    from vllm.distributed.weight_transfer.nccl_engine import (
-        NCCLTrainerWeightTransferEngine,
-        NCCLWeightTransferUpdateInfo,
-    )
+def same(got: dict, module: torch.nn.Module) -> None:
+    want = dict(module.named_parameters()) | dict(module.named_buffers())
+    assert got.keys() == want.keys()
+    assert all(got[n].dtype == want[n].dtype and torch.equal(got[n], want[n]) for n in want)
 
-    from xfer.trainers.weight_source import weight_source
+
+def test_vllm_finds_that_tensors_match_their_declaration_at_every_sync(module):
+    from vllm.distributed.weight_transfer import nccl_engine as nccl
 
     source = weight_source(TensorTrainer(module), bucket_bytes=256)
     for step in range(3):
@@ -37,28 +39,20 @@ def test_vllm_finds_that_what_is_declared_is_what_comes_at_every_sync(module):
             if step == 2:  # another dtype
                 module.scale = module.scale.double()
         meta = source.metadata()
-        got = dict(NCCLTrainerWeightTransferEngine._checked_iter(source, meta))
-        want = dict(module.named_parameters()) | dict(module.named_buffers())
-        assert got.keys() == want.keys()
-        for name, tensor in got.items():
-            assert tensor.dtype == want[name].dtype and torch.equal(tensor, want[name])
-        NCCLWeightTransferUpdateInfo(
+        same(dict(nccl.NCCLTrainerWeightTransferEngine._checked_iter(source, meta)), module)
+        nccl.NCCLWeightTransferUpdateInfo(
             names=[m.name for m in meta],
             dtype_names=[str(m.dtype).split(".")[-1] for m in meta],
             shapes=[list(m.shape) for m in meta],
         )
-        assert [n for g in source.groups() for n in g]  # vLLM's own grouping runs over it
+        assert [n for g in source.groups() for n in g], "vLLM's own grouping runs over it"
 
 
-def test_vllm_packs_and_unpacks_what_comes(module):
+def test_vllm_packs_and_unpacks_the_tensors(module):
     from vllm.distributed.weight_transfer.packed_tensor import pack_tensors, unpack_tensor
 
-    from xfer.trainers.weight_source import weight_source
-
-    source, got = weight_source(TensorTrainer(module)), {}
-    stream = iter(source)
+    stream, got = iter(weight_source(TensorTrainer(module))), {}
     while (chunk := pack_tensors(stream, lambda item: item[1].detach().clone(), 64)) is not None:
         parts = unpack_tensor(chunk.packed_tensor, chunk.names, chunk.shapes, chunk.dtypes, chunk.tensor_sizes)
         got |= {name: tensor.clone() for name, tensor in parts}
-    want = dict(module.named_parameters()) | dict(module.named_buffers())
-    assert got.keys() == want.keys() and all(torch.equal(got[n], want[n]) for n in want)
+    same(got, module)

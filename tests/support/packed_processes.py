@@ -1,6 +1,6 @@
 """The processes of world_processes.py on the packed route: trainers that gather over gloo, workers that load whole tensors.
 
-Hub, lanes, feeds, links, shared memory and torch's collectives among the trainers are the real ones; so are the deaths.
+Coordinator, lanes, feeds, links, buffers and torch's collectives among the trainers are the real ones; so are the deaths.
 """
 
 from __future__ import annotations
@@ -11,10 +11,16 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import torch.distributed as dist
+
 from examples.common.ports import free_port
 from tests.support.packed_world import Knobs, PackedTaker, ToyStream
-from tests.support.world import TOKEN, ToySource
+from tests.support.world import TOKEN, ToySource, trainer_session
 from tests.support.world_processes import ProcessWorld, _controller, _serve_trainer, _worker
+from xfer.errors import LayoutError
+from xfer.packed import agree
+from xfer.packed.source import PackedSource
+from xfer.routes import Packed
 
 LIMIT = 512
 """Bytes of a bucket: some buckets for the small tensors of the world."""
@@ -28,12 +34,9 @@ class Stream(ToyStream):
     stand, refuse = "", ""
 
     def build(self, assembly):
-        from xfer.errors import LayoutError
-        from xfer.packed import agree
-
         def own() -> list[int]:
-            if self.refuse:
-                text, self.refuse = self.refuse, ""
+            text, self.refuse = self.refuse, ""
+            if text:
                 raise LayoutError(text)
             return []
 
@@ -48,12 +51,6 @@ class Stream(ToyStream):
 
 def _trainer(conn, rank: int, world: int, env: dict) -> None:
     os.environ.update(env)
-    import torch.distributed as dist
-
-    from tests.support.world import trainer_session
-    from xfer.packed.source import PackedSource
-    from xfer.routes import Packed
-
     stream = Stream(ToySource(rank, world), Knobs())
 
     def made(rendezvous: str, meeting: int, colocated: bool, **args):

@@ -1,7 +1,7 @@
 """The small world of world.py on the packed route: trainers that export whole tensors, engines that load them.
 
-Threads of one process, so the trainers' collective is a barrier of threads; hub, sessions, lanes, feeds, buckets, links and
-shared memory are the real ones. `Knobs` lets a test break one rank or one worker.
+Ranks are threads of one process, so the trainers' collective is a barrier of threads. Coordinator, sessions, lanes, feeds, buckets,
+links and buffers are the real ones. `Knobs` lets a test break one rank or one worker.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from tests.support.world import TOKEN, ToyEngine, ToySource, ToyTaker, World, tr
 from xfer.engines.vllm_loader import PackedModel
 from xfer.errors import LayoutError
 from xfer.packed import agree
+from xfer.packed.buffer import dtype_name
 from xfer.packed.plan import GatherGroup, TaskSize
 from xfer.packed.source import PackedSource
 from xfer.routes import Packed
 from xfer.trace.fragment import TensorSpec
 
 DTYPES = {"norm": torch.float32}
-"""What is not in bf16: an fp32 tensor has to stay one on its way."""
+"""Of tensors that are not bf16."""
 
 
 class Meeting:
-    """`agree.largest` for ranks that are threads. Ranks are told apart by the order in which they come: all are equal."""
+    """`agree.largest` for ranks that are threads."""
 
     def __init__(self, ranks: int):
         self._barrier, self._lock, self._said = threading.Barrier(ranks, timeout=60), threading.Lock(), []
@@ -47,11 +48,10 @@ class Meeting:
 
 @dataclass
 class Knobs:
-    """`exported(name, tensor)`: what the stream gives instead. `loaded(worker, name, tensor)`: called before a worker takes
-    a tensor in."""
+    """`exported(name, tensor)`: what the stream gives instead. `loaded(worker, name, tensor)`: called before a worker loads it."""
 
-    exported: object = None
-    loaded: object = None
+    exported: Callable | None = None
+    loaded: Callable | None = None
 
 
 class ToyStream:
@@ -65,12 +65,9 @@ class ToyStream:
     def drain(self) -> None:
         self.source.drain()
 
-    def specs(self) -> list[TensorSpec]:
-        kinds = {n: str(DTYPES.get(n, torch.bfloat16)).removeprefix("torch.") for n in self.source.shapes}
-        return [TensorSpec(n, tuple(s), kinds[n]) for n, s in self.source.shapes.items()]
-
     def read(self) -> tuple[TensorSpec, ...]:
-        return tuple(self.specs())
+        kinds = {n: dtype_name(torch.empty(0, dtype=DTYPES.get(n, torch.bfloat16))) for n in self.source.shapes}
+        return tuple(TensorSpec(n, tuple(s), kinds[n]) for n, s in self.source.shapes.items())
 
     def check(self) -> str:
         state, self.state = self.state, "same"
@@ -78,7 +75,7 @@ class ToyStream:
 
     def build(self, assembly) -> tuple[TaskSize, ...]:
         self.builds += 1
-        return tuple(TaskSize(i, (s,)) for i, s in enumerate(self.specs()))
+        return tuple(TaskSize(i, (s,)) for i, s in enumerate(self.read()))
 
     def tensors(self, group: GatherGroup) -> Iterator[tuple[str, torch.Tensor]]:
         for spec in group.tensors:
@@ -86,24 +83,15 @@ class ToyStream:
             yield self.knobs.exported(spec.name, t) if self.knobs.exported else (spec.name, t)
 
 
-class ToyModel(PackedModel):
-    """The real one's `load` around an engine's loader that is `load_weights` here; without vLLM's configuration."""
-
-    def __init__(self, load_weights: Callable):
-        super().__init__(SimpleNamespace(device=torch.device("cpu"), model=SimpleNamespace(load_weights=load_weights)))
-        self._dropped: set[str] = set()
-
-    def _inside(self):
-        return contextlib.nullcontext()
-
-
 class PackedTaker(ToyTaker):
-    """Loads whole tensors into its columns."""
+    """Loads whole tensors into its columns, by the real `PackedModel.load` around `load_weights`."""
 
     def __init__(self, rank: int, world: int, shapes, knobs: Knobs):
         super().__init__(rank, world, shapes)
-        self.knobs, self.given, self.writable = knobs, {}, True
-        self.load = ToyModel(self.load_weights).load
+        self.knobs, self.given = knobs, {}
+        model = PackedModel(SimpleNamespace(device=self.device, model=self))
+        model._dropped, model._inside = set(), contextlib.nullcontext  # without vLLM's configuration
+        self.load = model.load
 
     def loader(self) -> PackedTaker:
         return self
@@ -132,8 +120,7 @@ class PackedTaker(ToyTaker):
                     self.live[name][part.shape[0] :].zero_()
             else:
                 self.live[name].copy_(tensor)
-            if self.writable:
-                tensor.zero_()  # some loaders do; it must harm nobody else
+            tensor.zero_()  # as some loaders do; no other worker may lose its bytes by it
 
     def finish(self) -> None:
         self.spare.copy_(self.live["norm"])

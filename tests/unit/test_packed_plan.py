@@ -58,7 +58,7 @@ def sent(plan, tensors) -> list[torch.Tensor]:
         packer = Packer(
             group,
             lambda message: buffers.take(len(out), message.nbytes).fill_(0xEE),
-            lambda message, data: out.append(data.clone()),
+            lambda data: out.append(data.clone()),
             buffers.views,
         )
         for spec in group.tensors:
@@ -161,7 +161,7 @@ def test_a_packer_takes_only_what_was_planned():
     right = torch.zeros(2, dtype=torch.bfloat16)
 
     def packer() -> Packer:
-        return Packer(plan.groups[0], lambda m: torch.zeros(m.nbytes, dtype=torch.uint8), lambda m, d: None)
+        return Packer(plan.groups[0], lambda m: torch.zeros(m.nbytes, dtype=torch.uint8), lambda data: None)
 
     for name, tensor in (("b", right), ("a", right.float()), ("a", torch.zeros(3, dtype=torch.bfloat16))):
         with pytest.raises(PlanMismatch):

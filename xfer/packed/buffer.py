@@ -31,7 +31,13 @@ def flat_bytes(t: torch.Tensor) -> torch.Tensor:
 
 
 class Buffers:
-    """`count` byte buffers that messages fill in turn. They grow to the longest message and are then reused."""
+    """`count` byte buffers that messages fill in turn. They grow to the longest message and are then reused.
+
+    Attributes:
+        offer: How other processes open them; empty, except of `SharedBuffers`.
+    """
+
+    offer = b""
 
     def __init__(self, count: int, device: torch.device):
         self.device, self._slots = device, [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(count)]
@@ -100,7 +106,7 @@ class Packer:
     Args:
         group: The group.
         buffer: Returns the bytes to fill for a message.
-        filled: Called with (message, bytes) as soon as a message is complete.
+        filled: Called with a message's bytes as soon as it is complete.
         views: `Buffers.views` of the filled buffers.
     """
 
@@ -141,7 +147,7 @@ class Packer:
                 self._later(into, tensor, part.size)
             if i == len(message.parts) - 1:
                 self._copy()
-                self._filled(message, self._open[1])
+                self._filled(self._open[1])
                 self._open = None
 
     def _later(self, into: torch.Tensor, tensor: torch.Tensor, nbytes: int) -> None:

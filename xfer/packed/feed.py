@@ -28,7 +28,7 @@ from xfer.participants.data_plane import Stop
 PATIENCE_S = 5.0
 """Seconds that a rank which must stop waits for the coordinator to report the reason."""
 LOOK_S = 0.2
-"""Seconds between two checks whether a lane was cancelled."""
+"""Seconds between two checks whether a lane was stopped."""
 
 IN_STEP = (
     "until it ends, run no collective of these trainers, hence no training step: it would be paired with the gather's; "
@@ -55,9 +55,14 @@ class Feed:
     """
 
     def __init__(
-        self, source: PackedSource, buffers: Buffers, replicas: tuple[int, ...], label: str, sends: bool,
-        before: Feed | None = None,
-    ):  # fmt: skip
+        self,
+        source: PackedSource,
+        buffers: Buffers,
+        replicas: tuple[int, ...],
+        label: str,
+        sends: bool,
+        before: Feed | None,
+    ):
         self.replicas, self.over = replicas, threading.Event()
         self.doing = "waits for the other replicas' lanes"
         self.seconds = 0.0
@@ -67,8 +72,9 @@ class Feed:
         self._sums: dict[int, int] = {}  # message -> its sum
         self._live: dict[int, int] = {}  # replica -> number of messages that it has released
         self._came: set[int] = set()
+        self._number = 0  # of the message that is filled next
         self._plan: BucketPlan | None = None
-        self._ready: dict[int, tuple[PackedMessage, torch.Tensor, torch.cuda.Event | None]] = {}
+        self._ready: dict[int, tuple[torch.Tensor, torch.cuda.Event | None]] = {}  # message -> bytes, their event
         self._error: BaseException | None = None
         self._patience = 0.0  # monotonic time until which this rank does not report the error itself
 
@@ -111,7 +117,7 @@ class Feed:
     def take(self, number: int, until: float, stop: Stop) -> torch.Tensor:
         """Return the bytes of message `number`. They are valid until `release`."""
         self._wait(lambda: number in self._ready, until, stop, f"bucket {number} to be gathered")
-        _, data, filled = self._ready[number]
+        data, filled = self._ready[number]
         if filled is not None:
             torch.cuda.current_stream(data.device).wait_event(filled)
         return data
@@ -124,7 +130,7 @@ class Feed:
                 raise DeadlineExceeded(f"timed out waiting for the sum of bucket {number}", where=self._label)
         try:
             if number not in self._sums:
-                self._sums[number] = wire_sum(self._ready[number][1], number)
+                self._sums[number] = wire_sum(self._ready[number][0], number)
             return self._sums[number]
         finally:
             self._summing.release()
@@ -223,7 +229,6 @@ class Feed:
                 source.prepare(self._buffers if self._sends else None)
         except Exception as e:  # the other ranks learn of it at the first group
             self._fail(e)
-        self._number = 0
         for i, group in enumerate(plan.groups):
             self.doing = f"waits for the other trainers at bucket group {i} of {len(plan.groups)}"
             if not source.go_on(self._error is not None or not self._live):
@@ -265,7 +270,7 @@ class Feed:
                     self._fail(e)
             self._source.place(message, data)  # also without a buffer: the other ranks take part
             if data is not None:
-                self._filled(message, data)
+                self._filled(data)
 
     def _buffer(self, message: PackedMessage) -> torch.Tensor:
         """Return the next buffer, when every remaining replica has released the message that it holds."""
@@ -276,11 +281,11 @@ class Feed:
             self._ready.pop(old, None)
         return self._buffers.take(self._number, message.nbytes)
 
-    def _filled(self, message: PackedMessage, data: torch.Tensor) -> None:
+    def _filled(self, data: torch.Tensor) -> None:
         event = recorded(data.device)
         with self._news:
             if self._live:
-                self._ready[self._number] = (message, data, event)
+                self._ready[self._number] = (data, event)
             self._number += 1
             self._news.notify_all()
 
@@ -362,9 +367,8 @@ class Pump:
 
     @property
     def offer(self) -> bytes:
-        """Encoded `BufferOffer` by which workers of this host map the buffers; empty if they are not shared. Stable while a feed has a
-        plan."""
-        return self._buffers.offer if isinstance(self._buffers, SharedBuffers) else b""
+        """How workers of this host open the buffers; empty if they are not shared. Stable while a feed has a plan."""
+        return self._buffers.offer
 
     @property
     def extra_bytes(self) -> int:

@@ -58,7 +58,6 @@ class SharedBuffers(Buffers):
 
     def __init__(self, count: int, device: torch.device):
         super().__init__(count, device)
-        self.offer = b""
         self._export: peer.Export | peer_host.Export | None = None
 
     def _reserve(self, count: int, nbytes: int) -> None:
