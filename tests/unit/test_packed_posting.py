@@ -4,6 +4,8 @@ raises. The group is real, of one rank over gloo; the backend that posts in batc
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,18 +28,12 @@ class Batches:
         self.open = False
         return self.ended
 
-    def _post(self, verb: str, tensors, peer: int, tag: int) -> None:
+    def post(self, verb: str, tensors, peer: int, tag: int) -> None:
         assert self.open, "messages of a round are begun together, or each would wait for its own peer"
         reduces()
         self.posted.append((verb, tensors[0].tolist(), peer))
         if len(self.posted) == self.fails:
             raise RuntimeError("NCCL error: remote process exited")
-
-    def send(self, *args) -> None:
-        self._post("send", *args)
-
-    def recv(self, *args) -> None:
-        self._post("recv", *args)
 
 
 def reduces() -> None:
@@ -47,31 +43,23 @@ def reduces() -> None:
     work.wait()
 
 
-@pytest.fixture
-def group():
+@pytest.mark.parametrize("fails", [0, 1, 2])
+@pytest.mark.parametrize("verb", ["send", "recv"])
+def test_a_round_leaves_collectives_of_its_group_alone_whatever_a_post_raises(monkeypatch, verb, fails):
+    backend, parts = Batches(fails), torch.arange(8, dtype=torch.uint8).split(4)
+    backend.send, backend.recv = (partial(backend.post, v) for v in ("send", "recv"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield
+        with monkeypatch.context() as patch:
+            patch.setattr(dist.ProcessGroup, "_get_backend", lambda self, device: backend)
+            if fails:
+                with pytest.raises(RuntimeError, match="remote process exited"):
+                    _posted(parts, [0, 2], verb == "send")
+            else:
+                assert _posted(parts, [0, 2], verb == "send") == [backend.ended]
+        wanted = [(verb, part.tolist(), peer) for part, peer in zip(parts, (0, 2))]
+        assert backend.posted == wanted[: fails or None] and not backend.open
+        reduces()
     finally:
         dist.distributed_c10d._world.pg_coalesce_state.clear()
         dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("fails", [0, 1, 2])
-@pytest.mark.parametrize("sends", [True, False], ids=["sends", "receives"])
-def test_a_round_leaves_collectives_of_its_group_alone_whatever_a_post_raises(group, monkeypatch, sends, fails):
-    backend, slot = Batches(fails), torch.arange(8, dtype=torch.uint8)
-    wanted = [("send" if sends else "recv", part.tolist(), peer) for part, peer in zip(slot.split(4), (0, 2))]
-    with monkeypatch.context() as patch:
-        patch.setattr(dist.ProcessGroup, "_get_backend", lambda self, device: backend)
-        for name in ("_start_coalescing", "_end_coalescing"):
-            patch.setattr(dist.ProcessGroup, name, lambda self, device, name=name: getattr(backend, name)())
-        for name in ("send", "recv"):
-            patch.setattr(dist.ProcessGroup, name, lambda self, *args, name=name: getattr(backend, name)(*args))
-        if fails:
-            with pytest.raises(RuntimeError, match="remote process exited"):
-                _posted(slot.split(4), [0, 2], sends)
-        else:
-            assert _posted(slot.split(4), [0, 2], sends) == [backend.ended]
-    assert backend.posted == wanted[: fails or None] and not backend.open
-    reduces()

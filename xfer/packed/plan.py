@@ -96,11 +96,11 @@ def make_plan(tasks: Iterable[TaskSize], limit: int = BUCKET_BYTES) -> BucketPla
     """
     if limit < ALIGN:
         raise ValueError(f"a bucket of {limit} bytes is too small: at least {ALIGN} are needed")
-    units = [unit for unit in _units(tasks) if any(task.tensors for task in unit)]
-    _refuse(units)
+    found = [unit for unit in units(tasks) if any(task.tensors for task in unit)]
+    _refuse(found)
     groups: list[list[TaskSize]] = []
     used = 0
-    for unit in units:
+    for unit in found:
         size = sum(_padded(nbytes_of(t)) for task in unit for t in task.tensors)
         if not groups or used + size > limit:
             groups.append([])
@@ -110,17 +110,13 @@ def make_plan(tasks: Iterable[TaskSize], limit: int = BUCKET_BYTES) -> BucketPla
     return BucketPlan(tuple(_group(g, limit) for g in groups), limit)
 
 
-def _units(tasks: Iterable[TaskSize]) -> list[list[TaskSize]]:
-    units: list[list[TaskSize]] = []
-    by_key: dict[Hashable, list[TaskSize]] = {}
+def units(tasks: Iterable[TaskSize]) -> list[list[TaskSize]]:
+    """Return the tasks that must be exported in one call, each set at the position of its first task."""
+    found: dict[Hashable, list[TaskSize]] = {}
     for task in sorted(tasks, key=lambda t: t.position):
-        if task.key is not None and task.key in by_key:
-            by_key[task.key].append(task)
-            continue
-        units.append([task])
-        if task.key is not None:
-            by_key[task.key] = units[-1]
-    return units
+        alone = object()
+        found.setdefault(alone if task.key is None else task.key, []).append(task)
+    return list(found.values())
 
 
 def _refuse(units: Sequence[Sequence[TaskSize]]) -> None:

@@ -11,7 +11,7 @@ Not here: the tasks of a bucket (packed/plan.py), the copying (packed/buffer.py)
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
 from operator import is_
 from unittest import mock
@@ -24,7 +24,7 @@ from xfer.kernels.cuda_driver import unmapped
 from xfer.packed import agree
 from xfer.packed.buffer import dtype_name
 from xfer.packed.lockstep import Lockstep
-from xfer.packed.plan import GatherGroup, TaskSize
+from xfer.packed.plan import GatherGroup, TaskSize, units
 from xfer.packed.source import Assembly
 from xfer.packed.wire import nbytes_of
 from xfer.trace.collectives import objects_stay_home
@@ -172,38 +172,37 @@ class BridgeStream:
         return out
 
     def tensors(self, group: GatherGroup) -> Iterator[tuple[str, torch.Tensor]]:
-        tasks = [self._tasks[i] for i in group.positions]
-        with mock.patch.object(
-            self._model_bridge, "build_adapter_conversion_tasks", lambda _: self._adapters, create=True
-        ):
-            if dist.is_initialized():
-                found = self._in_lockstep(group, tasks)
-            else:
-                found = self._exported(tasks)
+        known = self._adapters
+        with mock.patch.object(self._model_bridge, "build_adapter_conversion_tasks", lambda _: known, create=True):
             names = {s.name for s in group.tensors}
-            for name, tensor in found:
+            for name, tensor in self._in_lockstep(group) if dist.is_initialized() else self._exported(group.positions):
                 if name not in names:
                     continue  # a tied head, which is the embedding a second time
                 rows = self._wanted.get(name)
                 yield name, tensor[:rows] if rows is not None and tensor.shape[0] > rows else tensor
 
-    def _in_lockstep(self, group: GatherGroup, tasks: list) -> Iterator[tuple[str, torch.Tensor]]:
+    def _in_lockstep(self, group: GatherGroup) -> Iterator[tuple[str, torch.Tensor]]:
         """Export in rounds of a bounded size, since all tensors of a round exist at once beside their buffers."""
-        planned = [self._by_position[i] for i in group.positions]
-        sizes = [sum(map(nbytes_of, p.tensors)) for p in planned]
         self.collectives = 0
-        for units in _rounds(tasks, sizes, [p.key for p in planned]):
+        for some in _rounds(self._by_position[i] for i in group.positions):
             lockstep = Lockstep(self.device)
-            streams = lockstep.run([partial(lambda tasks: list(self._exported(tasks)), unit) for unit in units])
+            found = lockstep.run([partial(self._unit, unit) for unit in some])
             self.collectives += lockstep.collectives
-            for stream in streams:
-                yield from stream
+            for tensors in found:
+                yield from tensors
 
-    def _exported(self, tasks) -> Iterator[tuple[str, torch.Tensor]]:
+    def _unit(self, tasks: list[TaskSize]) -> list[tuple[str, torch.Tensor]]:
+        return list(self._exported(task.position for task in tasks))
+
+    def _exported(self, positions: Iterable[int]) -> Iterator[tuple[str, torch.Tensor]]:
         if self._model_bridge is None:
             raise RebindError("tensors() before build()")
         stream = self._model_bridge.stream_weights_megatron_to_hf(
-            list(self.trainer.chunks), self._names, cpu=False, show_progress=False, conversion_tasks=tasks
+            list(self.trainer.chunks),
+            self._names,
+            cpu=False,
+            show_progress=False,
+            conversion_tasks=[self._tasks[i] for i in positions],
         )
         return ((name, tensor.detach()) for name, tensor in stream)
 
@@ -225,24 +224,19 @@ def _refuse_empty(slots: Iterable[Slot]) -> None:
 ROUND_BYTES = 64 << 20
 
 
-def _rounds(tasks: list, sizes: list[int], keys: Sequence[Hashable]) -> list[list[list]]:
-    """Group tasks by units, and units by rounds of about ROUND_BYTES. Tasks with the same key form one unit."""
-    rounds: list[list[list]] = [[]]
-    keyed: dict[Hashable, list] = {}
+def _rounds(tasks: Iterable[TaskSize]) -> Iterator[list[list[TaskSize]]]:
+    """Group units of tasks by rounds of about ROUND_BYTES."""
+    some: list[list[TaskSize]] = []
     used = 0
-    for task, size, key in zip(tasks, sizes, keys, strict=True):
-        if key in keyed:
-            keyed[key].append(task)
-            used += size
-            continue
-        if rounds[-1] and used + size > ROUND_BYTES:
-            rounds.append([])
-            used = 0
-        rounds[-1].append([task])
+    for unit in units(tasks):
+        size = sum(nbytes_of(t) for task in unit for t in task.tensors)
+        if some and used + size > ROUND_BYTES:
+            yield some
+            some, used = [], 0
+        some.append(unit)
         used += size
-        if key is not None:
-            keyed[key] = rounds[-1][-1]
-    return rounds
+    if some:
+        yield some
 
 
 class _Merged:
