@@ -1,27 +1,31 @@
-"""What ranks hold changes between refits, and within some that fail: whatever commits has the bytes of that moment.
+"""What ranks hold changes between refits, and in some that fail: a refit that commits has the bytes of its moment.
 
-Checksums alone do not see any of it: both ends would sum the same old storages.
+Checksums alone do not see most of it: both ends would sum the same old storages. Trainers that drift apart, and training that
+reaches no engine, are here too.
 """
 
 import gc
+import logging
 import os
+import threading
 import time
 import weakref
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from tests.support.world import ToyEngine, ToyLayout, ToySource, ToyTaker, World, good, right
-from xfer.errors import DeadlineExceeded, LayoutError, Unsupported
+from tests.support.world import SHAPES, ToyEngine, ToyLayout, ToySource, ToyTaker, World, good, raised, right
+from xfer.direct import holders
+from xfer.errors import CoverageError, DeadlineExceeded, LayoutError, Unsupported, VerificationError
 from xfer.participants import faults
 from xfer.participants.lane import Lane
 from xfer.participants.refit import RefitCall
+from xfer.trace.fragment import TensorSpec
 
-EXAMPLES = min(100, max(12, int(os.environ.get("XFER_EXAMPLES", "12"))))
-EXTRA = {"extra": (4, 4)}
+EXAMPLES = min(100, max(10, int(os.environ.get("XFER_EXAMPLES", "10"))))
 
 
 class Computing(ToySource):
@@ -40,93 +44,138 @@ class Computing(ToySource):
         meet((0, 1), "same")
 
 
-def move(source: ToySource, session) -> None:
-    source.params = {n: t.clone() for n, t in source.params.items()}
-
-
-def turn(source: ToySource, session) -> None:
-    """Other strides, another layout."""
-    source.params["layers.0.w"] = source.params["layers.0.w"].t().contiguous().t()
-
-
-def export(source: ToySource, session) -> None:
+def export(source: ToySource) -> None:
     """One tensor more, or less: other specs."""
     if "extra" in source.shapes:
         source.shapes = {n: s for n, s in source.shapes.items() if n != "extra"}
         del source.params["extra"]
     else:
-        source.shapes = source.shapes | EXTRA
+        source.shapes = source.shapes | {"extra": (4, 4)}
         source.set(0)
 
 
-def give_up(source: ToySource, session) -> None:
-    source.fail = RuntimeError("boom")
+def unreadable(_):
+    raise LayoutError("this engine cannot take it", ["by the test"])
 
 
-def break_down(source: ToySource, session) -> None:
-    source.breaks = True
+def moved(taker: ToyTaker) -> None:
+    taker.live["embed"] = taker.live["embed"].clone()
 
 
-def release(source: ToySource, session) -> None:
-    session.release()
+def turned(taker: ToyTaker) -> None:
+    w = taker.live["layers.0.w"]
+    taker.live["layers.0.w"] = w.t().contiguous().t() if w.is_contiguous() else w.contiguous()
 
 
-steps = st.lists(
-    st.lists(
-        st.tuples(st.integers(0, 1), st.sampled_from([move, turn, export, give_up, break_down, release])),
-        unique_by=lambda e: e[0],
-        max_size=2,
-    ),
-    min_size=2,
-    max_size=6,
-)
+TRAINER = ["move", "turn", "export", "release", "fails to drain", "fails to compute"]
+WORKER = ["moves", "turns", "cannot read", "fails as it arms"]
+FAILS = {"fails to drain", "fails to compute", "cannot read", "fails as it arms"}
+
+
+def events(ranks: list[int], kinds: list[str]):
+    return st.lists(st.tuples(st.sampled_from(ranks), st.sampled_from(kinds)), unique_by=lambda e: e[0], max_size=2)
+
+
+ROUNDS = st.lists(st.tuples(events([0, 1], TRAINER), events([0, 1], WORKER)), min_size=2, max_size=6)
 
 
 @pytest.mark.parametrize("host_pull", [False, True])
-def test_whatever_changed_and_failed_before_a_refit_that_commits_has_the_bytes_of_its_moment(host_pull):
-    with World(drop=("extra",), host_pull=host_pull, deadline_s=6.0, sources=[Computing(i, 2) for i in range(2)]) as w:
-        version = 0
+def test_whatever_changed_and_failed_before_a_refit_that_commits_has_the_bytes_of_its_moment(host_pull, monkeypatch):
+    """Each round is a refit before which some trainers and workers change or break. The examples once committed wrong bytes."""
+    point, arming = faults.point, set()
 
-        @given(steps)
+    def armed(role, index, where):
+        if role == "worker" and where == "arm" and index in arming:
+            raise RuntimeError("between the look and the word")
+        point(role, index, where)
+
+    monkeypatch.setattr(faults, "point", armed)
+    with World(drop=("extra",), host_pull=host_pull, deadline_s=6.0, sources=[Computing(i, 2) for i in range(2)]) as w:
+        version, takers = 0, w.engines[0].takers
+
+        def happens(rank: int, what: str) -> None:
+            source, taker = w.sources[rank], takers[rank]
+            {
+                "move": source.move,
+                "turn": source.turn,
+                "export": lambda: export(source),
+                "release": w.sessions[rank].release,
+                "fails to drain": lambda: setattr(source, "fail", RuntimeError("boom")),
+                "fails to compute": lambda: setattr(source, "breaks", True),
+                "moves": lambda: moved(taker),
+                "turns": lambda: turned(taker),
+                "cannot read": lambda: setattr(taker, "read", unreadable),
+                "fails as it arms": lambda: arming.add(rank),
+            }[what]()
+
+        @given(ROUNDS)
+        @example([([(0, "move"), (1, "fails to drain")], []), ([(1, "move")], [])])
+        @example([([], [(0, "turns"), (1, "fails as it arms")]), ([], [(0, "moves"), (1, "cannot read")])])
+        @example([([], [(0, "turns"), (0, "fails as it arms")]), ([], [(0, "moves"), (0, "cannot read")])])
+        @example([([(0, "export")], [(0, "cannot read")]), ([(0, "export")], [])])
         @settings(
             max_examples=EXAMPLES,
             deadline=None,
             suppress_health_check=list(HealthCheck),
             derandomize=True,
-            phases=[Phase.generate],
+            phases=[Phase.explicit, Phase.generate],
         )
         def run(rounds):
             nonlocal version
-            for events in rounds:
-                fails = any(e in (give_up, break_down) for _, e in events)
-                for rank, event in events:
-                    event(w.sources[rank], w.sessions[rank])
+            for trainers, workers in [*rounds, ([], [])]:
+                for rank, what in (*trainers, *workers):
+                    happens(rank, what)
                 version += 1
                 out = w.refit(version, verify=version % 2 == 0)
-                for s in w.sources:
-                    s.fail, s.breaks = None, False
-                if not fails:
+                for rank in range(2):
+                    w.sources[rank].fail, w.sources[rank].breaks = None, False
+                    takers[rank].__dict__.pop("read", None)
+                arming.clear()
+                if not FAILS & {what for _, what in (*trainers, *workers)} or not isinstance(out[0], BaseException):
                     good(out)
                     right(w, version)
-            version += 1
-            good(w.refit(version))
-            right(w, version)
 
         run()
 
 
+class Widening(ToySource):
+    """Exports `embed` as float32 while `wide`: another catalog."""
+
+    wide = False
+
+    def read(self):
+        layout = super().read()
+        if not self.wide:
+            return layout
+        specs = tuple(TensorSpec(s.name, s.shape, "float32") if s.name == "embed" else s for s in layout.traced.specs)
+        wider = lambda f: replace(f, strides=tuple(2 * s for s in f.strides), dtype="float32")  # noqa: E731
+        fragments = tuple(wider(f) if f.tensor == "embed" else f for f in layout.traced.fragments)
+        return ToyLayout(replace(layout.traced, specs=specs, fragments=fragments), layout.roots, layout.tensors)
+
+
+def test_exports_that_change_are_planned_anew_and_refused_every_time_until_they_fit():
+    with World(sources=[Widening(i, 2) for i in range(2)]) as w:
+        w.commits(1)
+        for wide, kind in (((0,), LayoutError), ((0, 1), CoverageError)):  # trainers disagree; engines disagree
+            for s in w.sources:
+                s.wide = s.rank in wide
+                s.params["embed"] = s.params["embed"].float() if s.wide else s.params["embed"].bfloat16()
+            for version in (2, 3):
+                w.fails(version, kind, "embed")
+                right(w, 1)
+        for s in w.sources:
+            s.wide, s.params["embed"] = False, s.params["embed"].bfloat16()
+        w.commits(4)
+
+
 class Keeping(ToyTaker):
     """Has a parameter that no refit writes, as `keep=` names them; what it is to be is read with the layout."""
-
-    breaks = False
 
     def __init__(self, *a):
         super().__init__(*a)
         self.kept = torch.ones(4)
 
     def read(self, catalog):
-        if self.breaks:
-            raise LayoutError("nothing of this engine takes layers.2.w")
         self.was = self.kept.clone()
         return super().read(catalog)
 
@@ -141,133 +190,199 @@ def test_what_was_lost_while_a_layout_could_not_be_read_does_not_pass_for_what_i
     engine = ToyEngine(2)
     taker = engine.takers[0] = Keeping(0, 2)
     with World(trainers=1, drop=("extra",), engines=[engine]) as w:
-        good(w.refit(1))
-        taker.breaks = True
-        export(w.sources[0], w.sessions[0])
-        assert isinstance(w.refit(2)[0], LayoutError)
-        taker.breaks = False
+        w.commits(1)
+        taker.read = unreadable
+        export(w.sources[0])
+        w.fails(2, LayoutError)
+        del taker.read
         taker.kept.zero_()
         for _ in range(2):
-            assert isinstance(w.refit(3)[0], Unsupported)
+            w.fails(3, Unsupported)
         taker.kept.fill_(1)  # loaded again
-        good(w.refit(4))
-        right(w, 4)
+        w.commits(4)
 
 
 def test_storages_that_are_gone_are_kept_alive_by_nobody():
     with World() as w:
-        good(w.refit(1))
+        w.commits(1)
         old = [weakref.ref(t.untyped_storage()) for t in w.sources[0].params.values()]
-        move(w.sources[0], w.sessions[0])
-        good(w.refit(2))
+        w.sources[0].move()
+        w.commits(2)
         gc.collect()
         assert not any(ref() is not None for ref in old)
-        right(w, 2)
-
-
-def test_an_engine_that_could_not_read_what_trainers_export_reads_what_they_export_next():
-    class Refuses(ToyTaker):
-        def read(self, catalog):
-            if catalog is not None and any(s.name == "extra" for s in catalog.specs):
-                raise LayoutError("the loader does not know 'extra'")
-            return super().read(catalog)
-
-    engine = ToyEngine(1)
-    engine.takers = [Refuses(0, 1)]
-    with World(trainers=1, workers=1, engines=[engine]) as w:
-        good(w.refit(1))
-        export(w.sources[0], None)
-        assert isinstance(w.refit(2)[0], LayoutError)
-        export(w.sources[0], None)
-        w.sources[0].set(3)
-        good(w.refit(3))
-        right(w, 3)
-
-
-def unreadable(catalog):
-    raise LayoutError("no loader for that")
-
-
-def moved(taker: ToyTaker) -> None:
-    taker.live["embed"] = taker.live["embed"].clone()
 
 
 def test_an_engine_that_cannot_read_is_named_where_others_do_not_call_at_all():
     with World(trainers=2, workers=1) as w:
-        good(w.refit(1))
+        w.commits(1)
         taker = w.engines[0].takers[0]
         moved(taker)
         taker.read = unreadable
-        (got,) = w.refit(2, ranks=[0], deadline_s=2.0)
-        assert isinstance(got, DeadlineExceeded) and "trainer 1: it has not called" in str(got)
-        assert "worker 0: it cannot read what trainers exported so far: no loader for that" in str(got)
+        texts = "trainer 1: it has not called", "worker 0: it cannot read what trainers exported so far: this engine"
+        w.fails(2, DeadlineExceeded, *texts, ranks=[0], deadline_s=2.0)
         w.refit(ranks=[1])
         del taker.read
-        good(w.refit(3))
-        right(w, 3)
-
-
-def test_a_layout_that_was_read_and_not_told_is_told_after_one_that_could_not_be_read(monkeypatch):
-    point, raised = faults.point, []
-
-    def once(who, index, where):
-        if (who, where) == ("worker", "arm") and not raised:
-            raised.append(where)
-            raise RuntimeError("between the look and the word")
-        point(who, index, where)
-
-    with World(trainers=1, workers=1) as w:
-        good(w.refit(1))
-        taker = w.engines[0].takers[0]
-        old = taker.live["layers.0.w"]
-        taker.live["layers.0.w"] = torch.empty(old.shape[::-1], dtype=old.dtype).t()
-        monkeypatch.setattr(faults, "point", once)
-        assert "between the look" in str(w.refit(2)[0])
-        moved(taker)
-        taker.read = unreadable
-        assert "no loader for that" in str(w.refit(2)[0])
-        del taker.read
-        good(w.refit(3))
-        right(w, 3)
+        w.commits(3)
 
 
 @pytest.mark.parametrize("verify", [False, True])
 def test_a_refit_that_is_interrupted_commits_nothing_of_what_comes_after(monkeypatch, verify):
-    """Whoever catches a KeyboardInterrupt goes on with the weights; the engine must not get what they are by then as that version."""
+    """A caller that catches KeyboardInterrupt goes on with the weights; the engine must not get these as that version."""
     with World(trainers=1, workers=1) as w:
-        good(w.refit(1))
-        outcome, go = RefitCall._outcome, Lane._go
-
-        def late(lane, message):
-            if lane._role == "trainer":
-                time.sleep(1.0)
-            return go(lane, message)
+        w.commits(1)
+        step, begun = threading.Event(), Lane._go
 
         def interrupted(call):
-            lane = next(iter(call.party.lanes.values()))
-            while lane.go_attempt < call.number:
+            while w.sessions[0].lanes[0].go_attempt < call.number:
                 time.sleep(0.01)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(Lane, "_go", late)
-        monkeypatch.setattr(RefitCall, "_outcome", interrupted)
-        assert isinstance(w.refit(2, verify=verify)[0], KeyboardInterrupt)
-        w.sources[0].set(3)  # the next optimizer step
-        monkeypatch.setattr(RefitCall, "_outcome", outcome)
-        monkeypatch.setattr(Lane, "_go", go)
-        time.sleep(1.5)
+        with monkeypatch.context() as patch:
+            patch.setattr(Lane, "_go", lambda lane, x: (lane._role == "worker" or step.wait(1.0), begun(lane, x))[1])
+            patch.setattr(RefitCall, "_outcome", interrupted)
+            w.fails(2, KeyboardInterrupt, verify=verify)
+            w.sources[0].set(3)  # the next optimizer step
+            step.set()
+            time.sleep(0.5)
         assert w.controllers[0].version != 2 and w.engines[0].label != "2"
-        good(w.refit(4, verify=verify))
-        right(w, 4)
+        w.commits(4, verify=verify)
 
 
 def test_what_no_replica_committed_is_neither_verified_nor_the_version():
     with World(trainers=1, workers=1, replicas=2) as w:
-        good(w.refit(1))
-        w.engines[0].fail["start"] = w.engines[1].fail["start"] = RuntimeError("boom")
+        w.commits(1)
+        for e in w.engines:
+            e.fail["start"] = RuntimeError("boom")
         report = w.refit(2, min_replicas=0)[0]
         assert report.committed == 0 and not report.verified and w.sessions[0].version == 1
-        w.engines[0].fail = {}
         w.engines[1].fail["start"] = RuntimeError("boom")
-        assert isinstance(w.refit(3)[0], Exception)  # one of two, and both were wanted
+        w.fails(3, Exception)  # one of two, and both were wanted
         assert w.sessions[0].version == w.controllers[0].version == 2
+
+
+# ---- trainers that hold different bytes of one tensor
+
+WIDE = SHAPES | {"bias": (50_000,)}
+ASIDE = 77
+"""An element of `bias` that a sample does not look at."""
+
+
+def test_trainers_that_differ_are_told_before_anything_moves_until_a_first_version_is_committed(monkeypatch):
+    """They may differ when they connect: checkpoints may be loaded after that."""
+    with World(trainers=3, shapes=WIDE) as w:
+        for _ in range(2):
+            w.sources[1].params["norm"][3] += 1
+            w.sources[1].params["bias"] += 1
+            text = "2 tensors, such as bias, norm: one content on trainers 0, 2, another on trainer 1"
+            w.fails(None, VerificationError, text, "nothing was moved", verify=False)
+            assert not w.engines[0].paused and w.controllers[0].error is None
+        w.commits(1, verify=False)
+        monkeypatch.setattr(holders, "sample", lambda *_: pytest.fail("sampled again"))
+        w.commits(2, verify=False)
+
+
+def test_what_drop_names_may_differ():
+    sources = [ToySource(i, 2, WIDE) for i in range(2)]
+    sources[1].params["bias"] += 1
+    with World(trainers=2, sources=sources, drop=("bias",)) as w:
+        assert good(w.refit()).verified
+
+
+def test_one_element_that_drifts_is_found_by_verify_only_and_workers_of_one_engine_disagree_until_then():
+    """Bits are compared, not numbers."""
+    with World(trainers=2, workers=2, shapes=WIDE) as w:
+        assert w.commits(1).verified
+        w.sources[1].params["bias"] += 1  # as a whole, so that it does not matter who sends which part
+        good(w.refit(verify=False))
+        one, other = (t.live["bias"] for t in w.engines[0].takers)
+        assert not torch.equal(one, other), "the engine's workers took it from different trainers"
+        for s in w.sources:
+            s.set(1)
+            s.params["norm"].view(torch.int16)[0] = 0x7FC1  # one NaN
+        w.sources[1].params["bias"][ASIDE] += 1
+        w.fails(None, VerificationError, "bias: one content on trainer 0, another on trainer 1", "replica 0")
+        assert w.engines[0].paused
+        w.sources[1].params["bias"][ASIDE] = w.sources[0].params["bias"][ASIDE]
+        assert good(w.refit()).verified
+        w.sources[1].params["norm"].view(torch.int16)[0] = 0x7FC2  # another NaN
+        w.fails(None, VerificationError, "norm: one content on trainer 0")
+        assert w.commits(2).verified
+
+
+def test_replicas_of_one_layout_cost_one_reading_and_a_refit_that_is_not_verified_none(monkeypatch):
+    told, tell = [], holders.SharedSums.told
+    monkeypatch.setattr(holders.SharedSums, "told", lambda s, v: told.append(0) or tell(s, v))
+    with World(trainers=2, replicas=3) as w:
+        for version in (1, 2):
+            w.commits(version)
+        assert len(told) == 2 * 2, "each trainer once per refit"
+        w.commits(3, verify=False)
+        assert len(told) == 2 * 2
+
+
+# ---- training that reaches no engine
+
+
+class Adapted(ToySource):
+    """`trains`: its tensors that require grad. It has adapters, whole on every rank, which no engine has."""
+
+    def __init__(self, rank: int, world: int, trains):
+        super().__init__(rank, world, SHAPES | {n: (40,) for n in ("lora_A", "lora_B")})
+        self.trains = frozenset(trains)
+
+    def read(self):
+        layout = super().read()
+        return type(layout)(layout.traced, layout.roots, layout.tensors, self.trains)
+
+
+def adapted(*trains) -> World:
+    """`trains`: for each of two trainers."""
+    return World(trainers=2, sources=[Adapted(i, 2, t) for i, t in enumerate(trains)], drop=("lora_*",))
+
+
+def test_nothing_that_trains_is_sent():
+    """Trainers cannot connect, and the engine's workers are told the same."""
+    w = adapted(*[("lora_A", "lora_B")] * 2)
+    with pytest.raises(CoverageError) as caught:
+        w.connect()
+    text = "2 tensors require grad, such as lora_A, lora_B: drop= names all of them; merge adapters"
+    raised([caught.value, *(s.error for s in w.engines[0].sessions)], CoverageError, text)
+
+
+@pytest.fixture
+def steps(caplog):
+    """Training steps of these tensors with a refit after each; how many warnings there were by then."""
+    caplog.set_level(logging.WARNING, "xfer")
+
+    def run(w: World, names, times: int) -> list[int]:
+        out = []
+        for _ in range(times):
+            for s in w.sources:
+                for n in names:
+                    s.params[n] += 1
+            good(w.refit(verify=False))
+            out.append(sum("training goes on" in r.message for r in caplog.records))
+        return out
+
+    return run
+
+
+def test_two_refits_in_a_row_that_send_nothing_new_while_training_goes_on_are_told_once(steps, caplog):
+    with adapted(*[("lora_A", "lora_B", "norm")] * 2) as w:
+        assert steps(w, ("lora_A", "lora_B"), 1) == [0]
+        assert steps(w, (), 3) == [0] * 3, "no step, nothing to say"
+        for s in w.sources:  # storages that move do not look like training
+            s.params["norm"] = s.params["norm"].clone()
+        assert steps(w, ("lora_A",), 4) == [0, 1, 1, 1]
+        (text,) = [r.message for r in caplog.records if "training goes on" in r.message]
+        assert "lora_A" in text and "norm" not in text
+
+
+def test_training_that_arrives_is_never_doubted(steps, monkeypatch):
+    """One rank that sends what changes is enough: on a pipeline stage only adapters may train."""
+    with adapted(("lora_A", "norm"), ("lora_A", "norm")) as w, adapted(("lora_A",), ("norm",)) as stages:
+        assert steps(stages, ("lora_A", "norm"), 4) == [0] * 4
+        assert steps(w, ("lora_A",), 2) == [0, 0]
+        assert steps(w, ("lora_A", "norm"), 1) == [0]
+        monkeypatch.setattr("xfer.direct.unsent.Sums", lambda *_: pytest.fail("read again"))
+        assert steps(w, ("lora_A",), 3) == [0] * 3, "what is sent has changed once: nobody looks any more"

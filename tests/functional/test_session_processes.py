@@ -1,4 +1,4 @@
-"""Jobs of real processes: two on one host, builds of libraries that differ, and how processes end.
+"""How processes end: jobs of real processes, forks, and threads that are inside C++ when a session closes.
 
     .venvs/trainer/bin/python -m pytest -q tests/functional/test_session_processes.py
     .venvs/trainer/bin/python -m pytest -q -s -m slow tests/functional/test_session_processes.py     # 50 processes end
@@ -7,113 +7,61 @@
 PYTHON has another torch, numpy and msgspec, and nothing else.
 """
 
-import collections
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 
 import pytest
 
+from examples.common.ports import free_port
 from tests.support.proc import PATIENCE, ROOT, environment
-from tests.support.toy_jobs import ToyJob, bad
-from tests.support.world import TOKEN, ToyEngine, World
-from xfer.errors import HandshakeError, XferError
-from xfer.participants import trainer, worker
-from xfer.participants.controller import Controller
-from xfer.rendezvous import client as party
+from tests.support.world import TOKEN, ToySource, World
+from xfer.errors import HandshakeError
+from xfer.participants.lane import Lane
+from xfer.plan.inventory import trainer_inventory
 from xfer.rendezvous.channel import dial, listen
+from xfer.trace.catalog import Catalog
+from xfer.transport.group import GlooLink
 
-RUNS = 10
+
+def toy_job(seed: int, trainers: int, engine_python: str = sys.executable) -> list[tuple[str, subprocess.Popen]]:
+    """Processes of a job with a port and a token of its own (tests/support/toy_main.py)."""
+    env, at = environment(XFER_TOKEN=secrets.token_hex(16)), f"tcp://127.0.0.1:{free_port()}"
+    main = ["-m", "tests.support.toy_main"]
+    commands = [
+        (f"trainer {r}", [sys.executable, *main, "trainer", at, f"{seed}", f"{r}", f"{trainers}"])
+        for r in range(trainers)
+    ] + [("engine", [engine_python, *main, "engine", at, f"{seed}"])]
+    pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return [(name, subprocess.Popen(command, cwd=ROOT, env=env, **pipes)) for name, command in commands]
 
 
-def test_two_jobs_of_one_host_do_not_meet():
-    """Each at the same time with ports and a token of its own: each engine has its own job's bytes."""
-    jobs = [ToyJob(seed, trainers=2) for seed in (1, 2)]
+def all_end_well(processes: list[tuple[str, subprocess.Popen]], seconds: float = 200.0) -> None:
+    """None ends by a signal or an exception, and the engine holds its own job's bytes."""
+    until = time.monotonic() + seconds * PATIENCE
     try:
-        ended = [e for j in jobs for e in j.ended()]
+        codes = [(name, p.wait(max(0.1, until - time.monotonic())), p.stdout.read()[-1500:]) for name, p in processes]
+        assert not [c for c in codes if c[1]], "\n".join(f"--- {n} ended with {c}\n{said}" for n, c, said in codes if c)
     finally:
-        for j in jobs:
-            j.kill()
-    assert not bad(ended), bad(ended)
-
-
-def test_who_comes_to_another_jobs_rendezvous_is_refused_and_disturbs_nobody():
-    """An engine and a trainer of another job that took this job's port: each has one error of the token; this job refits on."""
-    with World(trainers=2, workers=2) as w:
-        for version in (1, 2):
-            assert not [r for r in w.refit(version) if isinstance(r, BaseException)]
-            stranger = Controller(ToyEngine(2), w.rendezvous, TOKEN + "!", replica=0, deadline_s=20 * PATIENCE)
-            with pytest.raises(HandshakeError, match="token"):
-                stranger.wait_ready(30 * PATIENCE)
-            stranger.close()
-        other = World(trainers=1, workers=1)
-        with pytest.raises(XferError, match=r"127\.0\.0\.1") as e:
-            other.rendezvous, other.sources, other.sessions = w.rendezvous, [w.sources[0]], [None]
-            other._connect_one(0)  # its rank 0 would listen where this job's rank 0 does
-        assert "in use" in str(e.value)
-        assert not [r for r in w.refit(3) if isinstance(r, BaseException)]
-        assert [t.wrong(3) for t in w.engines[0].takers] == [[], []]
-
-
-def plane(nccl: str, torch: str = "2.11"):
-    return lambda device: (("data plane", "nccl"), ("NCCL", nccl), ("torch", torch))
-
-
-class Apart(World):
-    """The second trainer comes `late_s` after the first. Controllers hear what became of them before all is closed."""
-
-    late_s = 0.0
-
-    def _connect_one(self, i: int):
-        time.sleep(i * self.late_s)
-        super()._connect_one(i)
-
-    def close(self) -> None:
-        for c in self.controllers:
-            with contextlib.suppress(XferError):
-                c.wait_ready(10.0)
-        super().close()
+        for _, p in processes:
+            p.kill()
+            p.wait(20)
+            p.stdout.close()
 
 
 @pytest.mark.parametrize(
-    "theirs, says",
-    [
-        (plane("2.27.3"), ["NCCL is '2.27.3', trainer 0 has '2.28.9': install one version"]),
-        (plane("2.28.9", "2.9"), ["torch is '2.9', trainer 0 has '2.11': install one release"]),
-        (plane("2.27.3", "2.9"), ["NCCL is '2.27.3'", "torch is '2.9'"]),
-    ],
+    ("seeds", "trainers"),
+    [((1,), 2), *(pytest.param(s, 4, marks=pytest.mark.slow) for s in ((1, 2), *zip(range(3, 11))))],
 )
-@pytest.mark.parametrize("late_s", [0.0, 2.0])
-def test_an_engine_with_another_build_is_told_apart_at_the_door(monkeypatch, theirs, says, late_s):
-    """One error that names both builds, on every trainer and on the engine, long before the deadline."""
-    monkeypatch.setattr(trainer, "data_plane", plane("2.28.9"))
-    monkeypatch.setattr(worker, "data_plane", theirs)
-    w = Apart(trainers=2, workers=2, deadline_s=60 * PATIENCE)
-    w.late_s = late_s
-    began = time.monotonic()
-    with pytest.raises(HandshakeError) as e:
-        w.connect()
-    assert time.monotonic() - began < 30 * PATIENCE
-    assert all(s in str(e.value) for s in says) and "replica 0" not in str(e.value.where), str(e.value)
-    assert isinstance(w.controllers[0].error, HandshakeError) and says[0] in str(w.controllers[0].error)
-
-
-def test_a_trainer_rank_with_another_build_stops_all(monkeypatch):
-    monkeypatch.setattr(worker, "data_plane", plane("2.28.9"))
-    answers = iter([plane("2.28.9"), plane("2.28.8")])
-    monkeypatch.setattr(trainer, "data_plane", lambda device: next(answers)(device))
-    with pytest.raises(HandshakeError, match="NCCL is '2.28.[89]', trainer 0 has '2.28.[89]'"):
-        World(trainers=2, workers=2, deadline_s=60 * PATIENCE).connect()
-
-
-def test_nothing_of_torch_is_compared_where_bytes_go_by_gloo():
-    import torch
-
-    assert party.data_plane(torch.device("cpu")) == (("data plane", "gloo"),)
+def test_processes_of_jobs_end_with_zero(seeds, trainers):
+    """Also two jobs of one host at the same time."""
+    all_end_well([p for seed in seeds for p in toy_job(seed, trainers)])
 
 
 @pytest.mark.skipif(
@@ -121,67 +69,40 @@ def test_nothing_of_torch_is_compared_where_bytes_go_by_gloo():
 )
 def test_two_torches_over_gloo():
     """Trainers with this torch, the engine with another: every byte arrives."""
-    other = os.environ["XFER_OTHER_PYTHON"]
-    ended = ToyJob(3, engine_python=other).ended()
-    assert not bad(ended), bad(ended)
-    said = subprocess.run(
-        [other, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True, check=True
-    )
-    print(f"the engine's torch is {said.stdout.strip()}")
-
-
-@pytest.mark.slow
-def test_processes_end_with_zero(capsys):
-    """Ten jobs of four trainers and an engine connect, refit, close and end: none by a signal or an exception."""
-    codes: collections.Counter = collections.Counter()
-    for run in range(RUNS):
-        ended = ToyJob(run + 1).ended()
-        codes.update((e.name.split()[0], e.code) for e in ended)
-        with capsys.disabled():
-            print(bad(ended), end="", flush=True)
-    with capsys.disabled():
-        print("\n" + "; ".join(f"{n} {side} processes ended with {code}" for (side, code), n in sorted(codes.items())))
-    assert codes == {("trainer", 0): 4 * RUNS, ("engine", 0): RUNS}
+    all_end_well(toy_job(3, trainers=4, engine_python=os.environ["XFER_OTHER_PYTHON"]))
 
 
 FORKS = """
 import os, sys, time
-from tests.support.world import World
+from tests.support.world import REFIT, World
 from xfer.errors import PeerLost
 
-def good(results):
-    assert not [r for r in results if isinstance(r, BaseException)], results
-
 w = World(trainers=1, workers=1).connect()
-good(w.refit(1))
+w.commits(1)
 if not os.fork():
     w.close()  # as leaving a `with` does
     try:
-        w.sessions[0].refit(version=None, verify=True, wait="commit", min_replicas=None, deadline_s=None)
+        w.sessions[0].refit(**REFIT)
     except PeerLost as e:
         sys.exit(0 if "forked" in str(e) else str(e))  # with all that an interpreter does at its end
     sys.exit("a session worked in two processes")
 _, ended = os.wait()
 assert not ended, ended
-good(w.refit(2))
-assert not w.engines[0].takers[0].wrong(2)
-good(w.refit(3))
+w.commits(2)
 staying = os.fork()
 if not staying:
     time.sleep(60)
     os._exit(0)
 print(staying, w.rendezvous, flush=True)
-good(w.refit(4))
+w.commits(3)
 sys.stdin.read()
 """
 """What a loader of data does: its processes are forked from a trainer, end when they like, and may live on when it is dead."""
 
 
 def test_a_process_that_is_forked_from_one_that_connected_neither_ends_its_session_nor_holds_it():
-    one = subprocess.Popen(
-        [sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(), cwd=ROOT,
-        start_new_session=True,
-    )  # fmt: skip
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    one = subprocess.Popen([sys.executable, "-c", FORKS], env=environment(), cwd=ROOT, **pipes)
     late = threading.Timer(60 * PATIENCE, os.killpg, (one.pid, signal.SIGKILL))
     late.start()
     with one.stdin, one.stdout, contextlib.ExitStack() as end:
@@ -191,8 +112,7 @@ def test_a_process_that_is_forked_from_one_that_connected_neither_ends_its_sessi
         staying, rendezvous = int(line[0]), line[1]
         with pytest.raises(HandshakeError, match="in use"):
             listen(rendezvous, TOKEN)
-        ours = dial(rendezvous, TOKEN, 20 * PATIENCE)
-        gone = threading.Event()
+        ours, gone = dial(rendezvous, TOKEN, 20 * PATIENCE), threading.Event()
         ours.start(lambda message: None, lambda reason: gone.set())
         one.kill()
         assert gone.wait(5 * PATIENCE), "the connection lives on in a child of the one that was killed"
@@ -200,3 +120,48 @@ def test_a_process_that_is_forked_from_one_that_connected_neither_ends_its_sessi
         for sock in listen(rendezvous, TOKEN):
             sock.close()
         os.kill(staying, 0)
+
+
+def test_no_thread_is_inside_a_link_when_close_has_returned(monkeypatch):
+    """A trainer died by std::terminate at its end: the coordinator takes leave by closing, the thread that read that freed the
+    lane's link, in C++, and came back when the interpreter was gone."""
+    inside, abort, stop = [], GlooLink.abort, Lane.stop
+
+    def slow(link, seconds=0.0):
+        name = threading.current_thread().name
+        inside.append(name)
+        time.sleep(0.5 if name.startswith("xfer-read") else 0.0)
+        abort(link)
+        inside.remove(name)
+
+    monkeypatch.setattr(GlooLink, "abort", slow)
+    monkeypatch.setattr(Lane, "stop", lambda lane: (time.sleep(0.2), stop(lane)))  # the coordinator answers before
+    w = World().connect()
+    w.commits(1)
+    for end in (w.sessions[1], w):
+        end.close()
+        assert inside == []
+
+
+def test_lanes_that_plan_their_first_replicas_at_once_do_not_crash_the_process():
+    """A trainer with two replicas died of it, at random: two threads had msgspec look at one class for the first time."""
+    layout = ToySource(0, 1).read()
+    catalog = Catalog.union([("trainer 0", layout.traced.specs)])
+    made = trainer_inventory(catalog, rank=0, host="", roots=layout.roots, fragments=layout.traced.fragments)
+    code = """
+        import os, sys, threading
+        from xfer.plan.inventory import Inventory
+
+        def first_time(data):
+            sys.setswitchinterval(1e-6)
+            together = threading.Barrier(8)
+            threads = [threading.Thread(target=lambda: (together.wait(), Inventory.from_bytes(data))) for _ in range(8)]
+            [t.start() for t in threads]
+            [t.join() for t in threads]
+            os._exit(0)
+
+        children = [os.fork() or first_time(bytes.fromhex(sys.argv[1])) for _ in range(40)]
+        sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), made.to_bytes().hex()]
+    assert subprocess.run(command, timeout=120).returncode == 0

@@ -1,50 +1,34 @@
-"""The refit protocol, driven over real sockets: what is promised when all goes well, and when each part fails.
+"""What a refit promises when all goes well, over real sockets: versions, reports, labels, arguments, and leaving.
 
-The engine and the trainer are small stand-ins (tests/support/world.py); coordinator, channels, planner, transport and checksums are
-the real ones. The same failures with real processes and a real vLLM are in test_refit_errors.py.
+The engine and the trainers are small stand-ins (tests/support/world.py). Orders of messages: tests/unit/test_coordinator.py.
+Faults: test_session_faults.py and test_session_deaths.py.
 """
 
 import pickle
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from examples.common.ports import free_port
 from tests.support.proc import PATIENCE
-from tests.support.world import TOKEN, ToyEngine, ToySource, World, failed, good, right, trainer_session, until_true
+from tests.support.world import TOKEN, ToyLayout, ToySource, World, good, raised, right, trainer_session, until_true
 from xfer import errors as e
+from xfer.cli import app
 from xfer.coordinator import deadlines
 from xfer.coordinator import messages as m
 from xfer.coordinator.coordinator import _RULES, Coordinator
-from xfer.coordinator.deadlines import CALL_GRACE_S
-from xfer.coordinator.state import Options
 from xfer.participants import faults
-from xfer.rendezvous.channel import dial
-from xfer.rendezvous.client import RendezvousClient
-from xfer.rendezvous.server import Server
+from xfer.trace.traced import Traced
 from xfer.transport.p2p import P2P
-
-
-@pytest.fixture
-def fault(monkeypatch):
-    faults._passed.clear()
-
-    def set_fault(text: str, hang_s: float = 60.0):
-        faults._passed.clear()
-        monkeypatch.setenv("XFER_FAULT", text)
-        monkeypatch.setenv("XFER_FAULT_HANG_S", str(hang_s))
-
-    yield set_fault
-    monkeypatch.delenv("XFER_FAULT", raising=False)
 
 
 def test_three_refits_in_a_row_each_give_the_new_weights():
     with World(trainers=3, workers=2, replicas=2) as w:
         for v, label in ((1, None), (2, "step-2"), (3, 3)):
-            report = good(w.refit(v, version=label))
-            right(w, v)
+            report = w.commits(v, version=label)
             assert report.version == (label or v) and report.committed == 2 and report.verified
             assert [e.label for e in w.engines] == [str(label or v)] * 2 and w.controllers[0].version == report.version
         assert w.engines[0].log == ["pause", "start", "update", "finish", "reset", "resume"] * 3
@@ -58,136 +42,77 @@ def test_in_a_large_job_a_rank_says_done_once_for_all_replicas(monkeypatch):
     monkeypatch.setattr(deadlines, "HOLD_PAIRS", 1)
     monkeypatch.setattr(deadlines, "HOLD_S", 5.0 * PATIENCE)
     said, done = [], Coordinator._done
-    monkeypatch.setitem(
-        _RULES, m.Done, (("trainer", "worker"), lambda co, c, x: said.append((c.label, x)) or done(co, c, x))
-    )
+    note = lambda co, c, x: said.append((c.label, sorted(x.replicas))) or done(co, c, x)  # noqa: E731
+    monkeypatch.setitem(_RULES, m.Done, (("trainer", "worker"), note))
     with World(trainers=3, workers=2, replicas=2) as w:
-        for v in (1, 2):
-            said.clear()
-            assert good(w.refit(v)).committed == 2
-            right(w, v)
-            assert sorted(label for label, _ in said if label.startswith("trainer")) == [
-                f"trainer {i}" for i in range(3)
-            ]
-            assert all(sorted(x.replicas) == [0, 1] for label, x in said if label.startswith("trainer"))
+        w.commits(1)
+    assert sorted(x for x in said if x[0].startswith("trainer")) == [(f"trainer {i}", [0, 1]) for i in range(3)]
 
 
-def test_an_engine_that_moved_its_storage_or_changed_its_layout_is_replanned():
-    with World() as w:
-        good(w.refit(1))
-        t = w.engines[0].takers[0]
-        t.live["layers.0.w"] = torch.zeros_like(t.live["layers.0.w"])
-        good(w.refit(2))
-        right(w, 2)
-        t.live["layers.0.w"] = t.live["layers.0.w"].t().contiguous().t()  # the same values, in another order
-        good(w.refit(3))
-        right(w, 3)
+def test_a_byte_that_is_wrong_in_the_engine_is_refused_with_verify_and_only_then(monkeypatch):
+    """In the live storage itself, after the transfer; no checksum is faked."""
+    with World(trainers=2) as w:
+        w.commits(1)
+        run, engine = P2P.run, w.engines[0]
 
+        def flip_one_bit(self, *args):
+            out = run(self, *args)
+            if self.link.rank == 2:  # the first worker
+                engine.takers[0].live["layers.0.w"].view(torch.int16)[3, 2] ^= 1
+            return out
 
-def test_a_checksum_that_fails_never_commits_and_the_engine_holds_nan(fault):
-    with World() as w:
-        good(w.refit(1))
-        fault("worker:1:checksum:flip")
-        failed(w.refit(2), e.VerificationError, w, 15, time.monotonic(), "worker 1")
-        engine = w.engines[0]
+        monkeypatch.setattr(P2P, "run", flip_one_bit)
+        w.fails(2, e.VerificationError, "worker 0", verify=True)
         assert engine.paused and w.controllers[0].error is not None and engine.label == "xfer:mixed"
         assert all(torch.isnan(t.live["norm"]).all() for t in engine.takers)
         with pytest.raises(e.EngineLost), w.controllers[0].serving():
             pass
-        fault("")
-        good(w.refit(3))
-        right(w, 3)
+        good(w.refit(3, verify=False))
+        assert [t.wrong(3) for t in engine.takers] == [["layers.0.w"], []], "what verify is for"
+        monkeypatch.undo()
+        w.commits(4, verify=True)
         assert not engine.paused and w.controllers[0].error is None
+        for taker in engine.takers:  # padding comes from no tensor of the checkpoint
+            taker.live["embed"][-1] = 5.0
+        monkeypatch.setattr("xfer.kernels.torch_impl.TorchRows.fill", lambda self: None)
+        w.fails(5, e.VerificationError, "constants", verify=True)
+        monkeypatch.undo()
+        w.commits(6, verify=True)
 
 
-def test_a_digest_that_differs_on_one_rank_moves_nothing(fault):
-    fault("trainer:1:digest:flip@1")
+def test_a_digest_that_differs_on_one_rank_moves_nothing(monkeypatch):
+    faults._passed.clear()
+    monkeypatch.setenv("XFER_FAULT", "trainer:1:digest:flip@1")
     with pytest.raises(e.PlanMismatch, match="trainer 1"):
         World(trainers=3).connect()
 
 
-@pytest.mark.parametrize(
-    ("fault_at", "pulled"),
-    [
-        *((f"{who}:{point}", False) for who in ("trainer:1", "worker:0") for point in ("moving", "wave", "done")),
-        ("worker:1:commit", False),
-        ("trainer:1:moving", True),
-        ("worker:0:wave", True),
-        ("worker:0:done", True),
-    ],
-)
-def test_a_fault_in_the_middle_leaves_the_replica_unservable_until_the_next_refit(fault, fault_at, pulled):
-    """Also where workers read the trainers' memory themselves, and a few rows are sent all the same."""
-    with World(trainers=2, host_pull=pulled) as w:
-        good(w.refit(1))
-        fault(f"{fault_at}:raise@1")
-        t0 = time.monotonic()
-        failed(w.refit(2), e.XferError, w, 15, t0, "injected fault")
-        if fault_at == "trainer:1:moving" and w.controllers[0].error is None:
-            right(w, 1)  # it raised before any worker had begun to write
-        else:
-            assert w.controllers[0].error is not None and w.engines[0].paused
-        fault("")
-        good(w.refit(3))
-        right(w, 3)
+class Nothing(ToySource):
+    """Owns nothing, where the other rank holds all rows."""
+
+    def rows(self, n: int) -> tuple[int, int]:
+        return (0, n) if self.rank else (0, 0)
+
+    def read(self):
+        layout = super().read()
+        return layout if self.rank else ToyLayout(Traced((), ()), (), {})
 
 
-@pytest.mark.parametrize("late", ["to raise", "to tell"])
-def test_why_a_connection_closed_comes_before_that_it_did(monkeypatch, late):
-    """What others tell of a rank that raises is here first, and their replica's part is over by then."""
-    run, say, raises = P2P.run, RendezvousClient.try_send, threading.Event()
-
-    def runs(self, *args, **kwargs):
-        if self.link.rank != 1 or not raises.is_set():
-            return run(self, *args, **kwargs)
-        self.link.abort(5.0)
-        if late == "to raise":
-            time.sleep(0.1)
-        raise RuntimeError("out of memory")
-
-    def says(self, message, *args):
-        if late == "to tell" and isinstance(message, m.Failed) and self.label == "trainer 1":
-            time.sleep(0.1)
-        say(self, message, *args)
-
-    monkeypatch.setattr(P2P, "run", runs)
-    monkeypatch.setattr(RendezvousClient, "try_send", says)
-    with World(trainers=2) as w:
-        good(w.refit(1))
-        raises.set()
-        failed(w.refit(2), e.XferError, w, 15, time.monotonic(), "[trainer 1] RuntimeError: out of memory")
-        raises.clear()
-        good(w.refit(3))
-        right(w, 3)
-
-
-def test_a_rank_that_hangs_while_bytes_move_ends_at_the_deadline(fault):
-    """A trainer that hangs: test_session_deaths.py."""
-    with World(trainers=2, deadline_s=15.0) as w:
-        good(w.refit(1))
-        fault("worker:1:moving:hang", hang_s=4.0)
-        t0 = time.monotonic()
-        failed(w.refit(2, deadline_s=1.0), e.DeadlineExceeded, w, 1.0 + CALL_GRACE_S, t0, "still moving")
-        fault("")
-        until_true(lambda: w.engines[0].sessions[1]._lane_.wait_idle(0.0))
-        good(w.refit(3))
-        right(w, 3)
+def test_a_rank_that_owns_nothing_takes_part():
+    with World(trainers=2, sources=[Nothing(i, 2) for i in range(2)]) as w:
+        for version in (1, 2):
+            w.commits(version)
 
 
 def test_what_became_of_a_refit_whose_caller_did_not_wait_stands_in_the_next_report():
-    """A replica that is missing for a long time would be seen by nobody, and a logger drew zeros for what was not known."""
     with World(trainers=2, replicas=2) as w:
-        first, returned, taker = good(w.refit(1)), threading.Event(), w.engines[0].takers[0]
-        run_recipes = taker.run_recipes
-        taker.run_recipes = lambda: (returned.wait(20), run_recipes())
+        first, returned = w.commits(1), threading.Event()
+        w.engines[0].takers[0].installs_after(returned)
         w.engines[1].fail["pause"] = RuntimeError("engine 1 is broken")
         out = w.refit(2, wait="sources", min_replicas=1)
         returned.set()
         unknown = {f"xfer/{k}" for k in ("transfer_s", "outage_s", "bytes", "gb_per_s", "committed", "replicas")}
-        assert all(r.pending and r.before is None for r in out) and unknown & out[0].flatten().keys() == set()
-        with pytest.raises(e.XferError):
-            w.sessions[0].refit(wait="never")
-        w.refit(ranks=[1], deadline_s=0.5)
+        assert all(r.pending and r.before is None for r in out) and not unknown & out[0].flatten().keys()
         for report in w.refit(3):
             assert (report.committed, report.before.committed, report.before.version) == (2, 1, 2), report
             assert "engine 1 is broken" in str(report.before.outcomes[1].error)
@@ -200,119 +125,205 @@ def test_what_became_of_a_refit_whose_caller_did_not_wait_stands_in_the_next_rep
 
 
 def test_engines_serve_until_the_first_trainer_enters_and_prepare_arms_them_early():
+    """A prepare that no refit followed ends at its deadline, and uses up neither a number nor a label."""
     with World(trainers=2) as w:
-        good(w.refit(1))
-        n = len(w.engines[0].log)
-        time.sleep(0.5)
-        assert len(w.engines[0].log) == n and not w.engines[0].paused
+        w.commits(1)
+        engine, n = w.engines[0], len(w.engines[0].log)
+        time.sleep(0.3)
+        assert len(engine.log) == n and not engine.paused
+        w.shorten(1.0)
         w.sessions[0].prepare()
-        until_true(lambda: w.engines[0].paused)
-        good(w.refit(2))
-        right(w, 2)
+        until_true(lambda: engine.paused)
+        until_true(lambda: w.coordinator.refit is None and not engine.paused, 15)
+        assert engine.label == "1"
+        w.sessions[1].prepare()
+        until_true(lambda: engine.paused)
+        assert w.commits(2, deadline_s=20.0).version == 2
+
+
+@pytest.mark.parametrize("by", ["prepare", "refit"])
+def test_trainer_0_leaves_an_engine_that_was_armed_in_service(by):
+    """Also where the coordinator reads late that it leaves: the engine had to take the worst for granted."""
+    w = World(1, 1, deadline_s=10.0).connect()
+    w.commits(1)
+    go_on, results = threading.Event(), None
+    if by == "prepare":
+        for s in w.engines[0].sessions:
+            s._stopped = lambda a, stopped=s._stopped: (time.sleep(0.3), stopped(a))[1]
+        w.sessions[0].prepare()
+    else:
+        w.sources[0].drain = lambda: go_on.wait(20)
+        results = w.start()
+    until_true(w.armed)
+    w.later(lambda: time.sleep(0.5))
+    w.sessions[0].close()
+    go_on.set()
+    if results:
+        raised(results(), e.XferError)
+    until_true(lambda: not w.engines[0].paused)
+    assert w.engines[0].label == "1" and w.controllers[0].version == 1
+    right(w, 1)
+    w.close()
 
 
 def test_a_wrong_token_and_a_wrong_world_are_refused():
     with World(trainers=2) as w:
         with pytest.raises(e.HandshakeError, match="token"):
-            trainer_session(
-                ToySource(1, 2),
-                w.rendezvous,
-                "not the right token",
-                replicas=1,
-                deadline_s=5.0,
-                bucket_bytes=4096,
-                drop=(),
-                narrow=(),
-                cache_dir=None,
-            )
+            trainer_session(ToySource(1, 2), w.rendezvous, "not the right token", deadline_s=5.0)
         with pytest.raises(e.HandshakeError, match="trainer ranks") as caught:
-            trainer_session(
-                ToySource(5, 6),
-                w.rendezvous,
-                TOKEN,
-                replicas=1,
-                deadline_s=5.0,
-                bucket_bytes=8192,
-                drop=(),
-                narrow=(),
-                cache_dir=None,
-            )
+            trainer_session(ToySource(5, 6), w.rendezvous, TOKEN, deadline_s=5.0, bucket_bytes=8192)
         assert len(caught.value.violations) == 4  # all of them at once: world, rank, deadline, bucket size
-        good(w.refit(1))
-        right(w, 1)
+        w.commits(1)
 
 
-def test_tensors_that_do_not_fit_are_all_named_at_connect():
-    w = World(trainers=2)
-    w.engines = [ToyEngine(2, {**w.shapes, "layers.0.w": (24, 14), "extra": (4, 4)})]
-    with pytest.raises(e.XferError) as caught:
-        w.connect()
-    assert "layers.0.w" in str(caught.value) or "extra" in str(caught.value)
-
-
-def test_nothing_is_left_behind():
-    """Threads end with the sessions: a job may connect and close many times in one process."""
+def test_no_thread_is_left_behind():
     before = threading.active_count()
     for _ in range(2):
         with World() as w:
-            good(w.refit(1))
+            w.commits(1)
     until_true(lambda: threading.active_count() <= before + 2, 15)
 
 
-def test_status_tells_who_is_there_and_who_is_waited_for():
-    from typer.testing import CliRunner
-
-    from xfer.cli import app
-
-    with World(trainers=2, deadline_s=20.0) as w:
-        good(w.refit(1))
-        stranger = CliRunner().invoke(app, ["status", w.rendezvous, "--token", "some other token"])
+def test_status_tells_which_processes_are_there_and_which_are_waited_for():
+    status = lambda token=TOKEN: CliRunner().invoke(app, ["status", w.rendezvous, "--token", token])  # noqa: E731
+    with World(trainers=2) as w:
+        w.commits(1)
+        stranger, idle = status("some other token"), status()
         assert stranger.exit_code == 1 and "token" in stranger.output
-        idle = CliRunner().invoke(app, ["status", w.rendezvous, "--token", TOKEN])
         assert idle.exit_code == 0 and "replica 0: ready version 1" in idle.output
-        results = []
-        one = threading.Thread(target=lambda: results.extend(w.refit(2, ranks=[0])))
-        one.start()
-        until = time.monotonic() + 10
-        while "has not called" not in (
-            busy := CliRunner().invoke(app, ["status", w.rendezvous, "--token", TOKEN]).output
-        ):
-            assert time.monotonic() < until, busy
-            time.sleep(0.1)
+        results = w.start(2, [0])
+        busy = until_true(lambda: "has not called" in (text := status().output) and text)
         assert "trainer 1" in busy and "refit attempt 2" in busy
-        results.extend(w.refit(ranks=[1]))
-        one.join()
-        good(results)
+        good(w.refit(ranks=[1]) + results())
         right(w, 2)
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_who_has_proved_the_token_when_the_hub_closes_is_not_left_waiting(inside):
-    """It has said nothing yet, or is about to be let in: for its whole deadline it waited for a welcome."""
-    rendezvous = f"tcp://127.0.0.1:{free_port()}"
-    server, ended = Server(rendezvous, TOKEN, Options(1, 1, 20.0, 4096)), threading.Event()
-    prove = server.proven
-    late = lambda connection: setattr(server, "closing", True) or prove(connection)  # noqa: E731
-    server.proven = prove if inside else late
-    channel = dial(rendezvous, TOKEN, 5.0)
-    channel.start(lambda message: None, lambda reason: ended.set())
-    server.close()
-    assert ended.wait(5)
+# ---- arguments and labels
+
+BAD = [
+    *(dict(version=v) for v in ("x" * 300, "", "a\ud800", "xfer:mixed", 1.5)),
+    *(dict(deadline_s=v) for v in (-1.0, 0, float("inf"), float("nan"))),
+    *(dict(min_replicas=v) for v in (-1, 2)),
+    dict(wait="decision"),
+]
 
 
-def test_a_hub_that_hears_late_that_trainer_0_leaves_still_undoes_the_refit():
-    """Its engine was told nothing, and had to take the worst for granted though no byte had moved."""
-    with World(1, 1) as w:
-        good(w.refit(1))
-        coordinator, go_on, engine = w.sessions[0]._server.coordinator, threading.Event(), w.engines[0]
-        w.sources[0].drain = lambda: go_on.wait(20)
-        t = threading.Thread(target=w.refit)
-        t.start()
-        until_true(lambda: coordinator.refit and coordinator.refit.parts[0].armed)
-        w.later(lambda: time.sleep(1.0))
-        w.sessions[0].close()
+def test_arguments_that_cannot_work_are_refused_and_cost_one_call():
+    with World(trainers=2) as w:
+        w.commits(1)
+        for bad in BAD:
+            w.fails(2, e.XferError, f"{next(iter(bad))}=", **bad)
+            assert not w.engines[0].paused
+        with pytest.raises(e.XferError) as caught:
+            w.sessions[0].refit(version="", deadline_s=-1, min_replicas=9)
+        assert len(caught.value.violations) == 3, "all at once"
+        w.fails(None, e.XferError, "version=", ranks=[1])  # the same call of the other rank
+        for more in (
+            {"verify": False},
+            dict(verify=np.bool_(True), version=np.int64(7)),
+            dict(verify=1, deadline_s=30),
+        ):
+            report = w.commits(3, **more)
+            assert report.verified == bool(more["verify"]) and report.version == more.get("version", report.version)
+
+
+def test_labels_go_on_from_what_the_engines_have_had():
+    """Failed calls use up none; those of the caller count; trainers that restart begin after them."""
+    with World(trainers=2) as w:
+        assert w.commits(1).version == 1
+        w.sources[0].fail = RuntimeError("boom")
+        w.fails(2, e.XferError, "boom")
+        w.sources[0].fail = None
+        assert [w.commits(2, version=v).version for v in (None, 7, "step", None)] == [2, 7, "step", 8]
+        for s in (*reversed(w.sessions), *w.controllers):
+            s.close()
+        engine, w.engines, w.controllers = w.engines[0], [], []
+    assert engine.label == "8"
+    with World(trainers=1, engines=[engine]) as w:
+        assert w.commits(3).version == 9 and engine.label == "9"
+
+
+# ---- threads of one rank, and leaving
+
+
+def test_two_threads_of_one_rank_cannot_refit_at_once():
+    with World(trainers=2) as w:
+        w.commits(1)
+        go_on, inside = threading.Event(), threading.Event()
+        w.sources[0].drain = lambda: (inside.set(), go_on.wait(10))
+        results = w.start(2)
+        assert inside.wait(10)
+        for second in (w.sessions[0].refit, w.sessions[0].release):
+            with pytest.raises(e.Unsupported, match="another thread"):
+                second()
         go_on.set()
-        t.join(30)
-        until_true(lambda: not engine.paused)
-        assert w.controllers[0].error is None
-        right(w, 1)
+        good(results())
+        w.commits(3)
+
+
+@pytest.mark.parametrize(("order", "slow"), [((0, 1), "run_recipes"), ((1, 0), "release_lock")])
+def test_leaving_after_the_sources_were_free_finishes_that_refit_first(order, slow):
+    """The engine would lose its rendezvous with half of a version in it, and stay out of service."""
+    with World(trainers=2) as w:
+        w.commits(1)
+        returned = threading.Event()
+        for t in w.engines[0].takers:
+            late = getattr(t, slow)
+            setattr(t, slow, lambda late=late: (returned.wait(20), time.sleep(0.5), late()))
+        assert all(r.pending for r in w.refit(2, wait="sources", verify=False))
+        returned.set()
+        for i in order:
+            w.sessions[i].close()
+        assert w.controllers[0].version == 2 and w.controllers[0].error is None and not w.engines[0].paused
+        right(w, 2)
+
+
+def test_the_next_call_and_leaving_raise_what_became_of_a_refit_that_nobody_waited_for():
+    w = World(trainers=2, replicas=2).connect()
+    w.commits(1)
+    for version in (2, 3):
+        returned = threading.Event()
+        for t in w.engines[1].takers:
+            t.run_recipes = lambda returned=returned: returned.wait(20) and broken()
+        assert all(r.pending for r in w.refit(version, wait="sources", verify=False))
+        returned.set()
+        if version == 2:
+            w.fails(None, e.XferError, "a recipe failed")
+            for t in w.engines[1].takers:
+                del t.run_recipes
+            w.commits(2)  # that call is used up on all ranks: their numbers are in step
+    for s in reversed(w.sessions):
+        with pytest.raises(e.XferError, match="a recipe failed"):
+            s.close()
+    right(w, 3, [0])
+    w.close()
+
+
+def broken():
+    raise RuntimeError("a recipe failed")
+
+
+def test_what_is_called_after_closing_says_that_it_was_closed_here():
+    """And not that a peer is lost, after which one would call again. A call that is inside hears it, too."""
+    w = World(trainers=2).connect()
+    w.commits(1)
+    results = w.start(2, [1])
+    until_true(lambda: 1 in getattr(w.coordinator.refit, "entered", ()))
+    controller = w.controllers[0]
+    w.sessions[1].close()
+    raised(results(), e.PeerLost, "by this process itself")
+    for _ in range(2):
+        w.close()
+
+    def enter(**how) -> None:
+        with controller.serving(**how):
+            pass
+
+    calls = {(call, "xfer.connect()") for s in w.sessions for call in (s.refit, s.prepare, s.release, s.explain)}
+    calls |= {(call, "xfer.serve(") for call in (controller.wait_ready, controller.wait_version, enter)}
+    for call, hint in calls:
+        with pytest.raises(e.Unsupported, match="was closed") as caught:
+            call()
+        assert type(caught.value) is e.Unsupported and hint in caught.value.violations[0]
+    assert [s.version for s in w.sessions] == [1, 1], "what was so stays so"
+    enter(force=True)

@@ -1,6 +1,6 @@
 """Routes in sessions: what is pulled and what is sent, storages that move, release, and pulls that end badly.
 
-CUDA IPC is played by tests/support/cpu_peer.py; everything else is real. The same on GPUs: test_gpu_refit.py.
+tests/support/cpu_peer.py stands in for CUDA IPC; everything else is real. The same on GPUs: test_gpu_refit.py.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ import weakref
 import pytest
 import torch
 
-from tests.support import cpu_peer, world
-from tests.support.world import World, good, right, until_true
-from xfer.errors import DeadlineExceeded, PeerLost, XferError
+from tests.support import cpu_peer
+from tests.support.cpu_peer import MAPPED, REFUSED, Hold, peers
+from tests.support.memory import Watched
+from tests.support.packed_world import PackedWorld
+from tests.support.proc import PATIENCE
+from tests.support.world import SHAPES, ToyEngine, ToySource, World, good, right, until_true
+from xfer import Declared, MeshInfo, TensorTrainer
+from xfer.coordinator import messages as m
+from xfer.direct.plane import DirectPlane
+from xfer.errors import DeadlineExceeded, PeerLost
+from xfer.mesh.placement import Shard
+from xfer.packed.plane import PackedPlane
 from xfer.participants import readers
+from xfer.participants.lane import Lane
 from xfer.transport import peer_host, routes
 
-
-@pytest.fixture(autouse=True)
-def peers(monkeypatch):
-    monkeypatch.setitem(routes.PEERS, "cpu", cpu_peer)
-    monkeypatch.setattr(world, "HOST_PULL", True)
-    cpu_peer.Hold.clear()
-    cpu_peer.REFUSED.clear()
-    cpu_peer.MAPPED.clear()
-    yield
-    cpu_peer.Hold.clear()
+pytestmark = pytest.mark.usefixtures(peers.__name__)
 
 
 def by_route(report) -> dict[str, int]:
@@ -40,285 +41,301 @@ def by_route(report) -> dict[str, int]:
     return out
 
 
-def epochs(w: World) -> list[int]:
-    return [r.epoch for r in w.sessions[0]._server.coordinator.replicas.values()]
+def refuse_all(trainers: int) -> None:
+    REFUSED.update((r, i) for r in range(trainers) for i in range(len(SHAPES)))
 
 
-def move(source, names=None) -> None:
-    """Other storages with the same values; whoever still reads the old ones gets NaN."""
-    for name in names or list(source.params):
-        old = source.params[name]
-        source.params[name] = old.clone()
-        old.fill_(float("nan"))
+# ---- what goes which way
 
 
-def test_verified_refits_by_pulls_and_then_by_the_link():
-    """Sums that began while bytes were pulled are of that refit, not of the next one, which comes another way."""
-    with World(2, 2) as w:
-        for version in (1, 2):
-            report = good(w.refit(version, verify=True))
-            assert report.outcomes[0].verified and by_route(report)["peer"] > 0
-        cpu_peer.REFUSED.update((r, i) for r in range(2) for i in range(64))
-        old = [weakref.ref(s._lane_.plane._routed) for s in w.engines[0].sessions]
-        move(w.sources[0])
-        report = good(w.refit(3, verify=True))
-        assert "peer" not in by_route(report)
-        right(w, 3)
-        cpu_peer.REFUSED.clear()
-        move(w.sources[0])
-        report = good(w.refit(4, verify=True))
-        assert by_route(report)["peer"] > 0
-        old += [weakref.ref(s._lane_.plane._routed) for s in w.engines[0].sessions]
-        move(w.sources[0])
-        good(w.refit(5, verify=False))
-        right(w, 5)
-        gc.collect()
-        assert [r() for r in old] == [None] * 4, "routes that were opened anew are held, with their buffers"
-
-
-def test_host_memory_is_read_by_the_workers_themselves(monkeypatch):
-    """The real route of CPUs: most bytes come so, rows of scattered bytes are sent, and both say it."""
-    if sys.platform != "linux":
-        pytest.skip("process_vm_readv is Linux's")
-    monkeypatch.setitem(routes.PEERS, "cpu", peer_host)
-    monkeypatch.setattr(peer_host, "SHORTEST", 2)
-    with World(2, 2) as w:
-        for version in (1, 2):
-            report = good(w.refit(version))
-            right(w, version)
-            assert by_route(report) == {"peer": report.bytes} and report.bytes > 0
-        assert "pulled by the destination" in w.sessions[0].explain()
-    monkeypatch.setattr(peer_host, "SHORTEST", 1 << 20)
-    with World(2, 2) as w:
-        for version in (1, 2):
-            sent = by_route(good(w.refit(version)))
-            right(w, version)
-            assert sent["peer"] > 0 and sent["gloo"] > 0, "some rows are one run, columns of others are not"
-
-
-@pytest.mark.parametrize("shape", [(2, 2, 1), (3, 2, 2), (1, 1, 1)])
+@pytest.mark.parametrize("shape", [(3, 2, 2), (1, 1, 1)])
 def test_everything_is_pulled_and_the_report_says_so(shape):
     trainers, workers, replicas = shape
     with World(trainers, workers, replicas) as w:
         for version in (1, 2):
-            report = good(w.refit(version))
-            right(w, version)
-            assert (
-                report.verified and set(by_route(report)) == {"peer"} and by_route(report)["peer"] == report.bytes > 0
-            )
+            report = w.commits(version)
+            assert report.verified and by_route(report) == {"peer": report.bytes} and report.bytes > 0
             assert "peer: " in report.routes() and "GB/s" in report.routes()
             assert report.flatten()["xfer/route/peer_bytes"] == report.bytes
-        assert epochs(w) == [1] * replicas, "nothing moved, so nothing is opened twice"
+        assert w.epochs() == [1] * replicas, "nothing moved, so nothing is opened twice"
         assert "pulled by the destination" in w.sessions[0].explain()
-        assert all(isinstance(s._party.lanes[0].plane._link, routes.NoLink) for s in w.sessions), "nobody needs a link"
+        assert all(isinstance(s.lanes[0].plane._link, routes.NoLink) for s in w.sessions), "nobody needs a link"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="process_vm_readv is Linux's")
+def test_host_memory_is_read_by_the_workers_themselves(monkeypatch):
+    """The real route of CPUs: most bytes come so; rows of scattered bytes are sent."""
+    monkeypatch.setitem(routes.PEERS, "cpu", peer_host)
+    for shortest, ways in ((2, {"peer"}), (1 << 20, {"peer", "gloo"})):
+        monkeypatch.setattr(peer_host, "SHORTEST", shortest)
+        with World(2, 2) as w:
+            for version in (1, 2):
+                sent = by_route(report := w.commits(version))
+                assert sent.keys() == ways and min(sent.values()) > 0 and sum(sent.values()) == report.bytes
 
 
 def test_what_cannot_be_mapped_is_sent_and_the_reason_is_told():
-    cpu_peer.REFUSED.update({(0, 0), (0, 2)})
+    REFUSED.update({(0, 0), (0, 2)})
     with World(2, 2) as w:
-        assert [s.side._sums.replicas for s in w.sessions] == [{0}] * 2, "loaded beside NCCL that waits"
-        report = good(w.refit(1))
-        right(w, 1)
-        sent = by_route(report)
+        sent = by_route(report := w.commits(1))
         plans = [s._lane_.plane._routed.plan for e in w.engines for s in e.sessions]
-        want = {"peer": sum(p.pulled_in for p in plans), "gloo": sum(p.p2p_in for p in plans)}
-        assert sent == want and min(sent.values()) > 0 and sum(sent.values()) == report.bytes
-        assert "refused by the test" in w.sessions[0].explain()
-        assert "refused by the test" not in w.sessions[1].explain()
-        cpu_peer.REFUSED.add((1, 0))
-        move(w.sources[1])  # routes are opened again, with less to pull, over the link that stands
-        again = good(w.refit(2))
-        right(w, 2)
-        assert by_route(again)["gloo"] > sent["gloo"]
+        assert sent == {"peer": sum(p.pulled_in for p in plans), "gloo": sum(p.p2p_in for p in plans)}
+        assert min(sent.values()) > 0 and sum(sent.values()) == report.bytes
+        assert ["refused by the test" in s.explain() for s in w.sessions] == [True, False]
+        REFUSED.add((1, 0))
+        w.sources[1].move()  # routes are opened again, with less to pull, over the link that stands
+        assert by_route(w.commits(2))["gloo"] > sent["gloo"]
 
 
-def test_a_link_is_opened_when_storages_moved_to_where_they_cannot_be_mapped():
+def test_verified_refits_change_from_pulls_to_the_link_and_back():
+    """Sums that began while bytes were pulled are of that refit, and routes that were opened anew hold nothing."""
     with World(2, 2) as w:
-        assert by_route(good(w.refit(1))).keys() == {"peer"}
-        cpu_peer.REFUSED.update({(0, i) for i in range(4)})
-        move(w.sources[1])
-        report = good(w.refit(2))
-        right(w, 2)
-        assert by_route(report).keys() == {"peer", "gloo"}
+        assert by_route(w.commits(1)).keys() == {"peer"}
+        old = []
+        for version, way in ((2, "gloo"), (3, "peer")):
+            refuse_all(2) if way == "gloo" else REFUSED.clear()
+            old += [weakref.ref(s._lane_.plane._routed) for s in w.engines[0].sessions]
+            w.sources[0].move()
+            report = w.commits(version)
+            assert report.verified and by_route(report).keys() == {way}
+        gc.collect()
+        assert [r() for r in old] == [None] * 4
 
 
 def test_moved_storages_are_mapped_again_by_all_ranks_together():
     """One rank moves, all reopen, over the link that stands; then the other, then both, then a worker's."""
     with World(2, 2, 2) as w:
-        good(w.refit(1))
-        links = [s._party.lanes[r].plane._link for s in w.sessions for r in range(2)]
-        for version, who in ((2, [0]), (3, [1]), (4, [0, 1])):
-            for i in who:
-                move(w.sources[i])
-            report = good(w.refit(version))
-            right(w, version)
-            assert by_route(report) == {"peer": report.bytes}
-            assert epochs(w) == [version] * 2
-        assert [s._party.lanes[r].plane._link for s in w.sessions for r in range(2)] == links
-        assert len(cpu_peer.MAPPED) == 4, "every worker has one mapping, old ones are closed"
+        w.commits(1)
+        links = [s.lanes[r].plane._link for s in w.sessions for r in range(2)]
+        for version, ranks in ((2, [0]), (3, [1]), (4, [0, 1])):
+            for i in ranks:
+                w.sources[i].move()
+            report = w.commits(version)
+            assert by_route(report) == {"peer": report.bytes} and w.epochs() == [version] * 2
+        assert [s.lanes[r].plane._link for s in w.sessions for r in range(2)] == links
+        assert len(MAPPED) == 4, "every worker has one mapping, old ones are closed"
         taker = w.engines[0].takers[0]
         taker.live["embed"] = torch.zeros_like(taker.live["embed"])
         taker.check = lambda: "same" if taker._ptrs == [t.data_ptr() for t in taker.live.values()] else "moved"
-        good(w.refit(5))
-        right(w, 5)
-        assert epochs(w) == [5, 4], "a worker's storages concern its own replica only"
+        w.commits(5)
+        assert w.epochs() == [5, 4], "a worker's storages concern its own replica only"
+        w.sessions[1].lanes[0].plane._routed.export.forced = True  # new memory at the old address
+        w.commits(6)
+        assert w.epochs() == [6, 5]
 
 
-def test_new_memory_at_an_old_address_is_mapped_again():
-    with World(2, 1) as w:
-        good(w.refit(1))
-        w.sessions[1]._party.lanes[0].plane._routed.export.forced = True
-        good(w.refit(2))
-        right(w, 2)
-        assert epochs(w) == [2]
+class Views(ToySource):
+    """As a TensorTrainer whose caller gives other objects over the same bytes at every call."""
+
+    def __init__(self, rank: int, world: int):
+        super().__init__(rank, world)
+        mesh = MeshInfo.line("trainers", range(world))
+        self.adapter = TensorTrainer(
+            lambda: {n: t.view(t.shape) for n, t in self.params.items()},
+            declared={n: Declared(s, mesh, (Shard(0),)) for n, s in SHAPES.items() if len(s) > 1},
+            rank=rank,
+            world=world,
+        )
+        for name in ("drain", "read", "check", "rebind", "let_go"):
+            setattr(self, name, getattr(self.adapter, name))
 
 
-def test_a_move_in_an_attempt_that_fails_is_not_forgotten():
-    """Both move; one of them raises before it says so. The next refit must open all routes again."""
-    with World(2, 1) as w:
-        good(w.refit(1))
-        move(w.sources[0])
-        w.sources[1].fail = RuntimeError("not now")
-        assert all(isinstance(r, BaseException) for r in w.refit(2))
-        w.sources[1].fail = None
-        move(w.sources[1])
-        good(w.refit(3))
-        right(w, 3)
+def test_a_callable_that_makes_views_opens_no_route_anew_and_holds_nothing_after_a_release(monkeypatch):
+    opened, open_routes = [], DirectPlane._open_routes
+    monkeypatch.setattr(DirectPlane, "_open_routes", lambda lane, *a: (opened.append(lane), open_routes(lane, *a))[1])
+    with World(trainers=2, sources=[Views(i, 2) for i in range(2)]) as w:
+        for version in (1, 2):
+            opened.clear()
+            w.commits(version)
+            assert not opened or version == 1, "a warm refit was a cold one"
+        old = [Watched(t) for source in w.sources for t in source.params.values()]
+        for source, session in zip(w.sources, w.sessions, strict=True):
+            session.release()
+            source.params = {n: t.clone() for n, t in source.params.items()}
+        assert not any(m.held for m in old)
+        for version in (3, 4):
+            w.commits(version)
+
+
+# ---- release
 
 
 def test_release_unmaps_and_lets_go_and_the_next_refit_maps_again():
     with World(2, 2, 2) as w:
-        for version in (1, 2):
-            good(w.refit(version))
-            assert len(cpu_peer.MAPPED) == 4
-            before = [weakref.ref(t.untyped_storage()) for s in w.sources for t in s.params.values()]
-            values = [{n: t.clone() for n, t in s.params.items()} for s in w.sources]
-            answers = w.on_all(lambda i: w.sessions[i].release())
-            assert answers == [None, None] and not cpu_peer.MAPPED
-            for s in w.sources:
-                s.params.clear()
+        for version, ranks in ((1, [0, 1]), (2, [0, 0]), (3, [0, 1])):
+            w.commits(version)
+            assert len(MAPPED) == 4
+            before = [weakref.ref(t.untyped_storage()) for i in ranks for t in w.sources[i].params.values()]
+            values = {i: {n: t.clone() for n, t in w.sources[i].params.items()} for i in ranks}
+            for i in ranks:
+                w.sessions[i].release()
+            assert not MAPPED
+            for i in ranks:
+                w.sources[i].params = {}
             gc.collect()
             assert [r() for r in before] == [None] * len(before), "something of xfer still holds trainers' storages"
-            for s, v in zip(w.sources, values):
-                s.params = v
-        good(w.refit(3))
-        right(w, 3)
+            for i in ranks:
+                w.sources[i].params = values[i]
+        w.commits(4)
 
 
-def test_release_twice_and_of_one_rank_only():
-    with World(2, 1) as w:
-        good(w.refit(1))
+@pytest.mark.parametrize("state", ["lost", "failed"])
+def test_release_unmaps_what_workers_of_lost_and_failed_replicas_have_mapped(state):
+    w = World(trainers=1, engines=[ToyEngine(2)])
+    if state == "failed":
+        w.engines[0].takers[0].choose_lock = lambda: 1 / 0
+    with w:
+        if state == "lost":
+            w.commits(1)
+            assert MAPPED
+            w.controllers[0].close()
+        until_true(lambda: w.phase(0) == state)
         w.sessions[0].release()
+        assert not MAPPED
+
+
+def given_up(w: World, deadline_s: float, match: str = "unmap") -> None:
+    """A release that is not answered in time."""
+    w.sessions[0].deadline_s = deadline_s
+    with pytest.raises(DeadlineExceeded, match=match):
         w.sessions[0].release()
-        assert not cpu_peer.MAPPED
-        good(w.refit(2))
-        right(w, 2)
+    w.sessions[0].deadline_s = w.deadline_s
 
 
-def test_sources_are_free_only_when_no_taker_reads():
+@pytest.mark.parametrize("made", [World, PackedWorld])
+def test_a_worker_that_did_not_answer_a_release_is_asked_again_by_the_next(monkeypatch, made):
+    late, plane = [True], DirectPlane if made is World else PackedPlane
+    monkeypatch.setattr(plane, "unmapped", property(lambda p: not (late and p.side.role == "worker")))
+    with made(trainers=1, workers=1) as w:
+        w.commits(1)
+        given_up(w, 1.0)
+        w.commits(2)
+        late.clear()
+        for version in (3, 4):
+            w.sessions[0].release()
+            w.commits(version)
+
+
+def test_release_needs_nothing_of_a_replica_that_has_not_come():
+    w = PackedWorld(trainers=1, workers=1, replicas=2, deadline_s=5.0, wait=False)
+    serve = w.serve
+    w.serve = lambda engine, i: serve(engine, i) if i == 0 else None
+    w.connect()
+    w.controllers[0].wait_ready(5.0)
+    w.sessions[0].release()
+    w.controllers[1] = serve(w.engines[1], 1)
+    w.controllers[1].wait_ready(5.0)
+    assert w.commits(2).committed == 2
+    w.close()
+
+
+def test_an_answer_to_a_release_that_was_given_up_is_none_to_the_next(monkeypatch):
+    """It comes late and lies in the inbox, while a refit has opened routes again: the trainer freed what was still mapped."""
+    close, seconds = Lane._close_routes, [0.8]
+    monkeypatch.setattr(Lane, "_close_routes", lambda lane: (time.sleep(seconds[0]), close(lane)))
+    with World(trainers=1, workers=1, deadline_s=10.0) as w:
+        w.commits(1)
+        given_up(w, 0.4)
+        until_true(lambda: any(isinstance(x, m.Released) for x in list(w.sessions[0].party.inbox.queue)))
+        seconds[0], returned = 0.3, threading.Event()
+        w.engines[0].takers[0].installs_after(returned)
+        assert all(r.pending for r in w.refit(2, wait="sources")), "it takes nothing from the inbox"
+        returned.set()
+        assert MAPPED
+        w.sessions[0].release()
+        assert not MAPPED
+        w.commits(3)
+
+
+def test_a_release_that_was_given_up_while_a_replica_was_planned_closes_nothing_of_a_later_refit(monkeypatch):
+    plan, post, go_on, asked = Lane._plan, Lane.post, threading.Event(), []
+    with World(trainers=1, workers=1, replicas=2) as w:
+        w.commits(1)
+        w.leave(1)
+        monkeypatch.setattr(Lane, "_plan", lambda lane, x: (lane._role == "trainer" or go_on.wait(60), plan(lane, x)))
+        monkeypatch.setattr(Lane, "post", lambda lane, x: (asked.append(x), post(lane, x)))
+        w.come(1)
+        until_true(lambda: w.phase(1) == "planning" and w.sessions[0].lanes[1].wait_idle(0.0))
+        given_up(w, 0.3)
+        good(w.refit(2, min_replicas=1, deadline_s=2.0 * PATIENCE))  # the replica that joins is waited for so long
+        go_on.set()
+        w.controllers[1].wait_ready(20.0)
+        time.sleep(0.2)
+        assert not any(isinstance(x, m.CloseRoutes) for x in asked)
+        assert w.commits(3).committed == 2
+
+
+# ---- pulls that end badly
+
+
+def test_sources_are_free_only_when_no_destination_reads():
     with World(2, 2) as w:
-        good(w.refit(1))
-        cpu_peer.Hold.begin()
+        w.commits(1)
+        Hold.begin()
         returned = threading.Event()
         for t in w.engines[0].takers:
             t.installs_after(returned)
-        for s in w.sources:
-            s.set(2)
-        answers: list = []
-        t = threading.Thread(target=lambda: answers.extend(w.refit(wait="sources")))
-        t.start()
-        assert cpu_peer.Hold.reached.wait(10)
+        results = w.start(2, wait="sources")
+        assert Hold.reached.wait(10)
         time.sleep(0.3)
-        assert not answers, "the trainers were let go while their storages were being read"
-        cpu_peer.Hold.held.clear()
-        t.join(20)
-        returned.set()
-        assert good(answers).pending
+        assert results.running(), "the trainers were let go while their storages were being read"
+        Hold.held.clear()
+        assert good(results(20)).pending
         for s in w.sources:
             s.set(9)  # must not be seen
+        returned.set()
         until_true(lambda: not any(t.locked for t in w.engines[0].takers), 20)
         right(w, 2)
-        good(w.refit(3))
-        right(w, 3)
+        w.commits(3)
 
 
 def test_a_pull_is_stopped_when_its_replica_fails_and_the_next_refit_is_whole():
     with World(2, 2) as w:
-        good(w.refit(1))
-        cpu_peer.Hold.begin()
-        began = time.monotonic()
-        results = w.refit(2, deadline_s=1.0)
-        assert all(isinstance(r, DeadlineExceeded) for r in results), results
-        assert time.monotonic() - began < 8
-        cpu_peer.Hold.held.clear()
-        good(w.refit(3))
-        right(w, 3)
+        w.commits(1)
+        Hold.begin()
+        w.fails(2, DeadlineExceeded, within=8, deadline_s=1.0)
+        Hold.held.clear()
+        w.commits(3)
 
 
-def test_a_pull_that_does_not_stop_quarantines_its_sources(monkeypatch):
+def not_drained(results: list) -> None:
+    assert all(isinstance(r, PeerLost) and not r.drained and "replica 0 worker 0" in str(r) for r in results), results
+
+
+def test_a_pull_that_does_not_stop_quarantines_its_sources_and_no_refit_runs_beside_it(monkeypatch):
+    """A refit writes where that pull does, and would be torn by it after it was installed."""
     monkeypatch.setattr(readers, "GRACE_S", 0.2)
     with World(2, 1) as w:
-        good(w.refit(1))
-        cpu_peer.Hold.begin(deaf=True)
-        results = w.refit(2, deadline_s=2.5)
-        assert all(isinstance(r, PeerLost) and not r.drained for r in results), results
-        assert "replica 0 worker 0" in str(results[0])
-        roots = [s.side._kept for s in w.sessions]
-        assert all(len(q) == 1 for q in roots), "quarantined storages are kept alive"
-        late = set(cpu_peer.MAPPED)
+        w.commits(1)
+        Hold.begin(deaf=True)
+        late = set(MAPPED)
+        kept = [s.side._kept for s in w.sessions]
+        for version in (2, 3):
+            not_drained(w.refit(version, deadline_s=2.5))
+            assert all(len(k) == version - 1 for k in kept), "quarantined storages are kept alive"
         released = threading.Thread(target=lambda: w.on_all(lambda i: w.sessions[i].release()))
         released.start()
         released.join(0.5)
-        assert released.is_alive() and late == cpu_peer.MAPPED != set(), "said to be unmapped while it is read"
-        cpu_peer.Hold.clear()
+        assert released.is_alive() and late <= MAPPED, "said to be unmapped while it is read"
+        Hold.clear()
         released.join(20)
-        assert not released.is_alive() and not cpu_peer.MAPPED
-        assert all(len(q) == 1 for q in roots), "no worker has said more than that of its own mappings"
-        good(w.refit(3))
-        right(w, 3)
-        assert not any(roots), "kept for ever"
+        assert not released.is_alive() and not MAPPED
+        assert all(kept), "no worker has said more than that of its own mappings"
+        w.commits(4)
+        assert not any(kept), "kept for ever"
+        until_true(lambda: len(MAPPED) == 1 and not late & MAPPED, 20)
 
 
-def test_a_refit_does_not_run_beside_a_pull_that_was_left_over(monkeypatch):
-    """It writes where that one does, and would be torn by it after it was installed."""
-    monkeypatch.setattr(readers, "GRACE_S", 0.2)
-    with World(2, 1) as w:
-        good(w.refit(1))
-        cpu_peer.Hold.begin(deaf=True)
-        late = set(cpu_peer.MAPPED)
-        for version in (2, 3):
-            results = w.refit(version, deadline_s=2.5)
-            assert all(isinstance(r, PeerLost) and not r.drained for r in results), results
-        assert late <= cpu_peer.MAPPED
-        cpu_peer.Hold.clear()
-        good(w.refit(4))
-        right(w, 4)
-        until_true(lambda: len(cpu_peer.MAPPED) == 1 and not late & cpu_peer.MAPPED, 20)
-
-
-def test_a_worker_that_vanished_while_it_read_is_told_from_one_that_is_dead(monkeypatch):
-    """In this world workers are threads, so a worker whose connection breaks lives on: its sources stay suspect."""
-    monkeypatch.setattr(readers, "GRACE_S", 0.2)
-    with World(1, 1) as w:
-        good(w.refit(1))
-        cpu_peer.Hold.begin(deaf=True)
-        answers: list = []
-        t = threading.Thread(target=lambda: answers.extend(w.refit(2)))
-        t.start()
-        assert cpu_peer.Hold.reached.wait(10)
-        w.engines[0].sessions[0]._party.channel.close()
-        t.join(40)
-        assert isinstance(answers[0], XferError), answers
-        assert isinstance(answers[0], PeerLost) and not answers[0].drained, answers
-        cpu_peer.Hold.clear()
-        monkeypatch.setattr(readers, "_alive", lambda pid: False)
-        assert not readers.still_reading([readers.m.Reader("w", readers.host_identity(), 1)])
-        assert readers.still_reading([readers.m.Reader("w", "another host", 1)], 0.01)
+def test_a_reader_is_known_to_be_dead_only_on_this_host(monkeypatch):
+    monkeypatch.setattr(readers, "_alive", lambda pid: False)
+    assert not readers.still_reading([readers.m.Reader("w", readers.host_identity(), 1)])
+    assert readers.still_reading([readers.m.Reader("w", "another host", 1)], 0.01)
 
 
 @pytest.mark.parametrize("wait", ["commit", "sources"])
-def test_a_worker_that_vanished_is_suspected_though_its_replica_has_come_anew_meanwhile(monkeypatch, wait):
-    """Where that one maps nothing (it runs on another host), the lane's routes say that nobody pulls: not of this refit."""
+def test_a_worker_that_vanished_while_it_read_is_suspected_though_its_replica_has_come_anew(monkeypatch, wait):
+    """The worker is a thread here, so it lives on. The new one maps nothing, as from another host: its routes say that nobody
+    pulls, which is not true of this refit."""
     monkeypatch.setattr(readers, "GRACE_S", 0.2)
     hold, reached, go_on, joined = (threading.Event() for _ in range(4))
 
@@ -335,27 +352,22 @@ def test_a_worker_that_vanished_is_suspected_though_its_replica_has_come_anew_me
 
     monkeypatch.setattr(cpu_peer, "Pull", FirstHeld)
     with World(1, 1, 2) as w:
-        good(w.refit(1))
+        w.commits(1)
         hold.set()
-        taker, answers = w.engines[1].takers[0], []
+        taker = w.engines[1].takers[0]
         run_recipes = taker.run_recipes
         taker.run_recipes = lambda: (joined.wait(20), run_recipes())
-        t = threading.Thread(target=lambda: answers.extend(w.refit(2, wait=wait, min_replicas=1)))
+        results, first = w.start(2, wait=wait, min_replicas=1), w.engines[0]
         try:
-            t.start()
             assert reached.wait(10)
             hold.clear()
-            w.engines[0].sessions[0]._party.channel.close()
-            w.controllers[0].close()
-            cpu_peer.REFUSED.update((0, i) for i in range(len(w.sources[0].params)))
-            w.engines.append(world.ToyEngine(1))
-            w.controllers[0] = w.serve(w.engines[2], 0)
-            w.controllers[0].wait_ready(10)
+            w.lose(0)
+            refuse_all(1)
+            w.come(0).wait_ready(10)
             joined.set()
-            t.join(40)
-            assert isinstance(answers[0], PeerLost) and not answers[0].drained, answers
-            assert "replica 0 worker 0" in str(answers[0]) and len(w.sessions[0].side._kept) == 1
+            not_drained(results(40))
+            assert len(w.sessions[0].side._kept) == 1
         finally:
             go_on.set()
-        good(w.refit(3))
-        assert [w.engines[i].takers[0].wrong(3) for i in (1, 2)] == [[], []]
+        w.commits(3)
+        first.sessions[0].close()

@@ -1,9 +1,8 @@
-"""Trainers that compute part of what they export, through the session: scratch before "ready", and ranks that compute
-together meet before they gather.
+"""Trainers that compute part of what they export, in sessions: scratch before "ready", and ranks that compute together meet
+before they gather.
 
-Trainers and engine are the small stand-ins of tests/support/world.py; recipes, scratch, planner, hub and transport are the
-real ones, and the gathers really wait for each other. With Megatron-Bridge's LoRA and a real vLLM: test_refit_e2e.py,
-with the trainer alone in every layout: test_megatron_lora.py.
+The gathers really wait for each other. With Megatron-Bridge's LoRA and a real vLLM: test_refit_e2e.py, with the trainer alone in
+every layout: test_megatron_lora.py.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from tests.support.world import SHAPES, ToyLayout, ToySource, World, flat, until_true
+from tests.support.world import SHAPES, ToyLayout, ToySource, World, flat, good, until_true
 from tests.unit.test_trace_owned import IN, OUT, Meeting, Merge, computed, full_tensors
 from xfer import errors as e
 from xfer.coordinator.deadlines import CALL_GRACE_S
@@ -69,28 +68,22 @@ def world():
         yield w
 
 
-def served(w: World, version: int) -> None:
-    """Everything lies in the engine bit for bit, the merged tensor too."""
+def served(w: World, version: int):
+    """A refit, after which everything lies in the engine bit for bit, the merged tensor too. Its report."""
+    report = good(w.refit(version))
     full = full_tensors(MERGE, version)
     want = MERGE.outputs(*(full[n] for n in "wab"))["x"]
     for t in w.engines[0].takers:
         columns = slice(t.rank * IN // 2, (t.rank + 1) * IN // 2)
         assert torch.equal(t.live["x"].view(torch.int16), want[:, columns].contiguous().view(torch.int16))
         assert set(t.wrong(version)) == {"x"}, "x is no random toy tensor, and all others are"
-
-
-def ok(results: list):
-    for r in results:
-        if isinstance(r, BaseException):
-            raise r
-    return results[0]
+    return report
 
 
 def test_what_the_trainers_compute_together_arrives_bit_for_bit_in_every_refit(world):
     for version in (1, 2, 3):
-        report = ok(world.refit(version))
+        report = served(world, version)
         assert report.verified and report.committed == 1
-        served(world, version)
     assert [s.computations for s in world.sources] == [3, 3]
     scratch = world.sources[0].done.nbytes
     assert report.extra_bytes >= scratch >= OUT * IN // 2 * 2
@@ -119,88 +112,73 @@ def test_a_plan_digest_covers_what_is_computed(world):
 
 
 def test_a_rank_that_does_not_come_leaves_no_gather_behind(world):
-    ok(world.refit(1))
-    began = time.monotonic()
-    (late,) = world.refit(2, ranks=[0], deadline_s=2.0)
-    # Who waits to gather and the coordinator, which tells more, end at one deadline; this rank hears of either first.
-    met = late.violations == ("waiting for trainer 1",) and "not all have come" in late.message
+    served(world, 1)
+    # The wait for others to gather and the coordinator, which tells more, end at one deadline; this rank hears of either first.
+    within = 1.0 + CALL_GRACE_S
+    (late,) = world.fails(2, e.DeadlineExceeded, "waiting for trainer 1", within=within, ranks=[0], deadline_s=1.0)
     told = "waiting for trainer 1: it has not called nccl_xfer_refit()" in late.violations
-    assert isinstance(late, e.DeadlineExceeded) and (met or told), late
+    assert told or late.violations == ("waiting for trainer 1",) and "not all have come" in late.message, late
     assert world.sessions[0].computing is None, "nothing goes on, as of one that stops"
-    assert time.monotonic() - began < 2.0 + CALL_GRACE_S and world.sources[0].computations == 1
-    (came,) = world.refit(2, ranks=[1])  # the call that it owed is answered as the others' were
-    assert isinstance(came, e.DeadlineExceeded) and world.sources[1].computations == 1
-    ok(world.refit(3))
-    served(world, 3)
-
-
-def test_a_rank_that_raises_before_frees_those_that_wait_to_gather(world):
-    ok(world.refit(1))
-    world.sources[1].fail = e.RebindError("layer 3 was offloaded", where="trainer 1")
-    began = time.monotonic()
-    results = world.refit(2)
-    assert all(isinstance(r, e.RebindError) and "layer 3 was offloaded" in str(r) for r in results), results
-    assert time.monotonic() - began < 8
-    world.sources[1].fail = None
-    ok(world.refit(3))
-    served(world, 3)
-
-
-def test_ranks_that_would_gather_different_things_are_stopped_before_they_do(world):
-    ok(world.refit(1))
-    world.sources[1].digest = "0" * 32
-    results = world.refit(2)
-    for r in results:
-        assert isinstance(r, e.PlanMismatch) and "would gather different tensors" in str(r), r
+    world.fails(2, e.DeadlineExceeded, ranks=[1])  # the call that it owed is answered as the others' were
     assert [s.computations for s in world.sources] == [1, 1]
-    world.sources[1].digest = ""
-    ok(world.refit(3))
     served(world, 3)
 
 
-def test_a_computation_that_raises_is_told_to_all_and_the_next_refit_repairs(world):
-    ok(world.refit(1))
-    runs = [s.done.run for s in world.sources]
-    for s in world.sources:
-        s.done.run = broken
-    results = world.refit(2)
-    assert all(isinstance(r, e.XferError) and "out of memory" in str(r) for r in results), results
-    for s, run in zip(world.sources, runs, strict=True):
-        s.done.run = run
-    ok(world.refit(3))
+@pytest.mark.parametrize(
+    ("breaks", "kind", "text", "computed"),
+    [
+        ("drain", e.RebindError, "layer 3 was offloaded", [1, 1]),
+        ("digest", e.PlanMismatch, "would gather different tensors", [1, 1]),
+        ("run", e.XferError, "out of memory", [2, 2]),
+    ],
+)
+def test_a_rank_that_fails_before_or_in_a_computation_frees_all_and_the_next_refit_repairs(
+    world, monkeypatch, breaks, kind, text, computed
+):
+    served(world, 1)
+    last = world.sources[1]
+    if breaks == "drain":
+        last.fail = e.RebindError(text, where="trainer 1")
+    elif breaks == "digest":
+        last.digest = "0" * 32
+    else:
+        for s in world.sources:
+            monkeypatch.setattr(s.done, "run", broken)
+    world.fails(2, kind, text, within=8)
+    assert [s.computations for s in world.sources] == computed
+    last.fail, last.digest = None, ""
+    monkeypatch.undo()
     served(world, 3)
-
-
-def test_a_computation_that_waits_for_a_rank_that_has_stopped_ends_by_the_deadline(world):
-    """They have met, so nobody is missing at the rendezvous; what goes on is waited for by the next call, and the one after repairs."""
-    ok(world.refit(1))
-    on, (first, last) = threading.Event(), world.sources
-    run = last.done.run
-    last.done.run = lambda *a: (on.wait(60), run(*a))
-    for version, said in ((2, "was not there in time"), (3, "a computation of an earlier refit has not ended")):
-        began = time.monotonic()
-        results = world.refit(version, deadline_s=2.5)
-        assert time.monotonic() - began < 2.5 + CALL_GRACE_S, results
-        assert all(isinstance(r, e.DeadlineExceeded) and said in str(r) for r in results), results
-    assert all("trainer" in r.where for r in results), results
-    assert [s.computations for s in world.sources] == [2, 2]
-    on.set()
-    last.done.run = run
-    ok(world.refit(4))
-    served(world, 4)
-    assert [s.computations for s in (first, last)] == [3, 3]
 
 
 def broken(*_):
     raise RuntimeError("out of memory")
 
 
+def test_a_computation_that_waits_for_a_rank_that_has_stopped_ends_by_the_deadline(world):
+    """They have met, so nobody is missing at the rendezvous; what goes on is waited for by the next call, and the one after repairs."""
+    served(world, 1)
+    on, last = threading.Event(), world.sources[1]
+    run = last.done.run
+    last.done.run = lambda *a: (on.wait(60), run(*a))
+    for version, text in ((2, "was not there in time"), (3, "a computation of an earlier refit has not ended")):
+        out = world.fails(version, e.DeadlineExceeded, text, within=1.0 + CALL_GRACE_S, deadline_s=1.0)
+    assert all("trainer" in r.where for r in out), out
+    assert [s.computations for s in world.sources] == [2, 2]
+    on.set()
+    last.done.run = run
+    served(world, 4)
+    assert [s.computations for s in world.sources] == [3, 3]
+
+
 class Meets(ToySource):
-    """Computes with all other ranks, which is to say that it meets them. `inside`, `go_on`: once they have met."""
+    """Computes with all other ranks, which is to say that it meets them. `inside`, `go_on`: once they have met. `breaks`: it fails
+    after that."""
 
     def __init__(self, rank: int, world: int):
         super().__init__(rank, world)
         self.inside, self.go_on, self.computations = threading.Event(), threading.Event(), 0
+        self.digest, self.breaks, self.late_s = "same", False, 0.0
         self.go_on.set()
 
     def read(self) -> ToyLayout:
@@ -208,14 +186,17 @@ class Meets(ToySource):
         return ToyLayout(replace(layout.traced, gathers=("g",)), layout.roots, layout.tensors)
 
     def compute(self, meet) -> None:
-        meet(tuple(range(self.world)), "same")
+        time.sleep(self.late_s)
+        meet(tuple(range(self.world)), self.digest)
         self.computations += 1
         self.inside.set()
         self.go_on.wait(60)
+        if self.breaks:
+            raise RuntimeError("boom")
 
 
 @pytest.mark.parametrize("ends", ["an error", "the deadline of one"])
-def test_who_hears_from_another_rank_that_it_gave_up_is_told_why_as_that_one_is(monkeypatch, ends):
+def test_a_rank_that_hears_from_another_that_it_gave_up_is_told_why_as_that_one_is(monkeypatch, ends):
     """Not that they would gather different tensors: nobody knows that."""
     init, go_on = SessionMeeting.__init__, threading.Event()
 
@@ -225,23 +206,58 @@ def test_who_hears_from_another_rank_that_it_gave_up_is_told_why_as_that_one_is(
             meeting._waiting = meeting._store
 
     with World(trainers=3, sources=[Meets(i, 3) for i in range(3)]) as w:
-        ok(w.refit(1))
-        hub, last, drain = w.sessions[0]._server.coordinator, w.sources[2], w.sources[2].drain
+        w.commits(1)
+        values, last, drain = w.coordinator.store._values, w.sources[2], w.sources[2].drain
 
         def late() -> None:
-            until_true(lambda: any(v == b"2" for k, v in list(hub.store._values.items()) if k.endswith("/n")))
+            until_true(lambda: any(v == b"2" for k, v in list(values.items()) if k.endswith("/n")))
             raise e.RebindError("layer 3 was offloaded", where="trainer 2")
 
         last.drain = late if ends == "an error" else lambda: go_on.wait(60)
         with monkeypatch.context() as patch:
             patch.setattr(SessionMeeting, "__init__", hears_by_that_only)
-            out = w.refit(2)
+            out = w.refit(2, deadline_s=10.0)
         kind, said = (e.RebindError, "offloaded") if ends == "an error" else (e.DeadlineExceeded, "not all have come")
         assert all(isinstance(r, kind) and said in r.message and "trainer 2" in str(r) for r in out[:2]), out
         last.drain = drain
         go_on.set()
-        ok(w.refit(3))
-        assert [s.computations for s in w.sources] == [2, 2, 2] and not any(t.wrong(3) for t in w.engines[0].takers)
+        w.commits(3)
+        assert [s.computations for s in w.sources] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("agree", [True, False])
+def test_a_rank_that_looks_when_its_attempt_is_over_does_as_the_others_did(monkeypatch, agree):
+    """Whether all go on to gather. The coordinator had forgotten that, so it waited to the deadline; and a gather would wait for it."""
+    appears = SessionMeeting._appears
+
+    def late(meeting, *a):
+        found = appears(meeting, *a)
+        until_true(meeting._over)
+        return found
+
+    with World(trainers=2, sources=[Meets(i, 2) for i in range(2)], deadline_s=15.0) as w:
+        w.commits(1)
+        for s in w.sources:
+            s.digest, s.breaks, s.late_s = "same" if agree else f"of {s.rank}", bool(s.rank), 0.2 * s.rank
+        with monkeypatch.context() as patch:
+            patch.setattr(SessionMeeting, "_appears", late)
+            w.fails(2, e.XferError, "boom" if agree else "would gather different", within=10)
+        assert [s.computations for s in w.sources] == [1 + agree] * 2
+        for s in w.sources:
+            s.digest, s.breaks, s.late_s = "same", False, 0.0
+        for version in (3, 4):
+            w.commits(version)
+        kept = {key.split("/")[0] for key in w.coordinator.store._values if key.startswith("x")}
+        assert kept == {"x4"}, "of the last attempt only"
+
+
+def refuses_while_it_runs(w: World) -> None:
+    """The next call and a release wait for what an interrupted call left behind."""
+    w.fails(3, e.DeadlineExceeded, deadline_s=0.5)
+    w.sessions[0].deadline_s = 0.5
+    with pytest.raises(e.DeadlineExceeded, match="uses this rank's parameters"):
+        w.sessions[0].release()
+    w.sessions[0].deadline_s = w.deadline_s
 
 
 def test_what_an_interrupted_call_was_computing_is_waited_for_by_the_next(monkeypatch):
@@ -249,7 +265,7 @@ def test_what_an_interrupted_call_was_computing_is_waited_for_by_the_next(monkey
     that it reads."""
     source, is_over = Meets(0, 1), RefitCall._is_over
     with World(trainers=1, sources=[source]) as w:
-        ok(w.refit(1))
+        w.commits(1)
         source.inside.clear()
         source.go_on.clear()
 
@@ -260,23 +276,13 @@ def test_what_an_interrupted_call_was_computing_is_waited_for_by_the_next(monkey
 
         with monkeypatch.context() as patch:
             patch.setattr(RefitCall, "_is_over", interrupted)
-            assert isinstance(w.refit(2)[0], KeyboardInterrupt)
-        (late,) = w.refit(3, deadline_s=1.0)
-        assert isinstance(late, e.DeadlineExceeded), late
-        assert "a computation of an earlier refit has not ended" in str(late)
+            w.fails(2, KeyboardInterrupt)
+        refuses_while_it_runs(w)
         assert source.computations == 2
-        w.sessions[0].deadline_s = 0.5
-        with pytest.raises(e.DeadlineExceeded, match="uses this rank's parameters"):
-            w.sessions[0].release()
-        w.sessions[0].deadline_s = w.deadline_s
         source.go_on.set()
         w.sessions[0].release()
-        ok(w.refit(4))
-        assert (
-            w.sessions[0].computing is None
-            and source.computations == 3
-            and not any(t.wrong(4) for t in w.engines[0].takers)
-        )
+        w.commits(4)
+        assert w.sessions[0].computing is None and source.computations == 3
 
 
 @pytest.mark.parametrize("begins", [True, False])
@@ -285,8 +291,8 @@ def test_a_call_that_is_interrupted_as_it_begins_something_leaves_nothing_that_n
     """Starting a thread waits for it, so that it may run by then, or is about to. What does is waited for, what does not never will."""
     source, inside, go_on = Meets(0, 1), threading.Event(), threading.Event()
     with World(trainers=1, sources=[source]) as w:
-        ok(w.refit(1))
-        start, step, asides = threading.Thread.start, getattr(source, what), []
+        w.commits(1)
+        start, step, background = threading.Thread.start, getattr(source, what), []
 
         def held(*a):
             inside.set()
@@ -294,8 +300,8 @@ def test_a_call_that_is_interrupted_as_it_begins_something_leaves_nothing_that_n
             return step(*a)
 
         def interrupted(thread) -> None:
-            asides.extend([thread] * (thread.name == "xfer-background"))
-            if thread not in asides or len(asides) <= (what == "compute"):  # a drain comes first
+            background.extend([thread] * (thread.name == "xfer-background"))
+            if thread not in background or len(background) <= (what == "compute"):  # a drain comes first
                 return start(thread)
             if begins:
                 start(thread)
@@ -305,24 +311,18 @@ def test_a_call_that_is_interrupted_as_it_begins_something_leaves_nothing_that_n
         setattr(source, what, held)
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", interrupted)
-            assert isinstance(w.refit(2)[0], KeyboardInterrupt)
+            w.fails(2, KeyboardInterrupt)
         setattr(source, what, step)
         if begins:
-            (late,) = w.refit(3, deadline_s=1.0)
-            assert isinstance(late, e.DeadlineExceeded), late
-            w.sessions[0].deadline_s = 0.5
-            with pytest.raises(e.DeadlineExceeded, match="uses this rank's parameters"):
-                w.sessions[0].release()
-            w.sessions[0].deadline_s = w.deadline_s
+            refuses_while_it_runs(w)
         else:
             before = source.drained, source.computations
-            start(asides[-1])  # the system may still get to it
-            asides[-1].join(10)
+            start(background[-1])  # the system may still get to it
+            background[-1].join(10)
             assert before == (source.drained, source.computations)
         go_on.set()
         w.sessions[0].release()
-        ok(w.refit(4))
-        assert not any(t.wrong(4) for t in w.engines[0].takers)
+        w.commits(4)
 
 
 @settings(max_examples=40, deadline=None)

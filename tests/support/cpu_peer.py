@@ -7,17 +7,19 @@ test what happened, `Hold` lets it stop a pull in the middle.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
 
 import msgspec
 import numpy as np
+import pytest
 
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
 from xfer.kernels import bind
 from xfer.plan.program import row_wire_bytes
-from xfer.transport import peer
+from xfer.transport import peer, routes
 from xfer.transport.group import Aborted
 
 OFFERED: weakref.WeakValueDictionary[int, Export] = weakref.WeakValueDictionary()
@@ -152,3 +154,14 @@ class Pull:
         if not self._done:
             raise Aborted("the pull was stopped here", where=where)
         return peer.PullStats(self.nbytes, (), 0.0, time.perf_counter() - self._began)
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    """Workers of a World pull through this double."""
+    monkeypatch.setitem(routes.PEERS, "cpu", sys.modules[__name__])
+    monkeypatch.setattr("tests.support.world.HOST_PULL", True)
+    for state in (Hold, REFUSED, MAPPED):
+        state.clear()
+    yield
+    Hold.clear()

@@ -15,9 +15,11 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from examples.common.ports import free_port
+from xfer.coordinator.coordinator import Coordinator
 from xfer.coordinator.state import Options
 from xfer.engines.layout import EngineLayout
 from xfer.participants.controller import Controller
+from xfer.participants.lane import Lane
 from xfer.participants.trainer import TrainerSession
 from xfer.participants.worker import WorkerSession
 from xfer.routes import Direct, Route, worker_side
@@ -26,6 +28,7 @@ from xfer.trace.traced import Traced
 from xfer.trace.traced import TrainerLayout as ToyLayout
 
 TOKEN = "token of the test world"
+REFIT = dict(version=None, verify=True, wait="commit", min_replicas=None, deadline_s=None)
 HOST_PULL = False
 """For all worlds of a module that says so."""
 
@@ -66,6 +69,17 @@ class ToySource:
                 self.params[name].copy_(full[lo:hi])
             else:
                 self.params[name] = full[lo:hi].clone()
+
+    def move(self) -> None:
+        """Other storages with the same values. The old ones hold NaN, for those who still read them."""
+        for name, old in list(self.params.items()):
+            self.params[name] = old.clone()
+            old.fill_(float("nan"))
+
+    def turn(self) -> None:
+        """Other strides, same values: only a new plan reads it rightly."""
+        w = self.params["layers.0.w"]
+        self.params["layers.0.w"] = w.t().contiguous().t() if w.is_contiguous() else w.contiguous()
 
     def drain(self) -> None:
         self.drained += 1
@@ -248,11 +262,9 @@ class ToyEngine:
     def engine(self):
         return self
 
-    def refuse_own_loop(self, call):
-        pass
+    def refuse_own_loop(self, call): ...
 
-    def ask_paused(self, timeout):
-        pass
+    def ask_paused(self, timeout): ...
 
     def hand_over_drafter(self, timeout):
         return False
@@ -260,8 +272,7 @@ class ToyEngine:
     def hold(self):
         return contextlib.nullcontext()
 
-    def stay_paused(self, timeout=0.0):
-        pass
+    def stay_paused(self, timeout=0.0): ...
 
     def workers(self, timeout=0.0):
         return len(self.takers)
@@ -273,19 +284,9 @@ class ToyEngine:
             self._init(info)
 
     def _init(self, info):
+        where = info["rendezvous"], info["token"], info["deadline_s"], self.open, self.in_step
         self.sessions = [
-            WorkerSession(
-                t,
-                worker_side,
-                info["replica"],
-                i,
-                info["workers"],
-                info["rendezvous"],
-                info["token"],
-                info["deadline_s"],
-                self.open,
-                self.in_step,
-            )
+            WorkerSession(t, worker_side, info["replica"], i, info["workers"], *where)
             for i, t in enumerate(self.takers)
         ]
         self._all(lambda i: self.sessions[i].join())
@@ -302,8 +303,7 @@ class ToyEngine:
         self._did("start")
         self.open = True
 
-    def finish_ahead(self):
-        pass
+    def finish_ahead(self): ...
 
     def update(self, info, timeout):
         self._did("update")
@@ -324,8 +324,7 @@ class ToyEngine:
     def ranks_in_step(self, timeout=0.0):
         return self.in_step
 
-    def assume_paused(self):
-        pass
+    def assume_paused(self): ...
 
     def assume_open_session(self):
         self.log.append("session was open")
@@ -350,12 +349,13 @@ def good(results):
     return results[0]
 
 
-def failed(results, kind, world: World, within: float, since: float, text: str = "") -> None:
-    """Every rank raised an error of this kind that says `text`, within so many seconds."""
-    assert time.monotonic() - since < within, f"took {time.monotonic() - since:.1f} s"
+def raised(results, kind, *texts: str) -> list:
+    """Every result is an error of this kind that contains `texts`."""
     for r in results:
         assert isinstance(r, kind), repr(r)
-        assert text in str(r), str(r)
+        for text in texts:
+            assert text in str(r), str(r)
+    return results
 
 
 def right(world: World, version: int, replicas=None) -> None:
@@ -418,16 +418,53 @@ class World:
         self.sessions[i] = s
         s.open(self.wait)
 
+    @property
+    def coordinator(self) -> Coordinator:
+        return self.sessions[0]._server.coordinator
+
+    def phase(self, replica: int) -> str:
+        return self.coordinator.replicas[replica].phase.value
+
+    def epochs(self) -> list[int]:
+        return [r.epoch for r in self.coordinator.replicas.values()]
+
+    def lane(self, replica: int = 0, worker: int = 0) -> Lane:
+        return self.engines[replica].sessions[worker]._lane_
+
+    def armed(self) -> bool:
+        """Whether a refit is open in which all workers have armed."""
+        refit = self.coordinator.refit
+        return bool(refit) and all(len(part.armed) == part.replica.size for part in refit.parts.values())
+
     def later(self, what: Callable[[], object]) -> None:
-        """The rendezvous' thread does this after what has come by now: a sleep there stands for a process that is stopped."""
+        """Call `what` on the rendezvous' thread, after what has come by now. A wait there stands for a process that is stopped."""
         self.sessions[0]._server.loop.call_soon_threadsafe(what)
+
+    def leave(self, replica: int) -> None:
+        """The processes of a replica close their sessions."""
+        self.controllers[replica].close()
+        for s in self.engines[replica].sessions:
+            s.close()
+        gone = self.coordinator.replicas[replica]
+        until_true(lambda: gone.phase.value == "lost" and not gone.workers)
+
+    def lose(self, replica: int) -> None:
+        """The connections of a replica break, as if its processes had died."""
+        for s in self.engines[replica].sessions:
+            s._party.channel.close()
+        self.controllers[replica].close()
+
+    def come(self, replica: int, engine: ToyEngine | None = None) -> Controller:
+        """A new engine joins as this replica."""
+        self.engines[replica] = engine or ToyEngine(self.workers, self.shapes)
+        self.controllers[replica] = self.serve(self.engines[replica], replica)
+        return self.controllers[replica]
 
     def shorten(self, deadline_s: float) -> None:
         """From now on: as if trainers had connected with this deadline, in which a busy machine might not have connected them."""
         for session in self.sessions:
             session.deadline_s = deadline_s
-        hub = self.sessions[0]._server.coordinator
-        hub.options = replace(hub.options, deadline_s=deadline_s)
+        self.coordinator.options = replace(self.coordinator.options, deadline_s=deadline_s)
 
     def on_all(self, call, ranks=None) -> list:
         """call(i) on every trainer's thread; results or the exceptions they raised."""
@@ -449,12 +486,39 @@ class World:
         return [out.get(i, TimeoutError(f"trainer {i} hangs")) for i in ranks]
 
     def refit(self, weights: int | None = None, ranks=None, **kw) -> list:
-        options = dict(version=None, verify=True, wait="commit", min_replicas=None, deadline_s=None) | kw
+        options = REFIT | kw
         if weights is not None:
             for s in self.sources:
                 s.set(weights)
 
         return self.on_all(lambda i: self.sessions[i].refit(**options), ranks)
+
+    def start(self, weights: int | None = None, ranks=None, **kw) -> Callable[[], list]:
+        """Begin a refit on threads. The result waits for them and returns what `refit` returns."""
+        out: list = []
+        thread = threading.Thread(target=lambda: out.extend(self.refit(weights, ranks, **kw)), daemon=True)
+        thread.start()
+
+        def results(seconds: float = 60.0) -> list:
+            thread.join(seconds)
+            assert not thread.is_alive(), "the refit hangs"
+            return out
+
+        results.running = thread.is_alive
+        return results
+
+    def commits(self, weights: int, /, replicas=None, **kw):
+        """A refit of these weights, after which all workers (of `replicas`) hold exactly them. Its report."""
+        report = good(self.refit(weights, **kw))
+        right(self, weights, replicas)
+        return report
+
+    def fails(self, weights: int | None, kind, /, *texts: str, within: float = 15.0, ranks=None, **kw) -> list:
+        """A refit in which every rank raises an error of this kind that contains `texts`, within so many seconds."""
+        began = time.monotonic()
+        results = self.refit(weights, ranks, **kw)
+        assert time.monotonic() - began < within, f"took {time.monotonic() - began:.1f} s"
+        return raised(results, kind, *texts)
 
     def close(self) -> None:
         for c in self.controllers:

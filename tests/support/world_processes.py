@@ -1,5 +1,5 @@
 """The small world of world.py with a process for every trainer, controller and worker, so that each can be killed or
-stopped at any point. Hub, channels, planner, transport and checksums are the real ones; so are the deaths.
+stopped at any point.
 
 Processes are forked from a server that has imported torch once. A worker that dies ends its controller's call at once,
 as vLLM's executor does, but those beside it live on, so that what becomes of them can be seen.
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from examples.common.ports import free_port
-from tests.support.world import TOKEN, ToyEngine, ToySource, ToyTaker
+from tests.support.world import REFIT, TOKEN, ToyEngine, ToySource, ToyTaker
 
 if TYPE_CHECKING:
     from xfer.participants.trainer import TrainerSession
@@ -70,9 +70,7 @@ def _serve_trainer(conn: Connection, made: Callable[..., TrainerSession], **more
             raise
 
     def refit(**options):
-        r = session.refit(
-            **{"version": None, "verify": True, "wait": "commit", "min_replicas": None, "deadline_s": None} | options
-        )
+        r = session.refit(**REFIT | options)
         return {
             "version": r.version,
             "committed": [o.committed for o in r.outcomes],
@@ -91,11 +89,7 @@ def _trainer(conn: Connection, rank: int, world: int, env: dict) -> None:
     def made(rendezvous: str, **args):
         return trainer_session(source, rendezvous, TOKEN, **args, **direct)
 
-    def change():  # other strides each time, same values: only a new plan reads it rightly
-        w = source.params["layers.0.w"]
-        source.params["layers.0.w"] = w.t().contiguous().t() if w.is_contiguous() else w.contiguous()
-
-    _serve_trainer(conn, made, set=source.set, change=change)
+    _serve_trainer(conn, made, set=source.set, change=source.turn)
 
 
 def _worker(
@@ -313,13 +307,15 @@ class ProcessWorld:
             if not t.proc.is_alive():
                 t.stop()
                 self.trainers[i] = self._trainer(i, len(self.trainers))
+        self.serve_all()
+        where = dict(rendezvous=self.rendezvous, replicas=len(self.replicas), deadline_s=self.deadline_s)
+        return self.on_all("connect", **where)
+
+    def serve_all(self) -> None:
+        """The engines come to a new rendezvous, before any trainer is there."""
         self.rendezvous = f"tcp://127.0.0.1:{free_port()}"
         for r in self.replicas:
             self.serve(r)
-        results = self.on_all(
-            "connect", rendezvous=self.rendezvous, replicas=len(self.replicas), deadline_s=self.deadline_s
-        )
-        return results
 
     def serve(self, replica: Replica) -> None:
         replica.controller.value("serve", rendezvous=self.rendezvous, replica=replica.index, deadline_s=self.deadline_s)

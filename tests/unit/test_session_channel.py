@@ -1,4 +1,4 @@
-"""Control connections: nobody is heard who has not proved the token, and no frame can hurt whoever reads it."""
+"""Control connections: nobody is heard who has not proved the token, and no frame can hurt whoever reads it. How they close."""
 
 import contextlib
 import os
@@ -11,14 +11,17 @@ import pytest
 
 from examples.common.ports import free_port
 from tests.support.proc import PATIENCE
+from tests.support.world import until_true
 from xfer.coordinator import messages as m
 from xfer.coordinator.events import Disconnected, Received, Unproven
 from xfer.coordinator.state import Options
-from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost
+from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, Unsupported
 from xfer.rendezvous import channel as c
+from xfer.rendezvous.client import RendezvousClient
 from xfer.rendezvous.server import Server
 
 TOKEN = "a token for tests"
+OPTIONS = Options(1, 1, 20.0, 4096)
 
 
 class Listener:
@@ -27,8 +30,7 @@ class Listener:
     def __init__(self, token=TOKEN):
         self.address = f"tcp://127.0.0.1:{free_port()}"
         self.got, self.ended, self.refused = [], [], []
-        self.done = threading.Event()
-        self.server = Server(self.address, token, Options(1, 1, 20.0, 4096))
+        self.server = Server(self.address, token, OPTIONS)
         self.server.feed = self._feed
 
     def _feed(self, event):
@@ -36,63 +38,60 @@ class Listener:
             self.got.append(event.message)
         elif isinstance(event, Disconnected):
             self.ended.append(event.reason)
-            self.done.set()
         elif isinstance(event, Unproven):
             self.refused.append(event.host)
-            self.done.set()
 
-    def close(self):
-        self.server.close()
+    def connect(self) -> socket.socket:
+        return socket.create_connection(c.parse_address(self.address), timeout=5.0)
 
 
 @pytest.fixture
 def listener():
     one = Listener()
     yield one
-    one.close()
+    one.server.close()
 
 
-def wait(test, seconds=5.0):
-    until = time.monotonic() + seconds
-    while not test():
-        assert time.monotonic() < until, "nothing happened"
-        time.sleep(0.01)
+def talking(address: str, ended=lambda reason: None) -> c.Channel:
+    client = c.dial(address, TOKEN, 5.0)
+    client.start(lambda message: None, ended)
+    return client
 
 
 def test_both_prove_the_token_and_talk(listener):
-    client = c.dial(listener.address, TOKEN, 5.0)
-    client.start(lambda msg: None, lambda reason: None)
+    client = talking(listener.address)
     client.send(m.StoreSet("r0/a", b"x" * 60000))
     client.send(m.Leave())
-    wait(lambda: len(listener.got) == 2)
+    until_true(lambda: len(listener.got) == 2)
     assert listener.got[0].value == b"x" * 60000 and isinstance(listener.got[1], m.Leave)
     client.close()
 
 
-def test_a_wrong_token_is_refused_on_both_sides(listener):
+def test_a_wrong_token_is_refused_on_both_sides_and_nothing_is_said(listener):
     with pytest.raises(HandshakeError, match="different tokens"):
         c.dial(listener.address, "another token", 5.0)
-    wait(listener.done.is_set)
-    assert listener.refused and not listener.got
+    until_true(lambda: listener.refused)
+    assert not listener.got
+    with pytest.raises(HandshakeError, match="8 characters"):
+        c.dial(listener.address, "short", 1.0)
 
 
-def test_a_listener_that_does_not_know_the_token_is_not_talked_to():
-    impostor = Listener("what the impostor guesses")
-    with pytest.raises(HandshakeError):
-        c.dial(impostor.address, TOKEN, 5.0)
-    assert not impostor.got
-    impostor.close()
-
-
-def test_replaying_a_seen_proof_does_not_open_the_door(listener):
+def test_a_replayed_proof_does_not_open_the_door(listener):
     """A proof is made of both nonces, so what was seen on another connection is worthless."""
-    host, port = c.parse_address(listener.address)
-    sock = socket.create_connection((host, port))
-    greeting = sock.recv(8 + 32)
-    sock.sendall(c.MAGIC + os.urandom(32) + c.proof(TOKEN, b"client", os.urandom(32), os.urandom(32)))
-    sock.recv(32)
-    wait(listener.done.is_set)
-    assert greeting.startswith(c.MAGIC) and listener.refused and not listener.got
+    with listener.connect() as sock:
+        assert sock.recv(8 + 32).startswith(c.MAGIC)
+        sock.sendall(c.MAGIC + os.urandom(32) + c.proof(TOKEN, b"client", os.urandom(32), os.urandom(32)))
+        sock.recv(32)
+        until_true(lambda: listener.refused)
+    assert not listener.got
+
+
+def test_garbage_instead_of_a_proof_is_dropped(listener):
+    with listener.connect() as sock, contextlib.suppress(ConnectionError):
+        sock.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"\0" * 200)
+        while sock.recv(1 << 10):
+            pass
+    assert not listener.got and not listener.ended
 
 
 @pytest.mark.parametrize(
@@ -102,72 +101,46 @@ def test_hostile_frames_end_the_connection_and_nothing_else(listener, frame):
     client = c.dial(listener.address, TOKEN, 5.0)
     client._sock.setblocking(True)
     client._sock.sendall(frame)
-    wait(listener.done.is_set)
-    assert not listener.got and listener.ended
+    until_true(lambda: listener.ended)
+    assert not listener.got
     client.close()
 
 
-def test_garbage_instead_of_a_challenge_is_dropped(listener):
-    host, port = c.parse_address(listener.address)
-    with socket.create_connection((host, port)) as sock:
-        sock.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"\0" * 200)
-        sock.settimeout(5.0)
-        with contextlib.suppress(ConnectionError):
-            while sock.recv(1 << 10):
-                pass
-    assert not listener.got and not listener.ended
-
-
-def test_another_version_of_xfer_is_told_apart_before_anything_is_said_that_it_could_not_read():
+@pytest.fixture
+def greeted():
+    """Gives a function: where a listener says this, and then hears to the end."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
 
-        def greet():
-            client, _ = sock.accept()
-            with client:
-                client.sendall(b"xfer" + struct.pack("<I", m.WIRE_VERSION + 1) + b"n" * 32)
-                client.recv(1 << 10)
+        def with_(greeting: bytes) -> str:
+            def greet():
+                client, _ = sock.accept()
+                with client:
+                    client.sendall(greeting)
+                    while client.recv(1 << 10):
+                        pass
 
-        threading.Thread(target=greet, daemon=True).start()
-        with pytest.raises(
-            HandshakeError, match=f"version {m.WIRE_VERSION + 1}, this process {m.WIRE_VERSION}(.|\n)*same xfer"
-        ):
-            c.dial(f"tcp://127.0.0.1:{sock.getsockname()[1]}", TOKEN, 20.0)
+            threading.Thread(target=greet, daemon=True).start()
+            return f"tcp://127.0.0.1:{sock.getsockname()[1]}"
 
-
-def test_nobody_at_the_address_ends_at_the_deadline():
-    t0 = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match="no xfer rendezvous"):
-        c.dial(f"tcp://127.0.0.1:{free_port()}", TOKEN, 1.0)
-    assert time.monotonic() - t0 < 4.0 * PATIENCE
+        yield with_
 
 
-@pytest.mark.parametrize("greeting", [b"", c.MAGIC, c.MAGIC + b"n" * 32])
-def test_a_listener_that_falls_silent_is_waited_for_until_the_deadline_only(greeting):
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-
-        def greet():
-            client, _ = sock.accept()
-            client.sendall(greeting)
-            client.recv(1 << 10)  # what it proves, and then its end
-            while client.recv(1 << 10):
-                pass
-
-        threading.Thread(target=greet, daemon=True).start()
-        t0 = time.monotonic()
-        with pytest.raises(DeadlineExceeded, match="accepts connections and says nothing: is that process stopped"):
-            c.dial(f"tcp://127.0.0.1:{sock.getsockname()[1]}", TOKEN, 0.3)
-        assert time.monotonic() - t0 < 3.0 * PATIENCE
+def test_another_version_of_xfer_is_told_apart_before_anything_is_said_that_it_could_not_read(greeted):
+    at = greeted(b"xfer" + struct.pack("<I", m.WIRE_VERSION + 1) + b"n" * 32)
+    with pytest.raises(
+        HandshakeError, match=f"version {m.WIRE_VERSION + 1}, this process {m.WIRE_VERSION}(.|\n)*same xfer"
+    ):
+        c.dial(at, TOKEN, 20.0)
 
 
-def test_a_closed_peer_is_an_error_on_send(listener):
-    client = c.dial(listener.address, TOKEN, 5.0)
-    client.start(lambda msg: None, lambda reason: None)
-    wait(lambda: listener.server._connections)
-    listener.close()
-    with pytest.raises(PeerLost):
-        for _ in range(100):
-            client.send(m.Leave())
-            time.sleep(0.01)
+@pytest.mark.parametrize("greeting", [None, b"", c.MAGIC, c.MAGIC + b"n" * 32])
+def test_a_listener_that_is_not_there_or_falls_silent_is_waited_for_until_the_deadline_only(greeted, greeting):
+    at = f"tcp://127.0.0.1:{free_port()}" if greeting is None else greeted(greeting)
+    said = "accepts connections and says nothing: is that process stopped"
+    began = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="no xfer rendezvous" if greeting is None else said):
+        c.dial(at, TOKEN, 0.3)
+    assert time.monotonic() - began < 3.0 * PATIENCE
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1:1", "tcp://x", "tcp://:1", "tcp://h:0", "tcp://h:99999", "http://h:1"])
@@ -176,6 +149,58 @@ def test_addresses_are_checked(address):
         c.parse_address(address)
 
 
-def test_short_tokens_are_refused():
-    with pytest.raises(HandshakeError, match="8 characters"):
-        c.dial("tcp://127.0.0.1:1", "short", 1.0)
+# ---- a rendezvous that closes
+
+
+def test_a_closed_peer_is_an_error_on_send(listener):
+    client = talking(listener.address)
+    until_true(lambda: listener.server._connections)
+    listener.server.close()
+    with pytest.raises(PeerLost):
+        for _ in range(100):
+            client.send(m.Leave())
+            time.sleep(0.01)
+
+
+def test_what_the_coordinator_said_last_arrives_though_it_has_not_read_what_it_was_sent():
+    """A socket that is closed with bytes unread takes back what the other side has not read of its own."""
+    at = f"tcp://127.0.0.1:{free_port()}"
+    server = Server(at, TOKEN, Options(2, 1, 20.0, 4096))
+    one, other = (RendezvousClient(at, TOKEN, "trainer", index=i, size=2, deadline_s=10.0) for i in range(2))
+    one.send(m.Failed(m.WireError.of(Unsupported("layer 1 cannot be read"), "trainer 0")))
+    with pytest.raises(Unsupported, match="layer 1 cannot be read"):
+        for i in range(100):
+            if i == 3:
+                threading.Thread(target=server.close).start()
+            other.send(m.Specs(b"x" * 1_000_000))
+            time.sleep(0.02)
+    one.close()
+    other.close()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_client_that_has_proved_the_token_when_the_rendezvous_closes_is_not_left_waiting(inside):
+    """It has said nothing yet, or is about to be let in: for its whole deadline it waited for a welcome."""
+    at, ended = f"tcp://127.0.0.1:{free_port()}", threading.Event()
+    server = Server(at, TOKEN, OPTIONS)
+    prove = server.proven
+    if not inside:
+        server.proven = lambda connection: setattr(server, "closing", True) or prove(connection)
+    talking(at, lambda reason: ended.set())
+    server.close()
+    assert ended.wait(5)
+
+
+def test_a_caller_that_comes_as_the_rendezvous_closes_is_let_go_at_once():
+    """Its connection was accepted and forgotten, so that a trainer which connected again waited 20 s for a greeting."""
+    one, at, go_on = Listener(), threading.Event(), threading.Event()
+    one.server.loop.call_soon_threadsafe(lambda: (at.set(), go_on.wait(10)))
+    assert at.wait(10)
+    with one.connect() as caller:
+        closing = threading.Thread(target=one.server.close)
+        closing.start()
+        time.sleep(0.2)  # until it has asked the thread that stands still
+        go_on.set()
+        closing.join(20)
+        with contextlib.suppress(ConnectionError):
+            assert not caller.recv(1)

@@ -55,6 +55,23 @@ def lane_of(party: RendezvousClient, role: str = "trainer") -> Lane:
     return Lane(party, role, 1, torch.device("cpu"), 0, Waiting(party, role))
 
 
+def test_a_go_that_a_lane_will_not_follow_is_refused_aloud():
+    """Its link is broken by itself alone, or its call raised before the coordinator let it go: others waited to the deadline."""
+    for stop in (
+        lambda lane: lane.cancel(PeerLost("stopped"), None),
+        lambda lane: lane.give_up(2, PeerLost("stopped")),
+    ):
+        party = RendezvousClient()
+        lane = lane_of(party)
+        lane.post(m.OpenLink(0, 2, True, 1))
+        assert lane.wait_idle(10)
+        stop(lane)
+        lane.post(m.Go(2, (0,), (2,), "1", False, 1.0))
+        assert lane.wait_idle(10)
+        assert [x for x in party.said if isinstance(x, m.Failed)][0].error.message == "stopped"
+        lane.close()
+
+
 @pytest.fixture
 def waiting():
     """(party, lane), the lane inside its wait of epoch 1."""

@@ -1,0 +1,536 @@
+"""How a job meets at its rendezvous: addresses, calls that fail and come again, strangers, builds that differ, layouts and caches.
+
+Trainers are threads and engines are small stand-ins (tests/support/world.py); mostly xfer's public calls are used.
+test_refit_errors.py has processes and a real vLLM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import xfer
+from examples.common.ports import free_port
+from tests.support.connect import flat_connect
+from tests.support.proc import PATIENCE
+from tests.support.world import TOKEN, ToyEngine, ToySource, World, raised, trainer_session
+from xfer import errors as e
+from xfer.cli import app
+from xfer.coordinator import messages as m
+from xfer.participants import trainer, worker
+from xfer.participants.controller import Controller
+from xfer.participants.trainer import TrainerSession
+from xfer.plan.cache import PlanCache
+from xfer.plan.fabric import Fabric, Site
+from xfer.rendezvous import client as party
+from xfer.rendezvous.channel import Channel
+from xfer.rendezvous.client import RendezvousClient
+from xfer.rendezvous.server import GREETERS
+
+
+def on_all(ranks: int, call) -> list:
+    return World(trainers=ranks).on_all(call)
+
+
+def somewhere() -> str:
+    return f"tcp://127.0.0.1:{free_port()}"
+
+
+# ---- addresses
+
+NAME = "trainer-0.test"
+V4, V6 = "127.0.0.1", "::1"
+ELSEWHERE = "2001:db8::1"
+"""For documentation; no host has it."""
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.create_server((V6, 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+ipv6 = pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6 loopback")
+
+
+@pytest.fixture
+def named(monkeypatch):
+    """Gives a function: from now on NAME has these addresses."""
+    real = socket.getaddrinfo
+
+    def has(*addresses: str) -> None:
+        def look_up(host, port, family=0, *more, **how):
+            if host != NAME:
+                return real(host, port, family, *more, **how)
+            found = [x for a in addresses for x in real(a, port, 0, socket.SOCK_STREAM) if family in (0, x[0])]
+            if not found:
+                raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+            return found
+
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
+
+    return has
+
+
+@ipv6
+@pytest.mark.parametrize(
+    ("host", "addresses", "others"),
+    [(f"[{V6}]", (), ()), (NAME, (V6,), ()), (NAME, (V4, ELSEWHERE), ()),
+     (NAME, (V6, V4), (V4, f"[{V6}]")), (NAME, (V4, V6), (V4, f"[{V6}]"))],
+)  # fmt: skip
+def test_a_job_meets_at_addresses_of_both_families_and_names_of_them(named, host, addresses, others):
+    """`others`: the same rendezvous by other names; another host may know, or reach, one of them only."""
+    named(*addresses)
+    port, engine = free_port(), ToyEngine(2)
+    where = dict(rendezvous=f"tcp://{host}:{port}", token=TOKEN, deadline_s=10.0 * PATIENCE)
+    controller = xfer.serve(engine, **where)
+
+    def run(rank: int):
+        with flat_connect(trainer=ToySource(rank, 2), **where) as session:
+            for other in (host, *others) if rank else ():
+                seen = CliRunner().invoke(app, ["status", f"tcp://{other}:{port}", "--token", TOKEN])
+                assert seen.exit_code == 0 and "trainer 1" in seen.output, (other, seen.output)
+            return xfer.nccl_xfer_refit(session, verify=True).committed
+
+    assert on_all(2, run) == [1, 1]
+    controller.close()
+    assert not [t.wrong(0) for t in engine.takers if t.wrong(0)]
+
+
+def test_a_name_that_has_no_address_at_all_is_said_to_be_unknown(named):
+    named()
+    with pytest.raises(e.HandshakeError, match="this host does not know that name"):
+        flat_connect(trainer=ToySource(0, 1), rendezvous=f"tcp://{NAME}:{free_port()}", token=TOKEN)
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1", "::1]", "[one]", "[]"])
+def test_an_ipv6_address_stands_in_brackets(host):
+    address = f"tcp://{host}:29600"
+    with pytest.raises(e.XferError, match="is not a host name"):
+        xfer.serve(ToyEngine(1), rendezvous=address, token=TOKEN)
+    seen = CliRunner().invoke(app, ["status", address, "--token", TOKEN])
+    assert seen.exit_code == 1 and "is not a host name" in seen.output, seen.output
+
+
+# ---- connect() fails on all ranks, and all call it again at the same rendezvous
+
+OTHER = {"bucket_bytes": 1 << 16}
+"""Arguments that differ between the first and the second call. All ranks must agree on them, as on route="packed"."""
+
+
+class Job:
+    """Trainers and one engine that meet at one rendezvous, several times."""
+
+    def __init__(self, trainers: int):
+        self.trainers, self.rendezvous = trainers, somewhere()
+        self.sources, self.engine = [ToySource(i, trainers) for i in range(trainers)], ToyEngine(2)
+        self.sessions: list[xfer.Session | None] = [None] * trainers
+
+    def connect(self, rank: int, **how) -> None:
+        options = dict(deadline_s=20.0 * PATIENCE, engines=[self.engine]) | how
+        self.sessions[rank] = flat_connect(
+            trainer=self.sources[rank], rendezvous=self.rendezvous, token=TOKEN, **options
+        )
+
+    def refused(self, rank: int, **how) -> None:
+        self.sources[rank].read = refuse
+        with pytest.raises(e.Unsupported, match="cannot be read"):
+            self.connect(rank, **how)
+        del self.sources[rank].read
+
+    def refit_and_close(self, version: int) -> None:
+        def run(rank: int):
+            with self.sessions[rank] as session:
+                self.sources[rank].set(version)
+                return xfer.nccl_xfer_refit(session, verify=True).committed
+
+        assert on_all(self.trainers, run) == [1] * self.trainers
+        assert not [t.wrong(version) for t in self.engine.takers if t.wrong(version)]
+
+
+def refuse():
+    raise e.Unsupported("this model cannot be read")
+
+
+def test_the_second_calls_of_all_ranks_meet_however_fast_each_is():
+    """A quick rank used to reach the first call's rendezvous and to hear its error again."""
+    job = Job(3)
+    for version, slow in enumerate(({}, {0: 0.3}, {1: 0.3, 2: 0.6}), 1):
+
+        def twice(rank: int, slow=slow):
+            job.refused(rank)
+            time.sleep(slow.get(rank, 0.0))
+            job.connect(rank, **OTHER)
+
+        began = time.monotonic()
+        assert on_all(3, twice) == [None] * 3
+        assert time.monotonic() - began < 12.0 * PATIENCE
+        job.refit_and_close(version)
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_a_rank_that_comes_when_the_others_have_failed_and_called_again(same):
+    """For example a process that was started anew. Where it asks for the same it joins them; else it hears why their first call
+    failed and comes again. It used to be refused for its arguments, and the others with it."""
+    job, failed = Job(2), threading.Event()
+
+    def run(rank: int):
+        if rank == 0 and same:
+            with pytest.raises(e.DeadlineExceeded, match="trainer 1: it has not called"):
+                job.connect(0, deadline_s=0.5)
+        elif rank == 0:
+            job.refused(0, deadline_s=0.5)
+        failed.set() if rank == 0 else failed.wait(20 * PATIENCE)
+        if rank and not same:
+            with pytest.raises(e.Unsupported, match="cannot be read"):
+                job.connect(1)
+        job.connect(rank, **({} if same else OTHER))
+
+    assert on_all(2, run) == [None] * 2
+    job.refit_and_close(1)
+
+
+def test_a_rank_that_has_left_waits_for_the_next_session_until_its_deadline_only():
+    job = Job(2)
+    assert on_all(2, job.connect) == [None] * 2
+    job.sessions[1].close()
+    with pytest.raises(e.DeadlineExceeded, match=r"no new session began at (.|\n)*called xfer.connect\(\) again"):
+        job.connect(1, deadline_s=0.5)
+    job.sessions[0].close()
+    assert on_all(2, job.connect) == [None] * 2
+    job.refit_and_close(1)
+
+
+def test_an_engine_that_is_served_again_meets_the_next_session():
+    """Its second controller used to be told the error of the first session again."""
+    job, told, again = Job(2), threading.Event(), []
+
+    def serve():
+        while True:
+            controller = xfer.serve(job.engine, rendezvous=job.rendezvous, token=TOKEN, deadline_s=20.0 * PATIENCE)
+            try:
+                controller.wait_ready()
+                return again.append(controller)
+            except e.XferError:
+                controller.close()
+                told.set()
+
+    def run(rank: int):
+        if rank == 2:
+            return serve()
+        read = job.sources[rank].read
+        job.sources[rank].read = lambda: (read(), refuse())
+        with pytest.raises(e.Unsupported):
+            job.connect(rank, engines=())
+        del job.sources[rank].read
+        assert told.wait(20 * PATIENCE)
+        job.connect(rank, engines=())
+
+    assert on_all(3, run) == [None] * 3
+    job.refit_and_close(1)
+    again[0].close()
+
+
+def test_a_controller_that_was_closed_before_trainers_came_does_not_come_any_more():
+    """When trainers came it took the replica's place for a moment, in which the controller that was served after it was refused."""
+    before = set(threading.enumerate())
+    xfer.serve(ToyEngine(1), rendezvous=somewhere(), token=TOKEN).close()
+    until = time.monotonic() + 3.0 * PATIENCE
+    while left := set(threading.enumerate()) - before:
+        assert time.monotonic() < until, left
+        time.sleep(0.05)
+
+
+# ---- all ranks hear why it fails, whichever rank knows
+
+
+class NoDevMode(BaseHTTPRequestHandler):
+    """`vllm serve` without VLLM_SERVER_DEV_MODE."""
+
+    def do_GET(self):
+        self.send_error(404)
+
+    def log_message(self, *_): ...
+
+
+@pytest.fixture
+def no_dev_mode():
+    with ThreadingHTTPServer(("127.0.0.1", 0), NoDevMode) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize(("wait", "late_s"), [(True, 0.5), (False, 0.0), (False, 0.5)])
+@pytest.mark.parametrize("engine", ["no engine", "no dev mode"])
+def test_an_engine_that_cannot_be_used_is_named_to_all_ranks_at_once(no_dev_mode, engine, wait, late_s):
+    """Rank 0 sees it before it waits for anything. To the others it had just left, or they waited to their deadline."""
+    where = dict(rendezvous=somewhere(), token=TOKEN, deadline_s=20.0, wait=wait)
+    engines, kind, text = [no_dev_mode], e.XferError, "VLLM_SERVER_DEV_MODE=1"
+    if engine == "no engine":
+        engines, kind, text = [object()], e.Unsupported, "object.pause_generation"
+
+    def run(rank: int):
+        time.sleep(late_s * rank)
+        with flat_connect(trainer=ToySource(rank, 2), engines=engines, **where) as session:
+            time.sleep(0.5)  # without `wait`, the controller may still be asking its engine
+            return xfer.nccl_xfer_refit(session, deadline_s=5.0)
+
+    began = time.monotonic()
+    raised(on_all(2, run), kind, text)
+    assert time.monotonic() - began < 15
+
+
+def test_all_ranks_hear_why_trainer_0_refuses_however_late_they_are():
+    """One comes later, when trainer 0 has left; one still reads its layout then. They found the rendezvous gone."""
+    w = World(trainers=3, sources=[ToySource(i, 3) for i in range(3)], sessions=[None] * 3)
+    w.rendezvous, read = somewhere(), w.sources[2].read
+    w.sources[0].read, w.sources[2].read = refuse, lambda: (time.sleep(0.8), read())[1]
+
+    def come(i):
+        time.sleep(0.5 * (i == 1))
+        try:
+            w._connect_one(i)
+        finally:
+            w.sessions[i].close()  # as xfer.connect does
+
+    began = time.monotonic()
+    raised(w.on_all(come), e.Unsupported, "cannot be read")
+    assert time.monotonic() - began < 10
+
+
+def test_controllers_that_were_made_before_an_engine_was_refused_give_their_places_back():
+    made, again = ToyEngine(1), ToyEngine(1)
+    for engine, seconds in ((made, 0.5), (again, 1.0)):  # servers that come up late
+        engine.workers = lambda timeout, seconds=seconds: time.sleep(seconds) or 1
+    connect = dict(trainer=ToySource(0, 1), rendezvous=somewhere(), token=TOKEN, deadline_s=8.0)
+    with pytest.raises(e.Unsupported, match="URL"):
+        flat_connect(engines=[made, "10.0.0.2:8000"], **connect)
+    with flat_connect(engines=[again], **connect) as session:
+        assert xfer.nccl_xfer_refit(session).committed == 1
+    assert not again.takers[0].wrong(0) and made.takers[0].wrong(0)
+
+
+REJECTED = {
+    "an engine with another token": "running.*\n.*rejected: a caller with another token, last from",
+    "a trainer of another world": "trainer 1: it was rejected\n.*there are 3 trainer",
+}
+
+
+@pytest.mark.parametrize("case", REJECTED)
+def test_a_rank_that_waits_in_vain_is_told_which_processes_were_rejected_meanwhile(monkeypatch, case):
+    """All ranks are told, also where the deadline of rank 0, which knows, comes last."""
+    opened = TrainerSession.open
+    monkeypatch.setattr(TrainerSession, "open", lambda s, wait: (time.sleep(0.0 if s.index else 0.3), opened(s, wait)))
+    common, engine = dict(rendezvous=somewhere(), token=TOKEN), "engine" in case
+
+    def run(i: int):
+        if i < 2:
+            size = 3 if i and not engine else 2
+            return flat_connect(trainer=ToySource(i, size), deadline_s=2.0, **common)
+        controller = xfer.serve(ToyEngine(1), **common | dict(token=TOKEN + "?"), deadline_s=20.0)
+        try:
+            controller.wait_ready()
+        finally:
+            controller.close()
+
+    *vain, rejected = on_all(2 + engine, run)
+    for error in vain:
+        assert isinstance(error, e.DeadlineExceeded) and re.search(REJECTED[case], str(error)), error
+    assert isinstance(rejected, e.HandshakeError)
+
+
+def test_a_hub_that_reads_late_why_trainer_0_gives_up_still_tells_the_others(monkeypatch):
+    start = Channel.start
+    slow = lambda got: lambda x: (time.sleep(0.3 * isinstance(x, m.Failed)), got(x))  # noqa: E731
+    monkeypatch.setattr(Channel, "start", lambda channel, got, ended: start(channel, slow(got), ended))
+    connect = dict(rendezvous=somewhere(), token=TOKEN, deadline_s=2.0)
+    results = on_all(2, lambda i: flat_connect(trainer=ToySource(i, 2), **connect))
+    raised(results, e.DeadlineExceeded, "replicas [0] have not joined")
+
+
+# ---- strangers
+
+
+@pytest.mark.parametrize("say", [b"", b"xfer\x01"])
+def test_strangers_that_do_not_prove_the_token_hold_nobody_up(say):
+    """More of them than the door has room for. A client that has the token comes in at once."""
+    with World() as w, contextlib.ExitStack() as idle:
+        port = int(w.rendezvous.rsplit(":", 1)[1])
+        for _ in range(3 * GREETERS):
+            sock = idle.enter_context(socket.create_connection(("127.0.0.1", port)))
+            with contextlib.suppress(OSError):
+                sock.sendall(say)
+        began = time.monotonic()
+        RendezvousClient(w.rendezvous, TOKEN, "observer", deadline_s=10.0).close()
+        assert time.monotonic() - began < 5.0
+        w.commits(1)
+        assert len(w.sessions[0]._server.unproven) <= GREETERS
+
+
+def test_processes_of_another_job_at_this_rendezvous_are_refused_and_disturb_nobody():
+    """An engine and a trainer of another job that took this job's port: each has one error of the token; this job refits on."""
+    with World(trainers=2, workers=2) as w:
+        w.commits(1)
+        stranger = Controller(ToyEngine(2), w.rendezvous, TOKEN + "!", replica=0, deadline_s=20 * PATIENCE)
+        with pytest.raises(e.HandshakeError, match="token"):
+            stranger.wait_ready(30 * PATIENCE)
+        stranger.close()
+        with pytest.raises(e.XferError, match=r"127\.0\.0\.1(.|\n)*in use"):
+            trainer_session(ToySource(0, 1), w.rendezvous, TOKEN, deadline_s=5.0)
+        w.commits(2)
+
+
+# ---- builds of libraries that differ
+
+
+def plane(nccl: str, torch: str = "2.11"):
+    return lambda device: (("data plane", "nccl"), ("NCCL", nccl), ("torch", torch))
+
+
+@dataclass
+class Apart(World):
+    """The second trainer comes `late_s` after the first. Controllers hear what became of them before all is closed."""
+
+    late_s: float = 0.0
+
+    def _connect_one(self, i: int):
+        time.sleep(i * self.late_s)
+        super()._connect_one(i)
+
+    def close(self) -> None:
+        for c in self.controllers:
+            with contextlib.suppress(e.XferError):
+                c.wait_ready(10.0)
+        super().close()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "late_s", "says"),
+    [
+        (plane("2.27.3"), 1.0, ["NCCL is '2.27.3', trainer 0 has '2.28.9': install one version"]),
+        (plane("2.28.9", "2.9"), 0.0, ["torch is '2.9', trainer 0 has '2.11': install one release"]),
+        (plane("2.27.3", "2.9"), 0.0, ["NCCL is '2.27.3'", "torch is '2.9'"]),
+    ],
+)
+def test_an_engine_with_another_build_is_told_apart_at_the_door(monkeypatch, theirs, late_s, says):
+    """One error that names both builds, on every trainer and on the engine, long before the deadline."""
+    monkeypatch.setattr(trainer, "data_plane", plane("2.28.9"))
+    monkeypatch.setattr(worker, "data_plane", theirs)
+    w, began = Apart(deadline_s=60 * PATIENCE, late_s=late_s), time.monotonic()
+    with pytest.raises(e.HandshakeError) as caught:
+        w.connect()
+    assert time.monotonic() - began < 30 * PATIENCE
+    assert all(s in str(caught.value) for s in says) and "replica 0" not in str(caught.value.where), str(caught.value)
+    assert isinstance(w.controllers[0].error, e.HandshakeError) and says[0] in str(w.controllers[0].error)
+
+
+def test_a_trainer_rank_with_another_build_stops_all(monkeypatch):
+    monkeypatch.setattr(worker, "data_plane", plane("2.28.9"))
+    answers = iter([plane("2.28.9"), plane("2.28.8")])
+    monkeypatch.setattr(trainer, "data_plane", lambda device: next(answers)(device))
+    with pytest.raises(e.HandshakeError, match="NCCL is '2.28.[89]', trainer 0 has '2.28.[89]'"):
+        World(deadline_s=60 * PATIENCE).connect()
+
+
+def test_nothing_of_torch_is_compared_where_bytes_go_by_gloo():
+    assert party.data_plane(torch.device("cpu")) == (("data plane", "gloo"),)
+
+
+# ---- layouts, caches and fabrics
+
+
+class Replicated(ToySource):
+    """Rank r of 4 holds what rank r // 2 of 2 would: data-parallel pairs."""
+
+    def rows(self, n: int) -> tuple[int, int]:
+        return self.rank // 2 * n // 2, (self.rank // 2 + 1) * n // 2
+
+
+def digests(w: World) -> set[str]:
+    planes = [lane.plane for s in w.sessions for lane in s.lanes.values()]
+    planes += [s._lane_.plane for engine in w.engines for s in engine.sessions]
+    return {p.part.digest for p in planes}
+
+
+def test_a_layout_is_published_once_per_class_and_not_at_all_with_a_plan_in_the_cache(tmp_path, monkeypatch):
+    puts, put = [], PlanCache.put
+    monkeypatch.setattr(PlanCache, "put", lambda cache, part: (puts.append(part.key), put(cache, part)))
+    made = dict(trainers=4, workers=2, replicas=2, cache_dir=str(tmp_path))
+    with World(**made, sources=[Replicated(i, 4) for i in range(4)]) as w:
+        relay = w.coordinator.planning.layouts
+        # Two classes of trainers, two of workers, whatever the number of ranks and replicas.
+        assert len(relay._known) == 4 and not relay._waiting
+        first = relay.received
+        for version in (1, 2):
+            w.commits(version)
+        assert relay.received == first, "a warm refit publishes nothing"
+        plans, written = digests(w), len(puts)
+    with World(**made, sources=[Replicated(i, 4) for i in range(4)]) as w:
+        # Workers keep no cache of their own and still ask; trainers do not.
+        assert all(not s.party.shelf._layouts for s in w.sessions)
+        assert all(len(x._party.shelf._layouts) == 2 for engine in w.engines for x in engine.sessions)
+        assert digests(w) == plans
+        w.commits(1)
+    assert written and len(puts) == written, "what came from the cache is not written there again"
+
+
+G = 10**9
+
+
+@dataclass
+class OnFabric(World):
+    """Every trainer is given its site of `sites`."""
+
+    sites: tuple[Site, ...] = ()
+
+    def _connect_one(self, i: int):
+        options = dict(replicas=self.replicas, deadline_s=self.deadline_s, fabric=self.sites[i])
+        self.sessions[i] = trainer_session(self.sources[i], self.rendezvous, TOKEN, **options)
+        self.sessions[i].open(True)
+
+
+def test_senders_over_a_fabric_refit_bit_for_bit_and_the_digest_knows_the_fabric():
+    site = Site(
+        Fabric.uniform(3, 4, nvlink=400 * G, nic=50 * G, cross_rail="spine", spine=60 * G), (0, 1), ((4, 5), (2, 10))
+    )
+    with World(replicas=2) as w:
+        plain = digests(w)
+    with OnFabric(replicas=2, sites=(site, site)) as w:
+        placed = digests(w)
+        # One plan per replica, the same on all ranks; without a fabric replicas differ in where they start only.
+        assert len(plain) == len(placed) == 2 and not plain & placed
+        w.commits(1)
+
+
+def test_fabrics_that_place_other_ranks_or_differ_are_errors_on_every_rank():
+    one, other = (Fabric.uniform(2, 8, nvlink=400 * G, nic=n * G) for n in (50, 25))
+    too_many = Site(one, (0, 1), ((8, 9, 10),))
+    with pytest.raises(e.LayoutError, match="3 workers of replica 0; there are 2 and 2"):
+        OnFabric(deadline_s=15.0, sites=(too_many, too_many)).connect()
+    with pytest.raises(e.XferError, match="fabric is"):
+        OnFabric(deadline_s=10.0, sites=tuple(Site(f, (0, 1), ((8, 9),)) for f in (one, other))).connect()
+
+
+def test_connect_checks_the_fabric_before_it_opens_anything(tmp_path):
+    path, host = tmp_path / "fabric.json", {"names": ["a"], "gpus": 4, "nvlink": 4e11, "nic": 5e10}
+    path.write_text(json.dumps({"host": [host], "ranks": {"trainers": ["a:0-1"], "replicas": [["a:2"]]}}))
+    call = dict(rendezvous=somewhere(), token=TOKEN, trainer=ToySource(0, 1))
+    with pytest.raises(e.XferError, match="places 2 trainers and 1 replicas; this job has 1 and 1"):
+        flat_connect(fabric=path, **call)
+    path.write_text(json.dumps({"host": [{**host, "nic": "fast"}]}))
+    with pytest.raises(e.XferError) as caught:
+        flat_connect(fabric=path, deadline_s=-1, **call)
+    assert len(caught.value.violations) == 3  # the deadline, the file, and what is wrong in it
