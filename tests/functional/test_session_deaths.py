@@ -112,16 +112,17 @@ def cases(always: list, slow: list) -> list:
     return [*always, *(pytest.param(*(c if isinstance(c, tuple) else (c,)), marks=pytest.mark.slow) for c in slow)]
 
 
-def fault(w: ProcessWorld, text: str, **options):
-    """Starts a refit in which `text`, a fault of replica 0 or of trainers, happens. Returns its process."""
-    role, rank, point, _ = text.split(":")
+def at(w, role, rank, point, action):
+    """Arrange a fault of a trainer or of replica 0 for the next refit."""
     if point in ("plan", "link"):  # plans and links are made in a refit only when a layout changed
         w.trainers[0].value("change")
-    w.fault("trainers" if role == "trainer" else "replica0", f"{text}@1")
+    w.fault("trainers" if role == "trainer" else "replica0", f"{role}:{rank}:{point}:{action}@1")
+
+
+def begin(w, version: int, **options) -> None:
     for t in w.trainers:
-        t.value("set", version=2)
+        t.value("set", version=version)
     w.say("refit", **options)
-    return (w.trainers if role == "trainer" else w.replicas[0].workers)[int(rank)]
 
 
 def stopped(process):
@@ -154,7 +155,9 @@ def test_a_trainer_that_dies_or_stops_is_named_by_all_others_and_the_job_goes_on
     """Trainer 0 has the rendezvous in its process."""
     w, (_, rank, point, action) = world, text.split(":")
     rank, stops = int(rank), action == "stop"
-    victim = fault(w, text, deadline_s=SHORT if stops else FAR)
+    victim = w.trainers[rank]
+    at(w, *text.split(":"))
+    begin(w, 2, deadline_s=SHORT if stops else FAR)
     others = [i for i in range(3) if i != rank]
     kinds = ["DeadlineExceeded"] if stops else ["PeerLost"]
     # A trainer whose memory others read cannot know, without the coordinator, that they have ended.
@@ -192,8 +195,9 @@ POINTS = "plan link arm moving wave done commit".split()
 def test_an_engine_of_which_a_process_dies_or_stops_is_left_out_and_comes_back(world, text):
     """In the case of `hang`, the controller is killed meanwhile."""
     w, (_, rank, point, action) = world, text.split(":")
-    worker = fault(w, text, deadline_s=SHORT if action == "stop" else FAR, min_replicas=1)
-    name = f"replica 0 worker {rank}"
+    worker, name = w.replicas[0].workers[int(rank)], f"replica 0 worker {rank}"
+    at(w, *text.split(":"))
+    begin(w, 2, deadline_s=SHORT if action == "stop" else FAR, min_replicas=1)
     if action == "stop":
         stopped(worker)
     elif action == "hang":
@@ -280,9 +284,7 @@ def test_a_process_that_is_killed_at_any_moment(world, seed):
     victim = dice.choice([*w.trainers, *w.replicas[0].workers])
     trains = victim in w.trainers
     name = f"trainer {w.trainers.index(victim)}" if trains else "replica 0"
-    for t in w.trainers:
-        t.value("set", version=2)
-    w.say("refit", deadline_s=FAR, min_replicas=1)
+    begin(w, 2, deadline_s=FAR, min_replicas=1)
     time.sleep(dice.random() * 0.1)
     victim.signal(KILL)
     assert victim.dead()  # it may have answered before

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests.functional.test_session_protocol import fault  # noqa: F401
 from tests.support import cpu_peer
 from tests.support.proc import PATIENCE
 from tests.support.world import World, right, until_true
@@ -15,7 +16,7 @@ from xfer import errors as e
 from xfer.coordinator import deadlines as bounds
 from xfer.coordinator import messages as m
 from xfer.coordinator import state
-from xfer.participants import faults, refit
+from xfer.participants import refit
 from xfer.rendezvous import client
 from xfer.rendezvous.client import RendezvousClient
 from xfer.transport.p2p import P2P
@@ -24,18 +25,8 @@ SLACK_S = 3.0 * PATIENCE
 """Of a busy machine."""
 
 
-@pytest.fixture
-def fault(monkeypatch):
-    def set_fault(text: str, hang_s: float = 60.0):
-        faults._passed.clear()
-        monkeypatch.setenv("XFER_FAULT", text)
-        monkeypatch.setenv("XFER_FAULT_HANG_S", str(hang_s))
-
-    return set_fault
-
-
 @pytest.mark.parametrize("pulled", [False, True])
-def test_a_rank_that_raises_at_any_point_ends_the_refit_for_all_and_the_next_is_whole(fault, pulled):
+def test_a_rank_that_raises_at_any_point_ends_the_refit_for_all_and_the_next_is_whole(fault, pulled):  # noqa: F811
     """Before its first write an engine serves its old version on; after it, it is out of service until the next refit."""
     with World(trainers=2, host_pull=pulled) as w:
         for version, text in enumerate(
@@ -90,7 +81,7 @@ def test_why_a_connection_closed_comes_before_that_it_did(monkeypatch, late):
         w.commits(3)
 
 
-def test_a_rank_that_hangs_while_bytes_move_ends_at_the_deadline(fault):
+def test_a_rank_that_hangs_while_bytes_move_ends_at_the_deadline(fault):  # noqa: F811
     with World(trainers=2, deadline_s=15.0) as w:
         w.commits(1)
         fault("worker:1:moving:hang", hang_s=2.0)

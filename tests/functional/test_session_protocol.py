@@ -14,7 +14,17 @@ import torch
 from typer.testing import CliRunner
 
 from tests.support.proc import PATIENCE
-from tests.support.world import TOKEN, ToyLayout, ToySource, World, good, raised, right, trainer_session, until_true
+from tests.support.world import (
+    TOKEN,
+    ToyLayout,
+    ToySource,
+    World,
+    good,
+    raised,
+    right,
+    trainer_session,
+    until_true,
+)
 from xfer import errors as e
 from xfer.cli import app
 from xfer.coordinator import deadlines
@@ -23,6 +33,18 @@ from xfer.coordinator.coordinator import _RULES, Coordinator
 from xfer.participants import faults
 from xfer.trace.traced import Traced
 from xfer.transport.p2p import P2P
+
+
+@pytest.fixture
+def fault(monkeypatch):
+    """Gives a function: from now on these faults happen (xfer/participants/faults.py), in threads of this process."""
+
+    def set_fault(text: str, hang_s: float = 60.0):
+        faults._passed.clear()
+        monkeypatch.setenv("XFER_FAULT", text)
+        monkeypatch.setenv("XFER_FAULT_HANG_S", str(hang_s))
+
+    return set_fault
 
 
 def test_three_refits_in_a_row_each_give_the_new_weights():
@@ -80,9 +102,8 @@ def test_a_byte_that_is_wrong_in_the_engine_is_refused_with_verify_and_only_then
         w.commits(6, verify=True)
 
 
-def test_a_digest_that_differs_on_one_rank_moves_nothing(monkeypatch):
-    faults._passed.clear()
-    monkeypatch.setenv("XFER_FAULT", "trainer:1:digest:flip@1")
+def test_a_digest_that_differs_on_one_rank_moves_nothing(fault):
+    fault("trainer:1:digest:flip@1")
     with pytest.raises(e.PlanMismatch, match="trainer 1"):
         World(trainers=3).connect()
 

@@ -28,123 +28,49 @@ pytestmark = [
 VERSIONS = 2
 
 _BASE = dict(
-    vocab_size=152,
-    hidden_size=64,
-    head_dim=32,
-    hidden_act="silu",
-    max_position_embeddings=512,
-    rms_norm_eps=1e-6,
-    rope_theta=10000.0,
-    attention_bias=False,
-    bos_token_id=1,
-    eos_token_id=2,
-    torch_dtype="bfloat16",
-    tie_word_embeddings=False,
-)
+    vocab_size=152, hidden_size=64, head_dim=32, hidden_act="silu", max_position_embeddings=512, rms_norm_eps=1e-6,
+    rope_theta=10000.0, attention_bias=False, bos_token_id=1, eos_token_id=2, torch_dtype="bfloat16", tie_word_embeddings=False,
+)  # fmt: skip
 _QWEN3_MOE = dict(
-    _BASE,
-    model_type="qwen3_moe",
-    architectures=["Qwen3MoeForCausalLM"],
-    intermediate_size=64,
-    moe_intermediate_size=32,
-    num_experts=128,
-    num_experts_per_tok=8,
-    norm_topk_prob=True,
-    decoder_sparse_step=1,
-    mlp_only_layers=[],
-)
+    _BASE, model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], intermediate_size=64, moe_intermediate_size=32,
+    num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[],
+)  # fmt: skip
 _NEMOTRON_H = dict(
-    _BASE,
-    model_type="nemotron_h",
-    architectures=["NemotronHForCausalLM"],
-    mamba_num_heads=64,
-    mamba_head_dim=8,
-    ssm_state_size=16,
-    n_groups=8,
-    conv_kernel=4,
-    chunk_size=16,
-    expand=8,
-    mlp_hidden_act="relu2",
-    layer_norm_epsilon=1e-5,
-    use_bias=False,
-    use_conv_bias=True,
-    mamba_proj_bias=False,
-    mlp_bias=False,
-    num_attention_heads=32,
-    num_key_value_heads=2,
-    intermediate_size=64,
-    n_routed_experts=128,
-    num_experts_per_tok=6,
-    moe_intermediate_size=32,
-    moe_shared_expert_intermediate_size=64,
-    n_shared_experts=1,
-    norm_topk_prob=True,
-    n_group=1,
-    topk_group=1,
+    _BASE, model_type="nemotron_h", architectures=["NemotronHForCausalLM"], mamba_num_heads=64, mamba_head_dim=8,
+    ssm_state_size=16, n_groups=8, conv_kernel=4, chunk_size=16, expand=8, mlp_hidden_act="relu2", layer_norm_epsilon=1e-5,
+    use_bias=False, use_conv_bias=True, mamba_proj_bias=False, mlp_bias=False, num_attention_heads=32, num_key_value_heads=2,
+    intermediate_size=64, n_routed_experts=128, num_experts_per_tok=6, moe_intermediate_size=32,
+    moe_shared_expert_intermediate_size=64, n_shared_experts=1, norm_topk_prob=True, n_group=1, topk_group=1,
     routed_scaling_factor=2.5,
+)  # fmt: skip
+_QWEN3 = dict(
+    _BASE, model_type="qwen3", architectures=["Qwen3ForCausalLM"], num_hidden_layers=4, num_attention_heads=32,
+    num_key_value_heads=8, intermediate_size=128, tie_word_embeddings=True,
+)  # fmt: skip
+_DEEPSEEK_V3 = dict(
+    _BASE, model_type="deepseek_v3", architectures=["DeepseekV3ForCausalLM"], num_hidden_layers=16, num_attention_heads=128,
+    num_key_value_heads=128, intermediate_size=64, moe_intermediate_size=32, q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=8,
+    qk_rope_head_dim=8, v_head_dim=8,
+    n_routed_experts=32,  # of 256: the fewest of which EP16 gives each rank more than one
+    n_shared_experts=1, num_experts_per_tok=8, moe_layer_freq=1, first_k_dense_replace=3, n_group=8, topk_group=4,
+    topk_method="noaux_tc", scoring_func="sigmoid", routed_scaling_factor=2.5, norm_topk_prob=True, num_nextn_predict_layers=0,
+)  # fmt: skip
+_QWEN3_30B = dict(_QWEN3_MOE, num_hidden_layers=4, num_attention_heads=32, num_key_value_heads=4)
+_QWEN3_235B = dict(_QWEN3_MOE, num_hidden_layers=14, num_attention_heads=64, num_key_value_heads=4)
+_NANO = dict(_NEMOTRON_H, num_hidden_layers=8, hybrid_override_pattern="MEM*EME-")
+# Without the latent projections of its experts, for which Bridge 0.3.1 has no mapping.
+_SUPER = dict(
+    _NEMOTRON_H, num_hidden_layers=12, hybrid_override_pattern="MEM*EMEMEM*E", mamba_num_heads=128, n_routed_experts=512
 )
 CONFIGS: dict[str, tuple[dict, list[str]]] = {
-    "4B": (
-        dict(
-            _BASE,
-            model_type="qwen3",
-            architectures=["Qwen3ForCausalLM"],
-            num_hidden_layers=4,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            intermediate_size=128,
-            tie_word_embeddings=True,
-        ),
-        [],
-    ),
-    "30B-A3B": (dict(_QWEN3_MOE, num_hidden_layers=4, num_attention_heads=32, num_key_value_heads=4), []),
-    "235B-A22B": (dict(_QWEN3_MOE, num_hidden_layers=14, num_attention_heads=64, num_key_value_heads=4), []),
-    "DeepSeek-V3": (
-        dict(
-            _BASE,
-            model_type="deepseek_v3",
-            architectures=["DeepseekV3ForCausalLM"],
-            num_hidden_layers=16,
-            num_attention_heads=128,
-            num_key_value_heads=128,
-            intermediate_size=64,
-            moe_intermediate_size=32,
-            q_lora_rank=48,
-            kv_lora_rank=32,
-            qk_nope_head_dim=8,
-            qk_rope_head_dim=8,
-            v_head_dim=8,
-            n_routed_experts=32,  # of 256: the fewest of which EP16 gives each rank more than one
-            n_shared_experts=1,
-            num_experts_per_tok=8,
-            moe_layer_freq=1,
-            first_k_dense_replace=3,
-            n_group=8,
-            topk_group=4,
-            topk_method="noaux_tc",
-            scoring_func="sigmoid",
-            routed_scaling_factor=2.5,
-            norm_topk_prob=True,
-            num_nextn_predict_layers=0,
-        ),
-        ["*.e_score_correction_bias"],
-    ),
-    "nano-v3": (
-        dict(_NEMOTRON_H, num_hidden_layers=8, hybrid_override_pattern="MEM*EME-"),
-        ["*.e_score_correction_bias", "*.A_log"],
-    ),
-    # Without the latent projections of its experts, for which Bridge 0.3.1 has no mapping.
-    "super-v3": (
-        dict(
-            _NEMOTRON_H,
-            num_hidden_layers=12,
-            hybrid_override_pattern="MEM*EMEMEM*E",
-            mamba_num_heads=128,
-            n_routed_experts=512,
-        ),
-        ["*.e_score_correction_bias", "*.A_log"],
-    ),
+    "4B": (_QWEN3, []),
+    "30B-A3B": (_QWEN3_30B, []),
+    "235B-A22B": (_QWEN3_235B, []),
+    "DeepSeek-V3": (_DEEPSEEK_V3, ["*.e_score_correction_bias"]),
+    "nano-v3": (_NANO, ["*.e_score_correction_bias", "*.A_log"]),
+    "super-v3": (_SUPER, ["*.e_score_correction_bias", "*.A_log"]),
 }
+"""Config, and globs of the tensors that the checkpoint keeps in float32."""
 
 
 @dataclass(frozen=True)
@@ -220,15 +146,8 @@ class Stage:
             assert made["kind"] == "checkpoint", made["text"]
         self.traced: dict[Row, dict] = {}
         for row in rows:
-            self.trainer.say(
-                do="row",
-                folder=self.folder(row.model),
-                world=self.file(row),
-                parallel=row.trainer,
-                provider=row.provider,
-                versions=VERSIONS,
-                every=row in EVERY,
-            )
+            how = dict(parallel=row.trainer, provider=row.provider, versions=VERSIONS, every=row in EVERY)
+            self.trainer.say(do="row", folder=self.folder(row.model), world=self.file(row), **how)
 
     def folder(self, model: str) -> str:
         return str(self.work / f"model{list(CONFIGS).index(model)}")
@@ -247,14 +166,8 @@ class Stage:
 
     def refit(self, row: Row, **how: object) -> dict:
         traced = self.trace(row)
-        self.engine.say(
-            do="row",
-            folder=self.folder(row.model),
-            world=self.file(row),
-            parallel=row.engine,
-            replicas=row.replicas,
-            **how,
-        )
+        where = dict(folder=self.folder(row.model), world=self.file(row))
+        self.engine.say(do="row", **where, parallel=row.engine, replicas=row.replicas, **how)
         seen = self.engine.expect("row", "failed", timeout=3600)
         assert seen["kind"] == "row", seen["text"]
         if os.environ.get("XFER_REPORT") and not how:

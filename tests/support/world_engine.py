@@ -83,29 +83,14 @@ def row(folder: str, world: str, parallel: dict, replicas: int, misread: bool = 
                 w.finish()
                 wrong += [f"replica {replica}, version {version}: {line}" for line in w.wrong(version)]
     clock.append(time.perf_counter())
-    s = plan.summary
+    s, (began, traced, judged, ended) = plan.summary, clock
     return dict(
-        ranks=len(sources),
-        workers=len(team),
-        replicas=replicas,
-        golden=golden[:5],
-        wrong=wrong[:5],
-        moved=moved,
-        alike=[n for w in team for n in _alike(w)][:5],
-        waves=s.waves,
-        messages=s.messages,
-        direct=s.direct,
-        staged=s.staged,
-        fills=s.fills,
-        judged=sum(int(j.sum()) for w in team for j in w.judged.values()),
-        model_bytes=sum(t.nbytes for t in versions[0].values()),
-        broadcast=s.broadcast_bytes,
-        imbalance=max(imbalance),
-        trace_s=clock[1] - clock[0],
-        golden_s=clock[2] - clock[1],
-        plan_s=plan_s,
-        run_s=clock[3] - clock[2] - plan_s,
-    )
+        ranks=len(sources), workers=len(team), replicas=replicas, golden=golden[:5], wrong=wrong[:5], moved=moved,
+        alike=[n for w in team for n in _alike(w)][:5], waves=s.waves, messages=s.messages, direct=s.direct, staged=s.staged,
+        fills=s.fills, judged=sum(int(j.sum()) for w in team for j in w.judged.values()),
+        model_bytes=sum(t.nbytes for t in versions[0].values()), broadcast=s.broadcast_bytes, imbalance=max(imbalance),
+        trace_s=traced - began, golden_s=judged - traced, plan_s=plan_s, run_s=ended - judged - plan_s,
+    )  # fmt: skip
 
 
 def _misread(inventory: Inventory) -> Inventory:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.proc import PATIENCE
+from tests.support.world import until_true
 from xfer.coordinator import messages as m
 from xfer.direct.plane import DirectPlane
 from xfer.errors import PeerLost
@@ -183,18 +184,22 @@ def test_what_a_kernel_works_with_outlives_its_lane():
     del lane
     late, routes = routes, None
     late.drained, late = True, None
-    until = time.monotonic() + 10
-    while gone() is not None and time.monotonic() < until:
-        time.sleep(0.01)
-    assert gone() is None, "held for ever"
+    until_true(lambda: gone() is None)
 
 
-def collected(hold_s, lanes, moving=None):
-    """What a rank sends when its lanes end: `lanes` gives the replica of each and the seconds after which it ends."""
-    said, began = [], time.monotonic()
-    collector = DoneCollector(lambda message: said.append((message, time.monotonic() - began)), hold_s)
-    replicas = tuple(moving or sorted(r for r, _ in lanes))
-    collector.begin(m.Go(7, replicas, (1,) * len(replicas), "1", False, 1.0))
+@pytest.mark.parametrize(
+    ("hold_s", "lanes", "said"),
+    [
+        (5.0, [(0, 0.0), (1, 0.05), (2, 0.1)], [m.Done(7, (0, 1, 2), (m.Moved(1, 1), m.Moved(2, 2)))]),
+        (0.3, [(0, 0.0), (1, 0.0)], [m.Done(7, (0, 1), (m.Moved(1, 1),))]),  # lane 2 is slow
+        (0.0, [(0, 0.0), (1, 0.05)], [m.Done(7, (0,)), m.Done(7, (1,), (m.Moved(1, 1),))]),  # as in a small job
+    ],
+)
+def test_lanes_that_end_within_the_hold_say_done_once(hold_s, lanes, said):
+    """A lane that moved nothing has nothing to report, and none waits longer than for the last one, or the hold."""
+    got, began = [], time.monotonic()
+    collector = DoneCollector(lambda message: got.append((time.monotonic() - began, message)), hold_s)
+    collector.begin(m.Go(7, (0, 1, 2), (1, 1, 1), "1", False, 1.0))
 
     def end(replica, seconds):
         time.sleep(seconds)
@@ -205,24 +210,7 @@ def collected(hold_s, lanes, moving=None):
         t.start()
     for t in threads:
         t.join(10 * PATIENCE)
-    return said
-
-
-def test_lanes_that_end_together_say_done_once():
-    said = collected(5.0, [(0, 0.0), (1, 0.05), (2, 0.1)])
-    assert [message.replicas for message, _ in said] == [(0, 1, 2)], "and nobody waits longer than the last lane"
-    assert said[0][0].moved == (m.Moved(1, 1), m.Moved(2, 2)), "of a lane that moved nothing there is nothing to report"
-
-
-def test_a_slow_lane_holds_nobody_up_for_longer_than_that():
-    said = collected(0.05, [(0, 0.0), (1, 0.0)], moving=[0, 1, 2])
-    assert sorted(r for message, _ in said for r in message.replicas) == [0, 1]
-    assert all(seconds < 1.0 * PATIENCE for _, seconds in said)
-
-
-def test_in_a_small_job_every_lane_speaks_for_itself():
-    said = collected(0.0, [(0, 0.0), (1, 0.05)], moving=[0, 1, 2])
-    assert sorted(message.replicas for message, _ in said) == [(0,), (1,)]
+    assert [message for _, message in got] == said and all(seconds < 1.0 * PATIENCE for seconds, _ in got)
 
 
 def test_a_lane_of_a_refit_that_is_over_is_not_reported_for_the_next():

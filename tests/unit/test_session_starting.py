@@ -51,34 +51,19 @@ def held(monkeypatch):
     return meanwhile
 
 
-@pytest.fixture
-def pair():
-    ours, theirs = socket.socketpair()
-    yield ours, theirs
-    ours.close()
-    theirs.close()
-
-
 class _End(socket.socket):
-    """Of a pair, which has no TCP options."""
+    """One of a pair, which has no TCP options."""
 
-    def setsockopt(self, *_) -> None:
-        pass
-
-
-def channel(sock: socket.socket) -> c.Channel:
-    return c.Channel(_End(fileno=sock.detach()), "client")
+    def setsockopt(self, *_) -> None: ...
 
 
-def test_a_connections_reader(held, pair):
-    """A coordinator that closes in the moment in which somebody proved the token at its door."""
-    one = channel(pair[0])
-
-    def end() -> None:
-        one.close()
-        one.join(5.0)
-
-    held("xfer-read", lambda: one.start(lambda msg: None, lambda reason: None), end)
+def test_a_connections_reader(held):
+    """A coordinator that closes in the moment in which a client proved the token at its door."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        one = c.Channel(_End(fileno=ours.detach()), "client")
+        end = lambda: (one.close(), one.join(5.0))  # noqa: E731
+        held("xfer-read", lambda: one.start(lambda message: None, lambda reason: None), end)
 
 
 def test_routes_that_are_closed_late(held, monkeypatch):
