@@ -28,6 +28,7 @@ class ToyLLM:
     """A ToyEngine behind the methods of vLLM's `LLM`."""
 
     def __init__(self, toy: ToyEngine):
+        self.toy = toy
         parallel = SimpleNamespace(world_size=len(toy.takers))
         config = SimpleNamespace(parallel_config=parallel)
         self.llm_engine = SimpleNamespace(vllm_config=config, reset_encoder_cache=lambda: None)

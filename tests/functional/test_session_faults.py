@@ -81,16 +81,6 @@ def test_why_a_connection_closed_comes_before_that_it_did(monkeypatch, late):
         w.commits(3)
 
 
-def test_a_rank_that_hangs_while_bytes_move_ends_at_the_deadline(fault):  # noqa: F811
-    with World(trainers=2, deadline_s=15.0) as w:
-        w.commits(1)
-        fault("worker:1:moving:hang", hang_s=2.0)
-        w.fails(2, e.DeadlineExceeded, "still moving", within=1.0 + bounds.CALL_GRACE_S, deadline_s=1.0)
-        fault("")
-        until_true(lambda: w.lane(0, 1).wait_idle(0.0))
-        w.commits(3)
-
-
 # ---- ranks that do not call
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests.support.proc import PATIENCE
 from tests.support.world import (
     TOKEN,
     ToyLayout,
@@ -22,14 +21,10 @@ from tests.support.world import (
     good,
     raised,
     right,
-    trainer_session,
     until_true,
 )
 from xfer import errors as e
 from xfer.cli import app
-from xfer.coordinator import deadlines
-from xfer.coordinator import messages as m
-from xfer.coordinator.coordinator import _RULES, Coordinator
 from xfer.participants import faults
 from xfer.trace.traced import Traced
 from xfer.transport.p2p import P2P
@@ -58,17 +53,6 @@ def test_three_refits_in_a_row_each_give_the_new_weights():
         per_worker = sum(torch.Size(s).numel() // (2 if len(s) > 1 else 1) for s in w.shapes.values()) * 2
         for o in report.outcomes:  # exactly the bytes of the written class
             assert o.bytes_per_worker == (per_worker, per_worker) and o.bytes_moved == 2 * per_worker
-
-
-def test_in_a_large_job_a_rank_says_done_once_for_all_replicas(monkeypatch):
-    monkeypatch.setattr(deadlines, "HOLD_PAIRS", 1)
-    monkeypatch.setattr(deadlines, "HOLD_S", 5.0 * PATIENCE)
-    said, done = [], Coordinator._done
-    note = lambda co, c, x: said.append((c.label, sorted(x.replicas))) or done(co, c, x)  # noqa: E731
-    monkeypatch.setitem(_RULES, m.Done, (("trainer", "worker"), note))
-    with World(trainers=3, workers=2, replicas=2) as w:
-        w.commits(1)
-    assert sorted(x for x in said if x[0].startswith("trainer")) == [(f"trainer {i}", [0, 1]) for i in range(3)]
 
 
 def test_a_byte_that_is_wrong_in_the_engine_is_refused_with_verify_and_only_then(monkeypatch):
@@ -185,16 +169,6 @@ def test_trainer_0_leaves_an_engine_that_was_armed_in_service(by):
     assert w.engines[0].label == "1" and w.controllers[0].version == 1
     right(w, 1)
     w.close()
-
-
-def test_a_wrong_token_and_a_wrong_world_are_refused():
-    with World(trainers=2) as w:
-        with pytest.raises(e.HandshakeError, match="token"):
-            trainer_session(ToySource(1, 2), w.rendezvous, "not the right token", deadline_s=5.0)
-        with pytest.raises(e.HandshakeError, match="trainer ranks") as caught:
-            trainer_session(ToySource(5, 6), w.rendezvous, TOKEN, deadline_s=5.0, bucket_bytes=8192)
-        assert len(caught.value.violations) == 4  # all of them at once: world, rank, deadline, bucket size
-        w.commits(1)
 
 
 def test_no_thread_is_left_behind():

@@ -4,8 +4,6 @@ import threading
 import time
 from collections import Counter
 
-import pytest
-
 from xfer.participants import faults
 
 
@@ -17,37 +15,23 @@ class Slowly(Counter):
         time.sleep(0.002)
 
 
-def test_of_threads_that_pass_a_point_together_one_meets_its_fault(tmp_path, monkeypatch):
-    """A trainer's lanes of two replicas pass at once; both were taken for the second, and who was to die lived."""
-    path, threads = tmp_path / "faults", 4
-    path.write_text("trainer:2:moving:kill@1")
-    monkeypatch.setenv("XFER_FAULT_FILE", str(path))
+def test_of_threads_that_pass_a_point_together_one_meets_its_fault_and_none_passes_while_the_process_stops(monkeypatch):
+    """A trainer's lanes of two replicas pass at once. Both were taken for the second; and the kernel stops threads one by one."""
+    monkeypatch.setenv("XFER_FAULT", "trainer:2:moving:stop@1")
     monkeypatch.setattr(faults, "_passed", Slowly())
-    met: list[bool] = []
-    start = threading.Barrier(threads)
+    begun, events, start = threading.Event(), [], threading.Barrier(4)
+    monkeypatch.setattr(faults.os, "kill", lambda *a: (begun.set(), time.sleep(0.2), events.append("stopped")))
 
     def lane() -> None:
         start.wait(20)
-        met.append(faults.wants("trainer", 2, "moving"))
+        faults.point("trainer", 2, "moving")
 
-    some = [threading.Thread(target=lane) for _ in range(threads)]
-    for t in some:
+    lanes = [threading.Thread(target=lane) for _ in range(4)]
+    for t in lanes:
         t.start()
-    for t in some:
-        t.join(20)
-    assert sorted(met) == [False] * (threads - 1) + [True]
-
-
-@pytest.mark.parametrize("action", ["kill", "stop"])
-def test_no_thread_passes_a_point_while_its_process_is_being_stopped(monkeypatch, action):
-    """A replica committed with a trainer that was taken for stopped: the kernel had come to the thread of its lane last."""
-    monkeypatch.setenv("XFER_FAULT", f"trainer:2:moving:{action}")
-    begun, events = threading.Event(), []
-    monkeypatch.setattr(faults.os, "kill", lambda *a: (begun.set(), time.sleep(0.2), events.append("stopped")))
-    lane = threading.Thread(target=faults.point, args=("trainer", 2, "moving"))
-    lane.start()
     assert begun.wait(20)
     faults.point("trainer", 2, "done")
     events.append("passed")
-    lane.join(20)
+    for t in lanes:
+        t.join(20)
     assert events == ["stopped", "passed"]
