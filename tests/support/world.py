@@ -37,6 +37,16 @@ def flat(t: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage())
 
 
+def specs_of(shapes: dict[str, tuple[int, ...]]) -> tuple[TensorSpec, ...]:
+    return tuple(sorted(TensorSpec(n, tuple(s), "bfloat16") for n, s in shapes.items()))
+
+
+def fragment(name: str, origin: tuple[int, ...], extent: tuple[int, ...], t: torch.Tensor) -> Fragment:
+    """The box of the checkpoint tensor `name` that lies at the start of `t`, in a storage of the same name."""
+    strides = tuple(0 if n == 1 else s * 2 for n, s in zip(extent, t.stride()))
+    return Fragment(name, origin, extent, name, t.storage_offset() * 2, strides, "bfloat16")
+
+
 SHAPES = {"layers.0.w": (24, 12), "layers.1.w": (24, 12), "embed": (36, 8), "norm": (12,)}
 
 
@@ -87,27 +97,15 @@ class ToySource:
             raise self.fail
 
     def read(self) -> ToyLayout:
-        specs, fragments, tensors, roots = [], [], {}, []
+        self._ptrs = self._now()
+        roots = tuple(Root(n, self.params[n].untyped_storage().nbytes()) for n in self.shapes)
+        fragments = []
         for name, shape in self.shapes.items():
             t = self.params[name]
-            specs.append(TensorSpec(name, shape, "bfloat16"))
-            roots.append(Root(name, t.untyped_storage().nbytes()))
-            tensors[name] = flat(t)
-            lo = self.rows(shape[0])[0] if len(shape) > 1 else 0
-            strides = tuple(0 if n == 1 else s * 2 for n, s in zip(t.shape, t.stride()))
-            fragments.append(
-                Fragment(
-                    name,
-                    (lo, *(0,) * (len(shape) - 1)),
-                    tuple(t.shape),
-                    name,
-                    t.storage_offset() * 2,
-                    strides,
-                    "bfloat16",
-                )
-            )
-        self._ptrs = self._now()
-        return ToyLayout(Traced(tuple(sorted(specs)), tuple(fragments)), tuple(roots), tensors)
+            origin = (self.rows(shape[0])[0], 0) if len(shape) > 1 else (0,)
+            fragments.append(fragment(name, origin, tuple(t.shape), t))
+        tensors = {n: flat(self.params[n]) for n in self.shapes}
+        return ToyLayout(Traced(specs_of(self.shapes), tuple(fragments)), roots, tensors)
 
     def _now(self):
         return [(t.data_ptr(), t.stride(), t.untyped_storage().nbytes()) for t in self.params.values()]
@@ -140,29 +138,24 @@ class ToyTaker:
         self.locks = []
 
     def read(self, catalog) -> EngineLayout:
-        tensors = {n: flat(t) for n, t in self.live.items()}
         # Refits write the locked tensor's bytes to a spare; the live ones hold NaN until the commit.
-        tensors["norm"] = flat(self.spare)
-        fragments, roots, spans, fills = [], [], [], []
-        for name, shape in self.shapes.items():
+        tensors = {n: flat(t) for n, t in self.live.items()} | {"norm": flat(self.spare)}
+        fragments, e = [], self.live["embed"]
+        for name, (rows, *_) in self.shapes.items():
             t = self.live[name]
-            roots.append(Root(name, t.numel() * 2))
-            spans.append(Span(name, 0, t.numel() * 2))
-            rows = shape[0]
-            strides = tuple(0 if n == 1 else s * 2 for n, s in zip((rows, *t.shape[1:]), t.stride()))
             origin = (0, self.rank * t.shape[1]) if t.dim() > 1 else (0,)
-            fragments.append(Fragment(name, origin, (rows, *t.shape[1:]), name, 0, strides, "bfloat16"))
-        e = self.live["embed"]
-        fills.append(Fill("embed", 36 * e.shape[1] * 2, (2, e.shape[1]), (e.shape[1] * 2, 2), "bfloat16", b"\0\0"))
+            fragments.append(fragment(name, origin, (rows, *t.shape[1:]), t))
+        fill = Fill("embed", 36 * e.shape[1] * 2, (2, e.shape[1]), (e.shape[1] * 2, 2), "bfloat16", b"\0\0")
         self._ptrs = [t.data_ptr() for t in self.live.values()]
-        traced = Traced(
-            tuple(sorted(TensorSpec(n, s, "bfloat16") for n, s in self.shapes.items())),
-            tuple(fragments),
-            tuple(fills),
-            reads=tuple(sorted(self.shapes)),
-        )
+        sizes = [(n, self.live[n].numel() * 2) for n in self.shapes]
         return EngineLayout(
-            roots=tuple(roots), tensors=tensors, traced=traced, footprint=tuple(spans), kept=(), staged=(), aliases=()
+            roots=tuple(Root(n, size) for n, size in sizes),
+            tensors=tensors,
+            traced=Traced(specs_of(self.shapes), tuple(fragments), (fill,), reads=tuple(sorted(self.shapes))),
+            footprint=tuple(Span(n, 0, size) for n, size in sizes),
+            kept=(),
+            staged=(),
+            aliases=(),
         )
 
     @property
