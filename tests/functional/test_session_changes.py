@@ -29,17 +29,19 @@ EXAMPLES = min(100, max(10, int(os.environ.get("XFER_EXAMPLES", "10"))))
 
 
 class Computing(ToySource):
-    """All ranks meet before they are ready, as where adapters are merged. `breaks`: this one fails there, in the next refit."""
+    """All ranks meet before they are ready, as where adapters are merged. `breaks`: this one fails there. `unreadable`: after it has
+    looked."""
 
-    breaks = False
+    breaks = unreadable = False
 
     def read(self):
         layout = super().read()
+        if self.unreadable:
+            raise RuntimeError("boom")
         return ToyLayout(replace(layout.traced, gathers=("g",)), layout.roots, layout.tensors)
 
     def compute(self, meet):
         if self.breaks:
-            self.breaks = False
             raise RuntimeError("boom")
         meet((0, 1), "same")
 
@@ -67,16 +69,16 @@ def turned(taker: ToyTaker) -> None:
     taker.live["layers.0.w"] = w.t().contiguous().t() if w.is_contiguous() else w.contiguous()
 
 
-TRAINER = ["move", "turn", "export", "release", "fails to drain", "fails to compute"]
+TRAINER = ["move", "turn", "export", "release", "fails to read", "fails to drain", "fails to compute"]
 WORKER = ["moves", "turns", "cannot read", "fails as it arms"]
-FAILS = {"fails to drain", "fails to compute", "cannot read", "fails as it arms"}
+FAILS = {"fails to read", "fails to drain", "fails to compute", "cannot read", "fails as it arms"}
 
 
-def events(ranks: list[int], kinds: list[str]):
-    return st.lists(st.tuples(st.sampled_from(ranks), st.sampled_from(kinds)), unique_by=lambda e: e[0], max_size=2)
+def events(kinds: list[str]):
+    return st.lists(st.tuples(st.integers(0, 1), st.sampled_from(kinds)), unique=True, max_size=2)
 
 
-ROUNDS = st.lists(st.tuples(events([0, 1], TRAINER), events([0, 1], WORKER)), min_size=2, max_size=6)
+ROUNDS = st.lists(st.tuples(events(TRAINER), events(WORKER)), min_size=2, max_size=6)
 
 
 @pytest.mark.parametrize("host_pull", [False, True])
@@ -100,6 +102,7 @@ def test_whatever_changed_and_failed_before_a_refit_that_commits_has_the_bytes_o
                 "turn": source.turn,
                 "export": lambda: export(source),
                 "release": w.sessions[rank].release,
+                "fails to read": lambda: setattr(source, "unreadable", True),
                 "fails to drain": lambda: setattr(source, "fail", RuntimeError("boom")),
                 "fails to compute": lambda: setattr(source, "breaks", True),
                 "moves": lambda: moved(taker),
@@ -112,6 +115,8 @@ def test_whatever_changed_and_failed_before_a_refit_that_commits_has_the_bytes_o
         @example([([(0, "move"), (1, "fails to drain")], []), ([(1, "move")], [])])
         @example([([], [(0, "turns"), (1, "fails as it arms")]), ([], [(0, "moves"), (1, "cannot read")])])
         @example([([], [(0, "turns"), (0, "fails as it arms")]), ([], [(0, "moves"), (0, "cannot read")])])
+        @example([([(0, "turn"), (0, "fails to read")], []), ([], [])])
+        @example([([(0, "move"), (0, "fails to read")], []), ([], [])])
         @example([([(0, "export")], [(0, "cannot read")]), ([(0, "export")], [])])
         @settings(
             max_examples=EXAMPLES,
@@ -128,7 +133,8 @@ def test_whatever_changed_and_failed_before_a_refit_that_commits_has_the_bytes_o
                 version += 1
                 out = w.refit(version, verify=version % 2 == 0)
                 for rank in range(2):
-                    w.sources[rank].fail, w.sources[rank].breaks = None, False
+                    source = w.sources[rank]
+                    source.fail, source.breaks, source.unreadable = None, False, False
                     takers[rank].__dict__.pop("read", None)
                 arming.clear()
                 if not FAILS & {what for _, what in (*trainers, *workers)} or not isinstance(out[0], BaseException):

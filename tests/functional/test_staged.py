@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from tests.support.world import SHAPES, ToyLayout, ToySource, World, flat, good, until_true
-from tests.unit.test_trace_owned import IN, OUT, Meeting, Merge, computed, full_tensors
+from tests.unit.test_trace_owned import IN, OUT, Merge, computed, full_tensors
 from xfer import errors as e
 from xfer.coordinator.deadlines import CALL_GRACE_S
 from xfer.participants.computing import Meeting as SessionMeeting
@@ -28,11 +28,26 @@ from xfer.trace.traced import Traced
 MERGE = Merge(2, (0, 0, 0), interleaved=True)
 
 
+class Gather:
+    """An all-gather between threads."""
+
+    def __init__(self, ranks: int):
+        self.given: list = [None] * ranks
+        self.barrier = threading.Barrier(ranks, timeout=20)
+
+    def __call__(self, rank: int, mine: torch.Tensor) -> list[torch.Tensor]:
+        self.given[rank] = mine.clone()
+        self.barrier.wait()
+        got = [t.clone() for t in self.given]
+        self.barrier.wait()
+        return got
+
+
 class Adapted(ToySource):
     """Beside what every toy trainer holds: a weight with an adapter, all cut over the ranks and merged on export."""
 
-    def __init__(self, rank: int, world: int, meeting: Meeting, merge: Merge = MERGE):
-        self.merge, self.meeting = merge, meeting
+    def __init__(self, rank: int, world: int, gather: Gather, merge: Merge = MERGE):
+        self.merge, self.gather = merge, gather
         self.done = computed(merge, full_tensors(merge, 0), rank)  # what this rank reads from the export, alone
         self.local: dict[str, torch.Tensor] = {}
         self.computations = 0
@@ -56,14 +71,14 @@ class Adapted(ToySource):
         for x in self.done.exchanges:
             meet(tuple(range(x.group.size())), self.digest or x.digest())
         self.computations += 1
-        self.done.run(self.local.__getitem__, lambda group, mine: self.meeting.gather(self.rank, mine))
+        self.done.run(self.local.__getitem__, lambda group, mine: self.gather(self.rank, mine))
 
 
 @pytest.fixture
 def world():
-    meeting = Meeting(2)
     w = World(trainers=2, workers=2, shapes={**SHAPES, "x": (OUT, IN)}, deadline_s=20.0)
-    w.sources = [Adapted(i, 2, meeting) for i in range(2)]
+    gather = Gather(2)
+    w.sources = [Adapted(i, 2, gather) for i in range(2)]
     with w:
         yield w
 
