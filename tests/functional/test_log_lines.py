@@ -68,23 +68,20 @@ def test_an_engine_that_leaves_first_warns_about_nothing_either(said):
     assert not [x for x in said() if not x.startswith("INFO ")], said()
 
 
-def test_who_is_missing_is_said_while_others_wait_and_by_status(said):
+def test_processes_that_are_missing_are_said_while_others_wait_and_by_status(said):
     where = dict(rendezvous=f"tcp://127.0.0.1:{free_port()}", token=TOKEN, deadline_s=20.0)
     came: dict[int, xfer.Session] = {}
 
-    def come(rank: int) -> threading.Thread:
-        def connect():
-            came[rank] = flat_connect(trainer=ToySource(rank, 4), replicas=2, **where)
-
+    def come(rank: int) -> None:
+        connect = lambda: came.update({rank: flat_connect(trainer=ToySource(rank, 4), replicas=2, **where)})  # noqa: E731
         threading.Thread(target=connect, daemon=True).start()
 
     def waits_for(*texts: str) -> None:
         until_true(lambda: any(all(t in x for t in texts) for x in said()))
 
     def status() -> str:
-        return (
-            CliRunner().invoke(app, ["status", where["rendezvous"]], env={"COLUMNS": "200", "XFER_TOKEN": TOKEN}).output
-        )
+        env = {"COLUMNS": "200", "XFER_TOKEN": TOKEN}
+        return CliRunner().invoke(app, ["status", where["rendezvous"]], env=env).output
 
     controllers = [xfer.serve(ToyEngine(1), **where)]
     come(1)
@@ -107,11 +104,10 @@ def test_who_is_missing_is_said_while_others_wait_and_by_status(said):
     out: list = []
     first = threading.Thread(target=lambda: out.append(xfer.nccl_xfer_refit(came[0])))
     first.start()
-    waits_for(
-        "the refit to version 1 takes ",
-        "waiting for trainer 1: it has not called nccl_xfer_refit()",
-        "trainer 3: it has not",
-    )
+    texts = [f"trainer {i}: it has not called nccl_xfer_refit()" for i in (1, 2, 3)]
+    waits_for("the refit to version 1 takes ", "waiting for ", *texts)
+    shown = status()
+    assert "refit attempt 1" in shown and all(t in shown for t in texts), shown
     World(trainers=4).on_all(lambda i: xfer.nccl_xfer_refit(came[i]), ranks=[1, 2, 3])
     first.join(20)
     assert out[0].committed == 2
@@ -154,33 +150,30 @@ handler.setLevel({level}); logging.getLogger("vllm").addHandler(handler)
 TIME = r"\d\d-\d\d \d\d:\d\d:\d\d"
 
 
+BASIC = "logging.basicConfig(format='%(message)s'{})"
+BY_VLLM = [r"\(Worker_TP1 pid=7\) INFO xfer: news", r"\(Worker_TP1 pid=7\) WARNING xfer: careful"]
+QUIET, NEWS, CAREFUL = (f"{TIME} {x}" for x in ("DEBUG xfer: quiet", "INFO xfer: news", "WARNING xfer: careful"))
+
+
 @pytest.mark.parametrize(
-    "configured, level, shows",
+    ("configured", "level", "shows"),
     [
-        ("", "", [f"{TIME} INFO xfer: news", f"{TIME} WARNING xfer: careful"]),
-        ("", "warning", [f"{TIME} WARNING xfer: careful"]),
-        ("", "DEBUG", [f"{TIME} DEBUG xfer: quiet", f"{TIME} INFO xfer: news", f"{TIME} WARNING xfer: careful"]),
-        (
-            "",
-            "loud",
-            [
-                f"{TIME} WARNING xfer: XFER_LOG_LEVEL=loud is no level.*",
-                f"{TIME} INFO xfer: news",
-                f"{TIME} WARNING xfer: careful",
-            ],
-        ),
-        ("logging.basicConfig(format='%(message)s')", "", ["xfer: careful"]),
-        ("logging.basicConfig(format='%(message)s', level='INFO')", "", ["xfer: news", "xfer: careful"]),
-        ("logging.basicConfig(format='%(message)s')", "INFO", ["xfer: news", "xfer: careful"]),
+        ("", "", [NEWS, CAREFUL]),
+        ("", "warning", [CAREFUL]),
+        ("", "DEBUG", [QUIET, NEWS, CAREFUL]),
+        ("", "loud", [f"{TIME} WARNING xfer: XFER_LOG_LEVEL=loud is no level.*", NEWS, CAREFUL]),
+        (BASIC.format(""), "", ["xfer: careful"]),
+        (BASIC.format(", level='INFO'"), "", ["xfer: news", "xfer: careful"]),
+        (BASIC.format(""), "INFO", ["xfer: news", "xfer: careful"]),
         (OWN, "", ["xfer: news", "xfer: careful"]),
         (OWN + "; logging.getLogger('xfer').setLevel('ERROR')", "", []),
         ("logging.getLogger('xfer').addHandler(logging.NullHandler())", "", []),
-        ("logging.getLogger('xfer').setLevel('WARNING')", "", [f"{TIME} WARNING xfer: careful"]),
-        (VLLM.format(level=20), "", [r"\(Worker_TP1 pid=7\) INFO xfer: news", r"\(Worker_TP1 pid=7\) WARNING xfer: careful"]),
+        ("logging.getLogger('xfer').setLevel('WARNING')", "", [CAREFUL]),
+        (VLLM.format(level=20), "", BY_VLLM),
         (VLLM.format(level=40), "", []),
-        (VLLM.format(level=40), "INFO", [r"\(Worker_TP1 pid=7\) INFO xfer: news", r"\(Worker_TP1 pid=7\) WARNING xfer: careful"]),
+        (VLLM.format(level=40), "INFO", BY_VLLM),
     ],
-)  # fmt: skip
+)
 def test_lines_are_shown_once_and_as_the_process_is_configured(configured, level, shows):
     """By the user where there is a configuration, in vLLM's processes by vLLM's handlers, else with the time."""
     env = {k: v for k, v in os.environ.items() if k != "XFER_LOG_LEVEL"} | {"PYTHONPATH": str(ROOT)}

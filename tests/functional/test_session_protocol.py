@@ -11,10 +11,8 @@ import time
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from tests.support.world import (
-    TOKEN,
     ToyLayout,
     ToySource,
     World,
@@ -24,7 +22,6 @@ from tests.support.world import (
     until_true,
 )
 from xfer import errors as e
-from xfer.cli import app
 from xfer.participants import faults
 from xfer.trace.traced import Traced
 from xfer.transport.p2p import P2P
@@ -177,20 +174,6 @@ def test_no_thread_is_left_behind():
         with World() as w:
             w.commits(1)
     until_true(lambda: threading.active_count() <= before + 2, 15)
-
-
-def test_status_tells_which_processes_are_there_and_which_are_waited_for():
-    status = lambda token=TOKEN: CliRunner().invoke(app, ["status", w.rendezvous, "--token", token])  # noqa: E731
-    with World(trainers=2) as w:
-        w.commits(1)
-        stranger, idle = status("some other token"), status()
-        assert stranger.exit_code == 1 and "token" in stranger.output
-        assert idle.exit_code == 0 and "replica 0: ready version 1" in idle.output
-        results = w.start(2, [0])
-        busy = until_true(lambda: "has not called" in (text := status().output) and text)
-        assert "trainer 1" in busy and "refit attempt 2" in busy
-        good(w.refit(ranks=[1]) + results())
-        right(w, 2)
 
 
 # ---- arguments and labels
