@@ -43,10 +43,15 @@ def test_what_comes_first_is_pulled_whole_and_not_too_much(worlds):
 
 
 def test_three_of_four_equal_storages_come_first():
-    some = np.concatenate([row((40,), src=0, dst=1, tensor=k) for k in range(4)])
+    """The others are written by another route, or come in the last part."""
+    some = np.concatenate([row((4096,), src=0, dst=1, tensor=k) for k in range(4)])
     some["dst_root"] = range(4)
     assert first_storages(some, some[:0]).tolist() == [0, 1, 2]
-    assert first_storages(some, some[1:2]).tolist() == [0, 2, 3]  # another route writes there
+    assert first_storages(some, some[1:2]).tolist() == [0, 2, 3]
+    for parts, others, want in ((4, some[:0], (2, [0, 1, 2])), (8, some[1:2], (5, [0, 2]))):
+        part, first = whole_storages(in_parts(some, parts), others)
+        assert (part, first.tolist()) == want
+    assert not len(whole_storages(in_parts(some, 1), some[:0])[1])
 
 
 @given(rows())
@@ -75,7 +80,7 @@ def test_the_sum_is_that_of_all_rows_whatever_comes_later(worlds):
 
 @given(rows(), st.integers(1, 6))
 @settings(max_examples=200, deadline=None)
-def test_in_a_row_the_sum_is_that_of_all_rows_too(worlds, parts):
+def test_in_a_relay_chain_the_sum_is_that_of_all_rows_too(worlds, parts):
     """Parts of any size: what comes after the one with which the first storages are whole writes in none of them."""
     pulled, others = worlds
     pulled = in_parts(pulled[pulled["op"] != Op.FILL], parts)
@@ -95,13 +100,3 @@ def test_in_a_row_the_sum_is_that_of_all_rows_too(worlds, parts):
     for live, t in zip(roots, final):
         live.copy_(t)
     assert told.value() == checksum_rows(everything, final, "dst", shapes)
-
-
-def test_in_a_row_of_four_parts_three_of_four_storages_are_summed_early():
-    some = np.concatenate([row((4096,), src=0, dst=1, tensor=k) for k in range(4)])
-    some["dst_root"] = range(4)
-    part, first = whole_storages(in_parts(some, 4), some[:0])
-    assert (part, first.tolist()) == (2, [0, 1, 2])
-    part, first = whole_storages(in_parts(some, 8), some[1:2])
-    assert (part, first.tolist()) == (5, [0, 2])  # another route writes there
-    assert not len(whole_storages(in_parts(some, 1), some[:0])[1])

@@ -22,7 +22,6 @@ from xfer.coordinator import messages as m
 from xfer.coordinator.layouts import LayoutExchange, roll_digest
 from xfer.coordinator.packing import pack, unpack, unpack_one
 from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError
-from xfer.plan.cache import PlanCache
 from xfer.plan.options import PlanOptions
 from xfer.plan.planner import plan_replica
 from xfer.rendezvous import layouts
@@ -156,18 +155,6 @@ def small(job, copies: int = 2):
     from tests.unit.test_plan_programs import CATALOG, trainer, worker
 
     return job(CATALOG, [*(trainer(i) for i in range(copies)), trainer(copies, nbytes=512)], [worker(0), worker(1)])
-
-
-def test_a_plan_in_the_cache_fetches_no_inventory(job, tmp_path):
-    cache, j = PlanCache(tmp_path), small(job)
-    first = j.plan(cache=cache)
-    assert not any(tmp_path.iterdir())  # ranks have not agreed on it yet
-    assert all(cache.put(part) for part, _ in first)
-    again = small(job)
-    second = again.plan(cache=cache)
-    assert [p.digest for p, _ in second] == [p.digest for p, _ in first]
-    assert sum(r.count(m.Layouts) + r.count(m.LayoutAsk) for r in again.ranks) == 0 and again.relay.received == 0
-    assert 0 < again.relay.sent < 500 * len(again.ranks)
 
 
 def test_bytes_do_not_grow_with_equal_ranks_but_for_the_roll(job):
