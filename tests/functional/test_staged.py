@@ -22,7 +22,6 @@ from tests.unit.test_trace_owned import IN, OUT, Merge, computed, full_tensors
 from xfer import errors as e
 from xfer.coordinator.deadlines import CALL_GRACE_S
 from xfer.participants.computing import Meeting as SessionMeeting
-from xfer.participants.refit import RefitCall
 from xfer.trace.traced import Traced
 
 MERGE = Merge(2, (0, 0, 0), interleaved=True)
@@ -170,8 +169,9 @@ def broken(*_):
     raise RuntimeError("out of memory")
 
 
-def test_a_computation_that_waits_for_a_rank_that_has_stopped_ends_by_the_deadline(world):
+def test_a_computation_that_waits_for_a_rank_that_has_stopped_ends_by_the_deadline(world, monkeypatch):
     """They have met, so nobody is missing at the rendezvous; what goes on is waited for by the next call, and the one after repairs."""
+    monkeypatch.setattr("xfer.participants.computing.STOP_GRACE_S", 0.5)
     served(world, 1)
     on, last = threading.Event(), world.sources[1]
     run = last.done.run
@@ -231,6 +231,7 @@ def test_a_rank_that_hears_from_another_that_it_gave_up_is_told_why_as_that_one_
         last.drain = late if ends == "an error" else lambda: go_on.wait(60)
         with monkeypatch.context() as patch:
             patch.setattr(SessionMeeting, "__init__", hears_by_that_only)
+            patch.setattr("xfer.participants.refit.STOP_GRACE_S", 0.5)
             out = w.refit(2, deadline_s=10.0)
         kind, said = (e.RebindError, "offloaded") if ends == "an error" else (e.DeadlineExceeded, "not all have come")
         assert all(isinstance(r, kind) and said in r.message and "trainer 2" in str(r) for r in out[:2]), out
@@ -273,31 +274,6 @@ def refuses_while_it_runs(w: World) -> None:
     with pytest.raises(e.DeadlineExceeded, match="uses this rank's parameters"):
         w.sessions[0].release()
     w.sessions[0].deadline_s = w.deadline_s
-
-
-def test_what_an_interrupted_call_was_computing_is_waited_for_by_the_next(monkeypatch):
-    """It would compute at the same time, into the same scratch, and gather among gathers of the other. Nor are parameters let go of
-    that it reads."""
-    source, is_over = Meets(0, 1), RefitCall._is_over
-    with World(trainers=1, sources=[source]) as w:
-        w.commits(1)
-        source.inside.clear()
-        source.go_on.clear()
-
-        def interrupted(call: RefitCall) -> bool:
-            if source.inside.is_set() and threading.current_thread().name != "xfer-background":
-                raise KeyboardInterrupt
-            return is_over(call)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(RefitCall, "_is_over", interrupted)
-            w.fails(2, KeyboardInterrupt)
-        refuses_while_it_runs(w)
-        assert source.computations == 2
-        source.go_on.set()
-        w.sessions[0].release()
-        w.commits(4)
-        assert w.sessions[0].computing is None and source.computations == 3
 
 
 @pytest.mark.parametrize("begins", [True, False])

@@ -22,6 +22,7 @@ from xfer.participants.controller import Controller
 from xfer.participants.lane import Lane
 from xfer.participants.trainer import TrainerSession
 from xfer.participants.worker import WorkerSession
+from xfer.plan.fabric import Site
 from xfer.routes import Direct, Route, worker_side
 from xfer.trace.fragment import Fill, Fragment, Root, Span, TensorSpec
 from xfer.trace.traced import Traced
@@ -373,6 +374,7 @@ class World:
     relay: bool = False
     drop: tuple[str, ...] = ()
     wait: bool = True
+    fabric: Site | None = None
     sources: list[ToySource] = field(default_factory=list)
     sessions: list[TrainerSession] = field(default_factory=list)
     engines: list[ToyEngine] = field(default_factory=list)
@@ -403,10 +405,10 @@ class World:
             deadline_s=self.deadline_s,
             bucket_bytes=self.bucket_bytes,
             drop=self.drop,
-            narrow=(),
             cache_dir=self.cache_dir,
             host_pull=self.host_pull or HOST_PULL,
             relay=self.relay,
+            fabric=self.fabric,
         )
         self.sessions[i] = s
         s.open(self.wait)
