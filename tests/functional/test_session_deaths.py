@@ -14,7 +14,8 @@ import time
 import pytest
 
 from tests.support.proc import PATIENCE
-from tests.support.world_processes import CONT, KILL, ProcessWorld, until
+from tests.support.world import until_true
+from tests.support.world_processes import CONT, KILL, ProcessWorld
 from xfer.coordinator.deadlines import CALL_GRACE_S
 
 FAR = 20.0
@@ -79,7 +80,7 @@ def right(w, version, replicas=None):
 def lives(x) -> bool:
     """Whether a worker lives; then it has left its call. One that is being killed has lost its pipe before it is dead."""
     try:
-        until(lambda: x.value("holds", versions=[])["idle"], 12, "a worker has left its call")
+        until_true(lambda: x.value("holds", versions=[])["idle"], 12)
     except (OSError, AssertionError):
         if not x.dead(10):
             raise
@@ -125,10 +126,6 @@ def begin(w, version: int, **options) -> None:
     w.say("refit", **options)
 
 
-def stopped(process):
-    until(lambda: process.state() == "T", 10, "the process is stopped")
-
-
 def trainers(points: str, action: str, ranks=(0, 2)) -> list[tuple[bool, str]]:
     return [(False, f"trainer:{rank}:{p}:{action}") for rank in ranks for p in points.split()]
 
@@ -163,7 +160,7 @@ def test_a_trainer_that_dies_or_stops_is_named_by_all_others_and_the_job_goes_on
     # A trainer whose memory others read cannot know, without the coordinator, that they have ended.
     kinds += ["PeerLost"] if w.host_pull else []
     if stops:
-        stopped(victim)
+        until_true(victim.is_stopped)
     silent = ["does not answer"] if stops and not rank else []
     failed(w.answers(others), kinds, f"trainer {rank}", *silent, within=SHORT + GRACE_S if stops else FAR / 2)
     serving = no_mix(w)
@@ -199,7 +196,7 @@ def test_an_engine_of_which_a_process_dies_or_stops_is_left_out_and_comes_back(w
     at(w, *text.split(":"))
     begin(w, 2, deadline_s=SHORT if action == "stop" else FAR, min_replicas=1)
     if action == "stop":
-        stopped(worker)
+        until_true(worker.is_stopped)
     elif action == "hang":
         time.sleep(1.0)
         w.replicas[0].controller.signal(KILL)
@@ -301,7 +298,7 @@ def test_a_process_that_is_killed_at_any_moment(world, seed):
     if trains:
         no_mix(w)
         return starts_again(w)
-    until(lambda: not w.replicas[0].controller.value("state")["serves"], 10, "its controller has heard of it")
+    until_true(lambda: not w.replicas[0].controller.value("state")["serves"])  # its controller has heard of it
     no_mix(w)
     w.restart(0)
     good(w.refit(4))
@@ -314,6 +311,6 @@ def test_a_trainer_that_is_killed_between_refits_is_mapped_no_longer(world):
     mapped = lambda: [x.value("holds", versions=[])["mapped"] for r in world.replicas for x in r.workers]  # noqa: E731
     assert all(mapped())
     world.trainers[2].signal(KILL)
-    until(lambda: not any(mapped()), 20, "all workers have unmapped")
+    until_true(lambda: not any(mapped()), 20)
     assert [r.controller.value("state")["serves"] for r in world.replicas] == [True, True]
     starts_again(world)

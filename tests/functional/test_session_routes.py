@@ -257,7 +257,7 @@ def test_a_release_that_was_given_up_while_a_replica_was_planned_closes_nothing_
         w.come(1)
         until_true(lambda: w.phase(1) == "planning" and w.sessions[0].lanes[1].wait_idle(0.0))
         given_up(w, 0.3)
-        good(w.refit(2, min_replicas=1, deadline_s=2.0 * PATIENCE))  # the replica that joins is waited for so long
+        good(w.refit(2, min_replicas=1, deadline_s=1.0 * PATIENCE))  # the replica that joins is waited for so long
         go_on.set()
         w.controllers[1].wait_ready(20.0)
         time.sleep(0.2)

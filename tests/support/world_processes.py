@@ -235,12 +235,11 @@ class Process:
         self.proc.join(timeout)
         return not self.proc.is_alive()
 
-    def state(self) -> str:
-        """The kernel's letter: T is stopped, Z a zombie; empty when there is no such process."""
+    def is_stopped(self) -> bool:
         try:
-            return Path(f"/proc/{self.proc.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+            return Path(f"/proc/{self.proc.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
         except OSError:
-            return ""
+            return False
 
     def signal(self, number: int) -> None:
         os.kill(self.proc.pid, number)
@@ -269,12 +268,9 @@ class ProcessWorld:
     mains = (_trainer, _worker, _controller)
     """What the processes of each kind run."""
 
-    def __init__(
-        self, folder: Path, trainers: int = 2, workers: int = 2, replicas: int = 2, deadline_s: float = 20.0,
-        host_pull: bool = False, relay: bool = False,
-    ):  # fmt: skip
-        self.folder, self.workers, self.deadline_s, self.host_pull = Path(folder), workers, deadline_s, host_pull
-        self.relay = relay
+    def __init__(self, folder: Path, trainers=2, workers=2, replicas=2, deadline_s=20.0, host_pull=False, relay=False):
+        self.folder, self.workers, self.deadline_s = Path(folder), workers, deadline_s
+        self.host_pull, self.relay = host_pull, relay
         self.trainers = [self._trainer(i, trainers) for i in range(trainers)]
         self.replicas = [self._replica(i) for i in range(replicas)]
 
@@ -358,13 +354,6 @@ class ProcessWorld:
 
     def __exit__(self, *exc) -> None:
         self.stop()
-
-
-def until(condition, seconds: float, what: str) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"{what}: not within {seconds:.0f} s"
-        time.sleep(0.01)
 
 
 STOP, CONT, KILL = signal.SIGSTOP, signal.SIGCONT, signal.SIGKILL
