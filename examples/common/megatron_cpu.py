@@ -261,7 +261,7 @@ def _stand_ins() -> dict[str, types.ModuleType]:
     if not has_transformer_engine():
         te, pytorch = module("transformer_engine"), module("transformer_engine.pytorch")
         te.pytorch = pytorch
-        for name in ("Linear", "LayerNormLinear"):
+        for name in ("Linear", "LayerNormLinear", "GroupedLinear"):
             setattr(pytorch, name, type(name, (torch.nn.Module,), {}))
         pytorch.ops = types.SimpleNamespace(Sequential=type("Sequential", (torch.nn.Module,), {}))
         found |= {m.__name__: m for m in (te, pytorch)}

@@ -16,7 +16,7 @@ import sys
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -24,8 +24,6 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import get_tensor_model_parallel_group_if_none
@@ -212,64 +210,52 @@ def _sharded(module, prefix, cuts, offsets, metadata):
     )
 
 
-class TwinProvider(BackendSpecProvider):
-    """What TESpecProvider answers, with the modules of this file."""
+class TwinProvider(TESpecProvider):
+    """Megatron's own provider, whose names `install` binds to the modules of this file. It would ask TE's version for a norm."""
 
-    def linear(self):
-        return TELinear
-
-    def column_parallel_linear(self):
-        return TEColumnParallelLinear
-
-    def row_parallel_linear(self):
-        return TERowParallelLinear
-
-    def fuse_layernorm_and_linear(self):
-        return True
-
-    def column_parallel_layer_norm_linear(self):
-        return TELayerNormColumnParallelLinear
-
-    def layer_norm(self, rms_norm=False, for_qk=False):
+    def layer_norm(self, rms_norm=False, for_qk=False, has_residual=False):
         return WrappedTorchNorm
 
-    def core_attention(self):
-        return TEDotProductAttention
 
-    def activation_func(self):
-        return None
-
-    def grouped_mlp_modules(self, moe_use_grouped_gemm, moe_use_legacy_grouped_gemm):
-        if moe_use_grouped_gemm:
-            experts = MLPSubmodules(linear_fc1=TEColumnParallelGroupedLinear, linear_fc2=TERowParallelGroupedLinear)
-            return TEGroupedMLP, experts
-        return SequentialMLP, MLPSubmodules(linear_fc1=TEColumnParallelLinear, linear_fc2=TERowParallelLinear)
+TWINS = {
+    twin.__name__: twin
+    for twin in (
+        TELinear,
+        TEColumnParallelLinear,
+        TERowParallelLinear,
+        TELayerNormColumnParallelLinear,
+        TEColumnParallelGroupedLinear,
+        TERowParallelGroupedLinear,
+        TEDotProductAttention,
+    )
+} | {"TENorm": WrappedTorchNorm, "TEActivationOp": None, "TESpecProvider": TwinProvider}
 
 
 def install() -> None:
     """Megatron's own TE layer specs build from these modules from now on. RuntimeError where TransformerEngine
-    exists."""
+    exists.
+
+    Without TE its names hold instances of MagicMock, or nothing, in every module that imported them. Megatron and Bridge build
+    layers of them and compare with them, so all of these modules are given the twins.
+    """
     from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.transformer import multi_latent_attention as mla
+    from megatron.core.transformer import attention, multi_latent_attention
+    from megatron.core.transformer.moe import moe_layer
 
     from examples.common.megatron_cpu import has_transformer_engine, name_te_kernels
 
     if has_transformer_engine():
         raise RuntimeError("TransformerEngine is installed: use it, not its stand-ins")
     name_te_kernels()
-    gpt_layer_specs.TESpecProvider = TwinProvider
-    gpt_layer_specs.TENorm = WrappedTorchNorm
-    # MLA compares its submodules with these two; without TE the names hold MagicMock instances.
-    mla.TELinear, mla.TEColumnParallelLinear = TELinear, TEColumnParallelLinear
-    _teach_adapters()
-
-
-def _teach_adapters() -> None:
-    """Bridge's adapters tell layers apart by TE's classes, which without TE are no classes at all."""
-    utils = sys.modules.get("megatron.bridge.peft.utils")
-    if utils is None:  # nobody has imported Bridge: there are no adapters
-        return
-    utils.HAVE_TE = True
-    utils.TELinear, utils.TELayerNormColumnParallelLinear = TELinear, TELayerNormColumnParallelLinear
-    utils.TECL = (TEColumnParallelLinear, TELayerNormColumnParallelLinear, TEColumnParallelGroupedLinear)
-    utils.TERL = (TERowParallelLinear, TERowParallelGroupedLinear)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron."):
+            vars(module).update({n: twin for n, twin in TWINS.items() if n in vars(module)})
+    gpt_layer_specs.TESpecProvider, gpt_layer_specs.TENorm = TwinProvider, WrappedTorchNorm
+    for module in (attention, multi_latent_attention, moe_layer):
+        module.HAVE_TE, module.TELinear, module.TENorm = True, TELinear, WrappedTorchNorm
+        module.TEColumnParallelLinear = TEColumnParallelLinear
+    if utils := sys.modules.get("megatron.bridge.peft.utils"):  # Bridge's adapters tell layers apart by TE's classes
+        utils.HAVE_TE = True
+        utils.TELinear, utils.TELayerNormColumnParallelLinear = TELinear, TELayerNormColumnParallelLinear
+        utils.TECL = (TEColumnParallelLinear, TELayerNormColumnParallelLinear, TEColumnParallelGroupedLinear)
+        utils.TERL = (TERowParallelLinear, TERowParallelGroupedLinear)

@@ -17,6 +17,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 
 import torch
@@ -298,14 +299,15 @@ def _forward(batches, model):
 
     tokens = next(batches).to(torch.cuda.current_device())
     seq = tokens.shape[1] - 1
-    mine = get_batch_on_this_cp_rank(
-        dict(
-            tokens=tokens[:, :-1].contiguous(),
-            labels=tokens[:, 1:].contiguous(),
-            positions=torch.arange(seq, device=tokens.device).repeat(tokens.shape[0], 1),
-            attention_mask=torch.ones(seq, seq, device=tokens.device).tril()[None, None] < 0.5,
-        )
+    batch = dict(
+        tokens=tokens[:, :-1].contiguous(),
+        labels=tokens[:, 1:].contiguous(),
+        positions=torch.arange(seq, device=tokens.device).repeat(tokens.shape[0], 1),
+        attention_mask=torch.ones(seq, seq, device=tokens.device).tril()[None, None] < 0.5,
     )
+    newer = "is_hybrid_cp" in signature(get_batch_on_this_cp_rank).parameters  # Megatron-Core 0.19
+    group = parallel_state.get_context_parallel_group()
+    mine = get_batch_on_this_cp_rank(batch, cp_group=group, **(dict(is_hybrid_cp=False) if newer else {}))
     out = model(mine["tokens"], mine["positions"], mine["attention_mask"], labels=mine["labels"])
     ranks = (
         parallel_state.get_context_parallel_world_size()

@@ -182,6 +182,18 @@ def sequential_experts(folder):
 
 
 @case
+def interleaved_gate_and_up(folder):
+    """Megatron-Core 0.19 has these settings; an older one carries them as any other attribute."""
+    from megatron.core.utils import get_model_config
+
+    with Trainer(checkpoint(folder, "qwen3_moe"), distopt=False, overlap=False) as trainer:
+        config = get_model_config(trainer.chunks[0])
+        config.moe_mlp_glu_interleave_size, config.moe_shared_expert_glu_interleave_size = 32, 32
+        config.gtp_weight_remat_size = 2
+        return error(MegatronTrainer(trainer.chunks, trainer.bridge).read)
+
+
+@case
 def tied_with_virtual_stages(folder):
     checkpoint(folder, "qwen3_tied")
     return fake_read(folder, 1, 2, dict(pp=2, vpp=2), load=False)

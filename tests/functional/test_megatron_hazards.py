@@ -72,6 +72,16 @@ def test_sequential_experts_are_refused(seen):
     assert all("SequentialMLP" in v and "moe_grouped_gemm" in v for v in x["violations"])
 
 
+def test_settings_that_rearrange_live_weights_are_refused_all_at_once(seen):
+    x = seen("interleaved_gate_and_up")
+    assert x["kind"] == "Unsupported" and len(x["violations"]) == 3
+    assert [v.split(": ")[1].split("=")[0] for v in x["violations"]] == [
+        "moe_mlp_glu_interleave_size",
+        "moe_shared_expert_glu_interleave_size",
+        "gtp_weight_remat_size",
+    ]
+
+
 def test_tied_embeddings_with_virtual_stages_are_refused(seen):
     x = seen("tied_with_virtual_stages")
     assert x["kind"] == "Unsupported" and "virtual" in x["violations"][0]

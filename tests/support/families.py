@@ -352,7 +352,7 @@ FAMILIES = (
     ),
     _family(
         "gpt-oss", "gpt_oss", "GptOssForCausalLM", (*_EP[:3], E(tp=2, dp=2, ep=True), E(tp=2, pp=2)), _SPARSE[:2],
-        num_local_experts=8, num_experts_per_tok=2, intermediate_size=64, sliding_window=64, attention_bias=True,
+        num_local_experts=8, num_experts_per_tok=2, intermediate_size=96, sliding_window=64, attention_bias=True,
         layer_types=["sliding_attention", "full_attention"],
         rope_parameters=dict(
             rope_type="yarn", factor=2.0, rope_theta=150000.0, beta_fast=32.0, beta_slow=1.0,

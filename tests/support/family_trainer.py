@@ -147,6 +147,8 @@ def looked(chunks, layout) -> tuple[list[str], object]:
         for name, t in chunk.state_dict(keep_vars=True).items():
             if not isinstance(t, torch.Tensor) or not t.is_floating_point() or f"{i}:{bare(name)}" in read:
                 continue
+            if getattr(t, "shared", False):  # the last stage's copy of an embedding, which the first one exports
+                continue
             counts = by_address.get(t.untyped_storage().data_ptr())
             start = t.storage_offset() * t.element_size()
             if counts is None or not bool((counts[start : start + t.numel() * t.element_size()] == 1).all()):

@@ -173,7 +173,7 @@ def test_after_a_gather_that_did_not_end_tasks_are_made_anew(monkeypatch, ends):
 
 
 def bridge(**attributes) -> bridge_stream.BridgeStream:
-    stream = bridge_stream.BridgeStream(SimpleNamespace(rank=0, world=1, device=CPU))
+    stream = bridge_stream.BridgeStream(SimpleNamespace(rank=0, world=1, device=CPU, chunks=[]))
     vars(stream).update(attributes)
     return stream
 
@@ -182,7 +182,7 @@ def test_a_check_that_ends_as_megatrons_groups_are_gone_has_not_noted_a_move(mon
     """A stream that reads storages binds to new ones when it is told of a move, which is told once."""
     net, group, there = torch.nn.Linear(2, 2), object(), [True]
 
-    def groups():
+    def groups(chunks=()):
         if not there[0]:
             raise RebindError("Megatron's process groups are not there")
         return [group]

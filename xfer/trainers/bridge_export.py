@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from fnmatch import fnmatch
 from typing import Protocol
 from unittest import mock
 
@@ -37,6 +38,9 @@ class CheckpointNames(dict):
 
     def get_all_keys(self) -> CheckpointNames:
         return self
+
+    def has_glob(self, pattern: str) -> bool:
+        return any(fnmatch(name, pattern) for name in self)
 
 
 class ModelBridge(Protocol):
@@ -67,35 +71,50 @@ def hf_config(bridge):
     return getattr(bridge.hf_pretrained, "config", bridge.hf_pretrained)
 
 
-def process_groups() -> list[object]:
-    """Return Megatron's groups that Bridge's mappings keep.
+def process_groups(chunks: Sequence[torch.nn.Module]) -> list[object]:
+    """Return the groups over which Bridge's mappings of this model communicate.
+
+    From 0.6 on Bridge asks the model for its groups, and before that Megatron-Core's `parallel_state`.
 
     Raises:
         RebindError: There are none. Frameworks destroy them to free NCCL's memory.
     """
+    from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
     from megatron.core import parallel_state
+    from megatron.core.utils import unwrap_model
 
+    of_model = None
+    if hasattr(MegatronParamMapping, "set_process_groups_from_pg_collection"):
+        of_model = getattr(unwrap_model(chunks[0]), "pg_collection", None)
+    found = [getattr(of_model, name, None) for name in ("pp", "ep", "tp", "expt_tp")]
+    if all(found):
+        return found
     if not parallel_state.is_initialized():
         raise RebindError(
             "Megatron's process groups are not there", ["initialize_model_parallel() on all ranks before the refit"]
         )
-    return [
+    mine = (
         parallel_state.get_pipeline_model_parallel_group(),
         parallel_state.get_expert_model_parallel_group(),
         parallel_state.get_tensor_model_parallel_group(),
         parallel_state.get_expert_tensor_parallel_group(),
-    ]
+    )
+    return [a or b for a, b in zip(found, mine, strict=True)]
 
 
 def owned_tasks(model_bridge, chunks: Sequence[torch.nn.Module], names: CheckpointNames) -> list:
     """Return new conversion tasks of this rank's parameters and persistent buffers.
 
+    A last stage with an MTP layer has a copy of the embedding, which Bridge exports from the first stage: no task of its own.
     Call it inside `xfer.trace.collectives.objects_stay_home()`.
     """
     forget_names(model_bridge)
     try:
         tasks = model_bridge.build_conversion_tasks(names, list(chunks))
-        return [t for t in tasks if t is not None and t.param_weight is not None]
+        is_copy = getattr(
+            model_bridge, "_should_skip_mtp_duplicate_embedding_export", lambda task, chunks: False
+        )  # Bridge 0.6
+        return [t for t in tasks if t is not None and t.param_weight is not None and not is_copy(t, list(chunks))]
     finally:
         forget_names(model_bridge)  # its cache has only this rank's names now
 

@@ -120,7 +120,7 @@ class BridgeStream:
             return "changed"
         _refuse_empty(self._slots.slots)
         # May raise, so it comes before a move is noted here: the next check would return "same".
-        now = process_groups() if self._groups else []
+        now = process_groups(self.trainer.chunks) if self._groups else []
         state = self._slots.check()
         if state == "moved":
             self._slots.bind()  # from here on this is what later checks compare with
@@ -139,7 +139,7 @@ class BridgeStream:
         t = self.trainer
         bridge, (names, _) = model_bridge_of(t.bridge), t._checkpoint()
         forget_names(bridge)
-        self._groups = process_groups()  # before mappings read them, so that a later change is noticed
+        self._groups = process_groups(t.chunks)  # before mappings read them, so that a later change is noticed
         self._tasks = bridge.build_conversion_tasks(names, list(t.chunks))
         make = getattr(bridge, "build_adapter_conversion_tasks", None)  # an older Bridge has no adapters
         self._adapters = make(list(t.chunks)) if make is not None else {}

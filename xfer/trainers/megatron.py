@@ -181,7 +181,7 @@ class MegatronTrainer:
         refuse_elsewhere(slots.slots, device, f"trainer {self.rank}")
         self._slots, self._device = slots, device
         self._computed, self._scales = computed, Scales(self.chunks, adapters)
-        self._groups = process_groups() if computed is not None and computed.exchanges else []
+        self._groups = process_groups(self.chunks) if computed is not None and computed.exchanges else []
         trained = _trained(traced, slots.slots)
         traced = _relocate(traced, bound)
         if computed is None:
@@ -201,7 +201,7 @@ class MegatronTrainer:
             RebindError: Parameters have no bytes, lie in paused memory, or are on another device. It lists them.
         """
         state = self._slots.check() if self._slots else "changed"
-        if self._groups and not all(map(is_, self._groups, process_groups())):
+        if self._groups and not all(map(is_, self._groups, process_groups(self.chunks))):
             return "changed"
         return state if self._scales.hold() else "changed"
 
@@ -299,12 +299,19 @@ class MegatronTrainer:
 
     def _refuse_unsupported(self) -> None:
         from megatron.core.transformer.moe.experts import SequentialMLP
+        from megatron.core.utils import get_model_config
 
         bad = []
         for i, chunk in enumerate(self.chunks):
             ddp = getattr(chunk, "ddp_config", None)
             if getattr(ddp, "use_megatron_fsdp", False):
                 bad.append(f"chunk {i}: Megatron-FSDP keeps no whole parameter; use DDP with the distributed optimizer")
+            config = get_model_config(chunk)
+            bad += [
+                f"chunk {i}: {setting}={getattr(config, setting)}: {why}"
+                for setting, (harmless, why) in _CHANGES_WEIGHTS.items()
+                if getattr(config, setting, None) not in (None, harmless)
+            ]
             for path, module in chunk.named_modules():
                 if isinstance(module, SequentialMLP):
                     bad.append(
@@ -326,15 +333,23 @@ class MegatronTrainer:
     def _refuse_unmapped(self, tasks, slot_of: Mapping[int, Slot]) -> None:
         """Refuse parameters that Bridge does not export. Bridge only logs them, and drops both gate and up if one is missing."""
         mapped = {id(t.param_weight) for t in tasks}
-        tied = _tied(self.chunks)
         bad = [
             f"{slot.name}: Bridge has no conversion for it: no mapping, or the checkpoint lacks one of its tensors"
             for key, slot in slot_of.items()
-            # The last stage's copy of a tied embedding is equal to the embedding, which is exported.
-            if key not in mapped and not (tied and getattr(slot.get(), "shared_embedding", False))
+            # Megatron-Core marks the last stage's copy of an embedding, which the first stage exports.
+            if key not in mapped and not getattr(slot.get(), "shared", False)
         ]
         if bad:
             raise LayoutError(f"trainer {self.rank}: trained tensors that would never reach an engine", bad)
+
+
+_INTERLEAVED = "gate and up rows alternate in the live weights, and Bridge's export does not undo it; leave it unset"
+_CHANGES_WEIGHTS: dict[str, tuple[int | None, str]] = {
+    "moe_mlp_glu_interleave_size": (None, _INTERLEAVED),
+    "moe_shared_expert_glu_interleave_size": (None, _INTERLEAVED),
+    "gtp_weight_remat_size": (1, "weights are cut over one more group, of which Bridge knows nothing; leave it at 1"),
+}
+"""Settings of Megatron-Core 0.19 under which live weights are not those that Bridge exports: the harmless value, and why."""
 
 
 def _wrong_installation() -> list[str]:

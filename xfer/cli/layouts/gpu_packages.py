@@ -120,12 +120,16 @@ class DotProductAttention(torch.nn.Module):
 
 
 class RMSNorm(torch.nn.Module):
-    """`weight` [hidden]. mamba-ssm's gated norm has the same parameters, and calls the dtype `dtype`."""
+    """`weight` [hidden]. mamba-ssm's gated norm has the same parameters, and calls the dtype `dtype`.
+
+    Megatron-Core gives the size as `hidden_size` up to 0.16 and as `normalized_shape` from 0.17 on.
+    """
 
     def __init__(
         self,
-        hidden_size: int,
+        hidden_size: int | None = None,
         *_,
+        normalized_shape: int | None = None,
         sequence_parallel: bool = False,
         params_dtype: torch.dtype | None = None,
         dtype: torch.dtype | None = None,
@@ -133,8 +137,9 @@ class RMSNorm(torch.nn.Module):
         **__: object,
     ):
         super().__init__()
+        size = normalized_shape if hidden_size is None else hidden_size
         for name in self._names:
-            parameter = torch.nn.Parameter(torch.empty(hidden_size, dtype=params_dtype or dtype, device=device))
+            parameter = torch.nn.Parameter(torch.empty(size, dtype=params_dtype or dtype, device=device))
             _mark(parameter, sequence_parallel=sequence_parallel)
             self.register_parameter(name, parameter)
 
