@@ -29,7 +29,9 @@ ALLOWED = {
     ("engines/vllm_layout.py", "word_embeddings_untied_by_checkpoint"),  # flags of configs
     ("engines/vllm_layout.py", "base_layer"),  # where vLLM's wrappers for adapters keep what they wrap
     ("trainers/megatron.py", "share_embeddings_and_output_weights"),
-    ("trainers/megatron.py", "shared_embedding"),  # Megatron's mark on a tied copy
+    ("trainers/megatron.py", "moe_mlp_glu_interleave_size"),  # settings of Megatron-Core, which are refused
+    ("trainers/megatron.py", "moe_shared_expert_glu_interleave_size"),
+    ("trainers/bridge_export.py", "_should_skip_mtp_duplicate_embedding_export"),  # a method of Bridge
     ("trainers/megatron.py", "output_layer"),  # the module of a Megatron model, to cut a padded vocabulary
 }
 
