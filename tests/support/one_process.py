@@ -9,7 +9,6 @@ sender packs is what its taker unpacks. Where the inventories come from: world_m
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,14 +16,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tests.support.golden import golden
-from xfer.errors import LayoutError
+from tests.support.replay import export, load
+from xfer.errors import CoverageError, LayoutError
 from xfer.kernels import bind
 from xfer.plan.inventory import Inventory
 from xfer.plan.program import ROW, Op, Program
 from xfer.plan.subplan import SubPlan
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import TensorSpec
+from xfer.trace.traced import Traced
 
 Storages = tuple[torch.Tensor, ...]
 """Flat uint8 tensors over whole storages, in the order of an inventory's roots."""
@@ -157,31 +157,28 @@ def _one_buffer(messages: Sequence) -> tuple[np.ndarray, list[int]]:
 
 
 def by_golden(trainers: Trainers, version: int, takers: Sequence[Inventory], into: Sequence[Storages]) -> None:
-    """What `takers` must hold, by transport/golden.py: no planner, no kernels. Fills `into` (per taker)."""
-    held: dict[str, torch.Tensor] = {}
-    fragments, wanted, fills = [], [], []
-    target: dict[str, torch.Tensor] = {}
+    """Fills `into` (per taker) from the fragments alone, with no planner and no kernels: every checkpoint tensor is
+    rebuilt in full from all holders, and each taker slices its share. CoverageError where nobody holds an element.
+    """
+    specs, full = trainers.catalog.tensors, {}
+    known = {s.name: torch.zeros(s.shape, dtype=torch.bool) for s in specs}
 
-    def named(inventory: Inventory, prefix: str, storages: Storages, table: dict[str, torch.Tensor]) -> list:
-        table |= {f"{prefix}{r.name}": s for r, s in zip(inventory.roots, storages)}
-        found = inventory.table.fragments(trainers.catalog, inventory.roots)
-        return [replace(f, root=prefix + f.root) for f in found]
+    def side(inventory: Inventory, storages: Storages) -> tuple[Traced, dict[str, torch.Tensor]]:
+        fragments = tuple(inventory.table.fragments(trainers.catalog, inventory.roots))
+        return Traced(specs, fragments, inventory.fills), dict(zip((r.name for r in inventory.roots), storages))
 
-    for c, inventory in enumerate(trainers.classes):
-        fragments += named(inventory, f"{c}:", trainers.weights[version][c], held)
-    for w, inventory in enumerate(takers):
-        wanted += named(inventory, f"{w}:", into[w], target)
-        fills += [replace(f, root=f"{w}:{f.root}") for f in inventory.fills]
-    golden(_Alone(), trainers.catalog.tensors, [fragments], held, wanted, fills, target, time.monotonic() + 1e6)
-
-
-class _Alone:
-    """A link of one rank: what it broadcasts, it has."""
-
-    rank, size, labels = 0, 1, ("the world",)
-
-    def broadcast(self, tensor: torch.Tensor, root: int, deadline: float) -> None:
-        pass
+    for inventory, storages in zip(trainers.classes, trainers.weights[version]):
+        traced, roots = side(inventory, storages)
+        for f in traced.fragments:
+            full.setdefault(f.tensor, torch.zeros(known[f.tensor].shape, dtype=getattr(torch, f.dtype)))
+            known[f.tensor][f.index] = True
+        export(traced, roots, full)
+    for inventory, storages in zip(takers, into):
+        traced, roots = side(inventory, storages)
+        missing = {f.tensor for f in traced.fragments if not bool(known[f.tensor][f.index].all())}
+        if missing:
+            raise CoverageError(f"{inventory.who} wants elements that no trainer holds", sorted(missing))
+        load(traced, full, roots)
 
 
 def random_weights(specs: Iterable[TensorSpec], seed: int) -> dict[str, torch.Tensor]:

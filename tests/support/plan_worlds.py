@@ -1,23 +1,28 @@
-"""Random small worlds for tests of the planner: tensors, trainers' storages, engines' storages, and what must come
-out.
+"""Random small worlds for tests of the planner: tensors, trainers' storages, engines' storages, and the expected result.
 
-The oracle is written from fragments and canonical arrays alone. It shares no code with xfer.plan: storages are byte
-arrays, regions are index arithmetic, casts are numpy's (bfloat16's are done on bits).
+The oracle follows from fragments and checkpoint tensors alone. It shares no code with xfer.plan: storages are byte
+arrays, regions are index arithmetic, casts are numpy's (bfloat16's are done on bits). It needs no torch.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from tests.support.trace_maps import addresses
 from xfer.plan.inventory import Inventory, Kept, engine_inventory, trainer_inventory
-from xfer.plan.planner import PlanOptions
+from xfer.plan.planner import PlanOptions, SubPlan, plan_replica
 from xfer.plan.program import DTYPES, Op
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import Fill, Fragment, Root, Span, TensorSpec
 
+EXAMPLES = max(1, int(os.environ.get("XFER_EXAMPLES", "200")))
+quick = settings(max_examples=EXAMPLES // 8 + 1, deadline=None, suppress_health_check=list(HealthCheck))
 SIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1, "int64": 8}
 
 
@@ -43,10 +48,30 @@ def _from_bf16(b: np.ndarray) -> np.ndarray:
 
 def places(offset: int, extent, strides, item: int) -> np.ndarray:
     """Byte positions of a region, int64 [elements in row-major order, item]."""
-    at = np.array([offset], np.int64)
-    for n, s in zip(extent, strides):
-        at = (at[:, None] + np.arange(n) * s).reshape(-1)
-    return at[:, None] + np.arange(item)
+    return addresses(offset, extent, strides)[:, None] + np.arange(item)
+
+
+def dense(tensor: str, shape, dtype: str, root: str = "w", offset: int = 0) -> Fragment:
+    """The whole tensor, row-major."""
+    strides = [SIZE[dtype] * int(np.prod(shape[d + 1 :], dtype=int)) for d in range(len(shape))]
+    return Fragment(tensor, (0,) * len(shape), tuple(shape), root, offset, tuple(strides), dtype)
+
+
+def source(
+    catalog: Catalog, fragments: Iterable[Fragment], roots: Mapping[str, int], rank: int = 0, host: str = ""
+) -> Inventory:
+    """A trainer's inventory. roots: bytes by name."""
+    found = [Root(*r) for r in roots.items()]
+    return trainer_inventory(catalog, rank=rank, host=host, roots=found, fragments=fragments)
+
+
+def destination(
+    catalog: Catalog, fragments: Iterable[Fragment], roots: Mapping[str, int], rank: int = 0, host: str = "", **more
+) -> Inventory:
+    """A worker's inventory. All bytes of `roots` are live, unless `more` has another footprint."""
+    live = {"footprint": [Span(name, 0, nbytes) for name, nbytes in roots.items()]}
+    found = [Root(*r) for r in roots.items()]
+    return engine_inventory(catalog, rank=rank, host=host, roots=found, fragments=fragments, **{**live, **more})
 
 
 @dataclass
@@ -59,6 +84,10 @@ class Side:
     kept: list[Kept] = field(default_factory=list)
     footprint: list[Span] = field(default_factory=list)
 
+    @property
+    def roots(self) -> dict[str, int]:
+        return {name: len(data) for name, data in self.storage.items()}
+
 
 @dataclass
 class World:
@@ -70,26 +99,20 @@ class World:
     options: PlanOptions
 
     def sources(self) -> list[Inventory]:
-        return [
-            trainer_inventory(
-                self.catalog,
-                rank=i,
-                host="",
-                roots=[Root(n, len(b)) for n, b in s.storage.items()],
-                fragments=s.fragments,
-            )
-            for i, s in enumerate(self.trainers)
-        ]
+        sides = enumerate(self.trainers)
+        return [source(self.catalog, s.fragments, s.roots, i) for i, s in sides]
 
     def takers(self) -> list[Inventory]:
+        names = [t.name for t in self.catalog.specs]
         return [
-            engine_inventory(
-                self.catalog, rank=i, host="", roots=[Root(n, len(b)) for n, b in s.storage.items()],
-                fragments=s.fragments, fills=s.fills, footprint=s.footprint, kept=s.kept,
-                reads=[t.name for t in self.catalog.specs],
+            destination(
+                self.catalog, s.fragments, s.roots, i, fills=s.fills, footprint=s.footprint, kept=s.kept, reads=names
             )
             for i, s in enumerate(self.workers)
-        ]  # fmt: skip
+        ]
+
+    def plan(self, options: PlanOptions | None = None) -> SubPlan:
+        return plan_replica(self.catalog, self.sources(), self.takers(), options or self.options)
 
     def box(self, f: Fragment) -> np.ndarray:
         """The trainers' bits of a fragment's box, uint8 [elements, item]."""
@@ -230,13 +253,14 @@ def place(draw, side: Side, roots: int, tensor: str, origin, extent, dtype: str,
 
 
 @st.composite
-def worlds(draw, max_trainers=4, max_workers=3, casts=True):
+def worlds(draw):
+    """1 to 4 trainers and 1 to 3 workers of 1 to 3 tensors, some of them groups of experts. Trainers and workers may widen."""
     specs: list[TensorSpec] = []
     held: dict[str, str] = {}
     for i in range(draw(st.integers(1, 3))):
         shape = tuple(draw(st.lists(st.integers(1, 6), min_size=0, max_size=3)))
         dtype = draw(st.sampled_from(["bfloat16", "float32", "float16", "int8", "int64"]))
-        mine = draw(st.sampled_from([dtype, dtype, "float32"])) if casts and dtype in ("bfloat16", "float16") else dtype
+        mine = draw(st.sampled_from([dtype, dtype, "float32"])) if dtype in ("bfloat16", "float16") else dtype
         names = (
             [f"t.{i}"] if draw(st.booleans()) else [f"layers.{i}.experts.{e}.w" for e in range(draw(st.integers(2, 4)))]
         )
@@ -254,41 +278,30 @@ def worlds(draw, max_trainers=4, max_workers=3, casts=True):
             else rng.integers(0, 256, (n, SIZE[s.dtype]), np.uint8)
         )  # fmt: skip
 
-    trainers = [Side() for _ in range(draw(st.integers(1, max_trainers)))]
+    trainers = [Side() for _ in range(draw(st.integers(1, 4)))]
     for s in specs:
         for origin, extent in draw(partitions(s.shape)):
             for t in draw(st.lists(st.integers(0, len(trainers) - 1), min_size=1, unique=True)):
                 draw(place(trainers[t], 2, s.name, origin, extent, held[s.name], False))
-        if draw(st.integers(0, 4)) == 0:  # somebody also holds a box that is cut otherwise
+        if draw(st.integers(0, 4)) == 0:  # a trainer also holds a box that is cut otherwise
             draw(place(draw(st.sampled_from(trainers)), 2, s.name, *draw(sub_boxes(s.shape)), held[s.name], False))
-    workers = [Side() for _ in range(draw(st.integers(1, max_workers)))]
+    workers = [Side() for _ in range(draw(st.integers(1, 3)))]
     for w in workers:
         for s in specs:
-            dtype = (
-                draw(st.sampled_from([s.dtype, "float32"])) if casts and s.dtype in ("bfloat16", "float16") else s.dtype
+            dtype = draw(st.sampled_from([s.dtype, "float32"])) if s.dtype in ("bfloat16", "float16") else s.dtype
+            all_of_it = ((0,) * len(s.shape), s.shape)
+            several = st.one_of(
+                st.just([all_of_it]),
+                st.just([all_of_it] * 2),
+                st.just([]),
+                partitions(s.shape),
+                sub_boxes(s.shape).map(lambda box: [box]),
             )
-            kind = draw(st.sampled_from(["all", "cut", "part", "twice", "none"]))
-            boxes = {
-                "all": [((0,) * len(s.shape), s.shape)],
-                "cut": None,
-                "part": None,
-                "twice": [((0,) * len(s.shape), s.shape)] * 2,
-                "none": [],
-            }[kind]
-            boxes = (
-                draw(partitions(s.shape)) if kind == "cut" else [draw(sub_boxes(s.shape))] if kind == "part" else boxes
-            )
-            for origin, extent in boxes:
+            for origin, extent in draw(several):
                 draw(place(w, 3, s.name, origin, extent, dtype, True))
     bucket = draw(st.sampled_from([8, 16, 64, 1024]))
-    hosts = draw(
-        st.one_of(
-            st.just(()),
-            st.lists(
-                st.sampled_from("ab"), min_size=len(trainers) + len(workers), max_size=len(trainers) + len(workers)
-            ).map(tuple),
-        )
-    )
+    ranks = len(trainers) + len(workers)
+    hosts = draw(st.one_of(st.just(()), st.tuples(*[st.sampled_from("ab")] * ranks)))
     options = PlanOptions(
         bucket_bytes=bucket, wave_bytes=bucket * draw(st.integers(1, 3)), align_bytes=8,
         hosts=hosts, rotation=draw(st.integers(0, 3)),

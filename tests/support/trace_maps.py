@@ -1,4 +1,4 @@
-"""Fragments element by element: slow and obvious, for comparing two ways of saying the same thing."""
+"""Fragments element by element: slow and obvious, to compare two descriptions of the same bytes. Needs no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MeshInfo is a value: it keeps what it was given, answers where ranks sit, and goes to other forms and back."""
+"""MeshInfo is a value: it keeps what it was given, tells where ranks sit, and converts to other forms and back."""
 
 import os
 
@@ -14,6 +14,8 @@ from xfer.mesh.placement import checked
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", 200))
 NAMES = ("pp", "dp", "cp", "tp")
+PAIR = MeshInfo.grid(tp=2)
+BIG = 1 << 63
 
 
 @st.composite
@@ -27,27 +29,22 @@ def meshes(draw):
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(meshes(), st.data())
 def test_every_rank_is_found_where_the_table_has_it(mesh, data):
-    flat = mesh.ranks.ravel()
+    flat = mesh.ranks.ravel().tolist()
     strangers = [r for r in range(-10, 0) if r not in flat]
-    asked = [*flat.tolist(), *strangers]
-    many = mesh.coordinates(asked)
-    for rank, row in zip(asked, many):
+    for rank, row in zip([*flat, *strangers], mesh.coordinates([*flat, *strangers]).tolist()):
         one = mesh.coordinate(rank)
         assert (one is None) == (rank in strangers) == (rank not in mesh)
-        assert row.tolist() == (list(one) if one is not None else [-1] * mesh.ndim)
-        if one is not None:
-            assert mesh.ranks[one] == rank
+        assert row == (list(one) if one is not None else [-1] * mesh.ndim)
+        assert one is None or mesh.ranks[one] == rank
 
-    rank = data.draw(st.sampled_from(flat.tolist()))
+    rank = data.draw(st.sampled_from(flat))
     axes = data.draw(st.permutations(mesh.axes))[: data.draw(st.integers(0, mesh.ndim))]
-    sub = mesh.through(rank, axes)
+    sub, groups = mesh.through(rank, axes), mesh.groups(axes)
     assert sub.axes == tuple(axes) and sub.sizes == tuple(mesh.size(a) for a in axes) and rank in sub
-    groups = mesh.groups(axes)
-    assert sorted(groups.ravel()) == sorted(flat), "groups part the ranks"
-    assert sub.ranks.ravel().tolist() in groups.tolist()
+    assert sorted(groups.ravel()) == sorted(flat) and sub.ranks.ravel().tolist() in groups.tolist()
     for r in sub.ranks.ravel():  # only the coordinates along `axes` differ inside a sub-mesh
-        a, b = mesh.coordinate(r), mesh.coordinate(rank)
-        assert all(x == y for x, y, name in zip(a, b, mesh.axes) if name not in axes)
+        pairs = zip(mesh.coordinate(r), mesh.coordinate(rank), mesh.axes)
+        assert all(x == y for x, y, name in pairs if name not in axes)
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -55,12 +52,11 @@ def test_every_rank_is_found_where_the_table_has_it(mesh, data):
 def test_records_survive_the_wire_and_equality_is_by_value(mesh):
     wire = msgspec.msgpack.encode(mesh.to_record())
     back = MeshInfo.from_record(msgspec.msgpack.decode(wire, type=MeshRecord))
-    assert back == mesh and hash(back) == hash(mesh) and back is not mesh
+    assert back == mesh and hash(back) == hash(mesh)
     other = mesh.shifted(1)
     assert other != mesh and other.shifted(-1) == mesh
     if mesh.ndim:
-        renamed = MeshInfo(("other", *mesh.axes[1:]), mesh.ranks)
-        assert renamed != mesh, "names are part of a mesh"
+        assert MeshInfo(("other", *mesh.axes[1:]), mesh.ranks) != mesh
 
 
 def test_a_mesh_does_not_follow_the_array_it_was_made_from():
@@ -77,40 +73,26 @@ def test_all_faults_of_a_mesh_come_at_once():
         MeshInfo(("tp", "tp", ""), np.array([[1, 2], [2, 1]]))
     text = "\n".join(e.value.violations)
     assert len(e.value.violations) == 5
-    assert (
-        "3 axis names" in text and "'tp' appears 2" in text and "''" in text and "rank 1 " in text and "rank 2 " in text
-    )
-    for axes, ranks in [(("a",), np.zeros((0,), int)), (("a",), np.array([0.5])), (("a", "b"), [[1, 2], [3]])]:
-        with pytest.raises(LayoutError):
-            MeshInfo(axes, ranks)
-    for record in [
-        MeshRecord(("a",), (3,), (1, 2)),
-        MeshRecord(("a",), (-1,), (1, 2)),
-        MeshRecord(("a",), (1,), (1 << 80,)),
-    ]:
-        with pytest.raises(LayoutError):
-            MeshInfo.from_record(record)
-    mesh = MeshInfo.grid(dp=2, tp=2)
+    assert all(part in text for part in ("3 axis names", "'tp' appears 2", "''", "rank 1 ", "rank 2 "))
     with pytest.raises(LayoutError) as e:
-        mesh.at(pp=0, tp=2)
+        MeshInfo.grid(dp=2, tp=2).at(pp=0, tp=2)
     assert len(e.value.violations) == 2
-    for call in [lambda: mesh.through(9, ["tp"]), lambda: mesh.size("pp"), lambda: mesh.transpose(["tp"])]:
-        with pytest.raises(LayoutError):
-            call()
-
-
-PAIR = MeshInfo.grid(tp=2)
-BIG = 1 << 63
 
 
 @pytest.mark.parametrize(
     "made",
     [
+        lambda: MeshInfo(("a",), np.zeros((0,), int)),
+        lambda: MeshInfo(("a",), np.array([0.5])),
+        lambda: MeshInfo(("a", "b"), [[1, 2], [3]]),
         lambda: MeshInfo(("a",), [None, 1]),
         lambda: MeshInfo(("a",), [BIG, 1]),
         lambda: MeshInfo(("a",), np.array([BIG + 1, 1], np.uint64)),
         lambda: MeshInfo((["a"], ["a"]), [[0, 1]]),
         lambda: MeshInfo(None, [0, 1]),
+        lambda: MeshInfo.from_record(MeshRecord(("a",), (3,), (1, 2))),
+        lambda: MeshInfo.from_record(MeshRecord(("a",), (-1,), (1, 2))),
+        lambda: MeshInfo.from_record(MeshRecord(("a",), (1,), (1 << 80,))),
         lambda: MeshInfo.line("a", ["x"]),
         lambda: MeshInfo.line("a", [0.5]),
         lambda: MeshInfo.grid(tp=True),
@@ -120,7 +102,10 @@ BIG = 1 << 63
         lambda: PAIR.shifted(-BIG - 1),
         lambda: PAIR.shifted(0.5),
         lambda: PAIR.at(tp="x"),
+        lambda: PAIR.size("pp"),
+        lambda: PAIR.through(9, ["tp"]),
         lambda: PAIR.groups(["tp", "tp"]),
+        lambda: PAIR.transpose([]),
         lambda: PAIR.transpose([1, "tp"]),
         lambda: checked((4,), PAIR, (Shard("x"),)),
         lambda: checked((4,), PAIR, (StridedShard(0, 1.5),)),
@@ -145,8 +130,6 @@ def fake_world():
     dist = pytest.importorskip("torch.distributed")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    if dist.is_initialized():
-        pytest.skip("this process already is in a torch world")
     dist.init_process_group("fake", rank=3, world_size=24, store=FakeStore())
     yield
     dist.destroy_process_group()

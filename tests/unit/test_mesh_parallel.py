@@ -31,14 +31,9 @@ EXPERT_GROUPS = {
 
 TRAINERS = [
     TrainerParallel(world=1),
-    TrainerParallel(world=4, tp=2),
-    TrainerParallel(world=8, tp=2, pp=2),
     TrainerParallel(world=8, tp=2, cp=2, pp=2),
     TrainerParallel(world=8, tp=2, ep=4, etp=1),
-    TrainerParallel(world=8, tp=2, ep=2),
-    TrainerParallel(world=8, ep=8),
     TrainerParallel(world=16, tp=4, pp=2, vpp=2, ep=2, etp=2),
-    TrainerParallel(world=16, tp=2, pp=2, ep=4, etp=1),
     TrainerParallel(world=16, tp=1, cp=4, pp=2, ep=8),
     TrainerParallel(world=24, tp=2, cp=3, dp=2, pp=2, ep=3),
     TrainerParallel(world=16, tp=2, etp=4, ep=2),
@@ -162,17 +157,17 @@ def test_trainer_meshes_are_two_views_of_the_same_ranks(tp, pp, cp, dp, ep, etp,
     assert (dense.groups(["pp"]) == expert.groups(["pp"])).all(), "a layer's experts live where the layer lives"
 
 
-def test_all_faults_of_a_parallelism_come_at_once():
-    with pytest.raises(LayoutError) as e:
-        TrainerParallel(world=6, tp=4, ep=5, etp=1, vpp=2)
-    assert len(e.value.violations) == 3
-    with pytest.raises(LayoutError) as e:
-        TrainerParallel(world=0, tp=-1, order="tp-dp")
-    assert len(e.value.violations) == 3
-    with pytest.raises(LayoutError, match="world is 8"):
-        TrainerParallel(world=8, tp=2, dp=2)
-    with pytest.raises(LayoutError, match="put pp last"):
-        TrainerParallel(world=16, tp=2, pp=2, ep=4, etp=1, order="tp-cp-ep-pp-dp")
-    with pytest.raises(LayoutError) as e:
-        EngineParallel(tp=0, dp=True)
-    assert len(e.value.violations) == 2
+@pytest.mark.parametrize(
+    "made, faults",
+    [
+        (lambda: TrainerParallel(world=6, tp=4, ep=5, etp=1, vpp=2), 3),
+        (lambda: TrainerParallel(world=0, tp=-1, order="tp-dp"), 3),
+        (lambda: TrainerParallel(world=8, tp=2, dp=2), "world is 8"),
+        (lambda: TrainerParallel(world=16, tp=2, pp=2, ep=4, etp=1, order="tp-cp-ep-pp-dp"), "put pp last"),
+        (lambda: EngineParallel(tp=0, dp=True), 2),
+    ],
+)
+def test_all_faults_of_a_parallelism_come_at_once(made, faults):
+    with pytest.raises(LayoutError, match=faults if isinstance(faults, str) else None) as e:
+        made()
+    assert isinstance(faults, str) or len(e.value.violations) == faults

@@ -31,7 +31,7 @@ from xfer.trace.declared import declared_fragments
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", 200))
 
 
-# ---------------------------------------------------------------- the oracle: cuts arrays, never thinks about indices
+# ---- the oracle: it cuts arrays and computes no indices
 
 
 def chunks(a: np.ndarray, n: int, dim: int) -> list[np.ndarray]:
@@ -61,6 +61,12 @@ def cut(a: np.ndarray, p, size: int, index: int) -> np.ndarray:
     return np.concatenate([a.take([], axis=p.dim), *(by_group[g] for g in mine)], p.dim)
 
 
+def local_part(full: np.ndarray, mesh: MeshInfo, placements, rank: int) -> np.ndarray:
+    for p, size, index in zip(placements, mesh.sizes, mesh.coordinate(rank)):
+        full = cut(full, p, size, index)
+    return full
+
+
 def read(full: np.ndarray, shape, boxes) -> np.ndarray:
     """The local array that `boxes` describe; each local element must be written once."""
     local, written = np.full(shape, -1, full.dtype), np.zeros(shape, int)
@@ -72,7 +78,7 @@ def read(full: np.ndarray, shape, boxes) -> np.ndarray:
     return local
 
 
-# ---------------------------------------------------------------- generated layouts
+# ---- generated layouts
 
 
 @st.composite
@@ -107,7 +113,7 @@ def fused_layouts(draw):
     )
 
 
-# ---------------------------------------------------------------- tests
+# ---- tests
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -138,9 +144,7 @@ def test_local_tensors_equal_the_oracle_and_cover_everything(layout):
     full = np.arange(np.prod(shape, dtype=int)).reshape(shape)
     held = np.zeros(shape, int)
     for rank in mesh.ranks.ravel():
-        expected = full
-        for p, size, index in zip(placements, mesh.sizes, mesh.coordinate(rank)):
-            expected = cut(expected, p, size, index)
+        expected = local_part(full, mesh, placements, rank)
         found = local_layout(shape, mesh, placements, rank)
         assert found.shape == expected.shape
         np.testing.assert_array_equal(read(full, found.shape, [(b.box, b.at) for b in found.boxes]), expected)
@@ -150,37 +154,35 @@ def test_local_tensors_equal_the_oracle_and_cover_everything(layout):
     copied = {c for p in placements if isinstance(p, Segmented) for c in p.copies} | {1}
     assert set(np.unique(held)) <= {times * c for c in copied}
     assert local_layout(shape, mesh, placements, rank=99) is None and local_boxes(shape, mesh, placements, 99) == ()
+    sent = msgspec.msgpack.encode([PlacementRecord.of(p) for p in placements])
+    assert tuple(r.placement() for r in msgspec.msgpack.decode(sent, type=list[PlacementRecord])) == placements
 
 
 @settings(max_examples=EXAMPLES // 2, deadline=None)
-@given(st.integers(0, 6), st.integers(0, 6), st.integers(1, 3), st.integers(1, 4), st.booleans())
-def test_several_axes_cut_the_segments_of_one_dim(gate, up, dp, tp_size, fsdp_flat):
-    """[gate; up] over tp, then over dp: each segment again (Segmented), or the fused local dim as it lies (Shard)."""
-    segs = (gate * 2, up)
-    mesh = MeshInfo.grid(tp=tp_size, dp=dp)
-    second = Shard(0) if fsdp_flat else Segmented(0, segs)
-    full = np.arange(sum(segs))
-    for rank in mesh.ranks.ravel():
-        t, d = mesh.coordinate(rank)
-        halves = [chunks(s, tp_size, 0)[t] for s in segments(full, segs, 0)]
-        flat = np.concatenate(halves)
-        want = chunks(flat, dp, 0)[d] if fsdp_flat else np.concatenate([chunks(h, dp, 0)[d] for h in halves])
-        got = read(full, want.shape, local_boxes(full.shape, mesh, (Segmented(0, segs), second), rank))
-        np.testing.assert_array_equal(got, want)
-
-
-@settings(max_examples=EXAMPLES // 4, deadline=None)
-@given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(1, 9), st.integers(1, 3), st.integers(1, 3))
-def test_several_axes_share_out_whole_groups(widths, groups, a, b):
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=3),
+    st.integers(1, 9),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.data(),
+)
+def test_several_axes_cut_the_segments_of_one_dim(widths, groups, first, second, data):
+    """Over two axes: segments each again (Segmented), the fused local dim as it lies (Shard), or whole groups."""
     segs = tuple(w * groups for w in widths)
-    mesh, placement = MeshInfo.grid(a=a, b=b), Interleaved(0, segs, groups)
-    full = np.arange(sum(segs))
-    parts = [s.reshape(groups, -1) for s in segments(full, segs, 0)]
-    whole = np.concatenate(parts, 1)  # one row per group
+    mesh, full = MeshInfo.grid(a=first, b=second), np.arange(sum(segs))
+    kind = data.draw(st.sampled_from(["segments", "as it lies", "groups"]))
+    fused = Interleaved(0, segs, groups) if kind == "groups" else Segmented(0, segs)
     for rank in mesh.ranks.ravel():
         i, j = mesh.coordinate(rank)
-        want = chunks(chunks(whole, a, 0)[i], b, 0)[j].reshape(-1)
-        got = read(full, want.shape, local_boxes(full.shape, mesh, (placement, placement), rank))
+        if kind == "groups":  # one row per group
+            whole = np.concatenate([s.reshape(groups, -1) for s in segments(full, segs, 0)], 1)
+            want = chunks(chunks(whole, first, 0)[i], second, 0)[j].reshape(-1)
+        else:
+            mine = [chunks(s, first, 0)[i] for s in segments(full, segs, 0)]
+            again = [chunks(s, second, 0)[j] for s in mine]
+            want = np.concatenate(again) if kind == "segments" else chunks(np.concatenate(mine), second, 0)[j]
+        placements = (fused, Shard(0) if kind == "as it lies" else fused)
+        got = read(full, want.shape, local_boxes(full.shape, mesh, placements, rank))
         np.testing.assert_array_equal(got, want)
 
 
@@ -197,12 +199,9 @@ def test_fragments_address_the_bytes_of_the_local_tensor(layout, offset, transpo
     shape, mesh, placements = layout
     full = np.arange(np.prod(shape, dtype=int), dtype=np.int32).reshape(shape)
     rank = data.draw(st.sampled_from(mesh.ranks.ravel().tolist()))
-    expected = full
-    for p, size, index in zip(placements, mesh.sizes, mesh.coordinate(rank)):
-        expected = cut(expected, p, size, index)
+    expected = local_part(full, mesh, placements, rank)
     storage = np.zeros(offset + 4 * expected.size, np.uint8)
-    order = "F" if transposed else "C"
-    local = np.ndarray(expected.shape, np.int32, storage, offset, order=order)
+    local = np.ndarray(expected.shape, np.int32, storage, offset, order="F" if transposed else "C")
     local[...] = expected
     fragments = declared_fragments(
         "w", shape, "int32", mesh, placements, rank, "root", local.strides if transposed else None, offset
@@ -233,13 +232,6 @@ def test_all_faults_of_a_layout_come_at_once():
         declared_fragments("w", (8, 6), "float7", mesh, (Replicate(), Replicate()), 0, "root")
     with pytest.raises(LayoutError, match="strides"):
         declared_fragments("w", (8, 6), "int8", mesh, (Replicate(), Replicate()), 0, "root", (1,))
-
-
-@settings(max_examples=EXAMPLES // 2, deadline=None)
-@given(st.one_of(torch_layouts(), fused_layouts()))
-def test_placements_survive_the_wire(layout):
-    sent = msgspec.msgpack.encode([PlacementRecord.of(p) for p in layout[2]])
-    assert tuple(r.placement() for r in msgspec.msgpack.decode(sent, type=list[PlacementRecord])) == layout[2]
 
 
 @pytest.mark.parametrize("kind, fields", [("Partial", {}), ("Shard", {}), ("Shard", {"dim": (1,)}), ("type", {})])

@@ -76,7 +76,7 @@ def test_import_is_quick_and_touches_nothing_heavy():
         "from xfer import nccl_xfer_refit, connect, serve\n"
         "more = [m for m in ('megatron', 'vllm', 'transformers') if m in sys.modules]\n"
         "import torch, torch.distributed as d\n"
-        "import xfer.participants.trainer, xfer.participants.worker, xfer.transport.p2p, tests.support.golden, xfer.trainers.megatron\n"
+        "import xfer.participants.trainer, xfer.participants.worker, xfer.transport.p2p, xfer.trainers.megatron\n"
         "more += [m for m in ('megatron', 'vllm', 'transformers') if m in sys.modules]\n"
         "print(s, heavy, more, d.is_initialized(), torch.cuda.is_initialized())"
     )

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.plan_worlds import EXAMPLES
 from xfer.plan.balance import Demand, balance, nearest
 from xfer.plan.schedule import schedule
 
-EXAMPLES = max(1, int(os.environ.get("XFER_EXAMPLES", "200")))
+some = settings(max_examples=EXAMPLES // 2 + 1, deadline=None)
 
 
 @st.composite
@@ -31,7 +30,7 @@ def loads(n, asked, shares):
 
 
 @given(demands(costs=(1, 8)))
-@settings(max_examples=EXAMPLES // 2 + 1, deadline=None)
+@some
 def test_each_demand_is_divided_once_and_wholly_among_its_holders(case):
     n, asked = case
     shares = balance(asked, n)
@@ -44,8 +43,8 @@ def test_each_demand_is_divided_once_and_wholly_among_its_holders(case):
 
 
 @given(demands())
-@settings(max_examples=EXAMPLES // 2 + 1, deadline=None)
-def test_the_busiest_sender_is_as_good_as_the_linear_programme(case):
+@some
+def test_the_busiest_sender_is_as_good_as_the_linear_programme_and_no_worse_than_greedy(case):
     linprog = pytest.importorskip("scipy.optimize").linprog
     n, asked = case
     asked = [d for d in asked if d.units]
@@ -59,17 +58,12 @@ def test_the_busiest_sender_is_as_good_as_the_linear_programme(case):
     below[:, -1] = -1
     best = linprog([0] * len(columns) + [1], below, np.zeros(n), equal, [d.units for d in asked]).fun
     # Whole units: rounding may cost each set one unit at a sender.
-    assert loads(n, asked, balance(asked, n)).max() <= best * 1.01 + len({d.holders for d in asked}) + 1
-
-
-@given(demands())
-@settings(max_examples=EXAMPLES // 2 + 1, deadline=None)
-def test_never_worse_than_sending_each_demand_from_the_least_loaded_holder(case):
-    n, asked = case
-    greedy = np.zeros(n, np.int64)
+    most, sets = loads(n, asked, balance(asked, n)).max(), len({d.holders for d in asked})
+    assert most <= best * 1.01 + sets + 1
+    greedy = np.zeros(n, np.int64)  # each demand from the least loaded holder is never better
     for d in asked:
         greedy[min(d.holders, key=lambda h: (greedy[h], h))] += d.units
-    assert loads(n, asked, balance(asked, n)).max() <= greedy.max() + len({d.holders for d in asked})
+    assert most <= greedy.max() + sets
 
 
 @given(st.integers(2, 8), st.lists(st.integers(100, 10_000), min_size=1, max_size=5))
@@ -105,33 +99,28 @@ def traffic(draw):
     sizes = draw(st.lists(st.integers(1, 2000), min_size=len(pairs), max_size=len(pairs)))
     unit = draw(st.sampled_from([8, 16]))
     message = unit * draw(st.integers(1, 16))
-    return (
-        sorted(pairs),
-        np.array(sizes, np.int64),
-        unit,
-        message,
-        message + draw(st.integers(0, 300)),
-        draw(st.integers(0, 3)),
-    )
+    bounds = dict(message=message, per_rank=message + draw(st.integers(0, 300)), unit=unit)
+    return sorted(pairs), np.array(sizes, np.int64), bounds | {"rotation": draw(st.integers(0, 3))}
 
 
 @given(traffic())
-@settings(max_examples=EXAMPLES // 2 + 1, deadline=None)
+@some
 def test_messages_fill_streams_within_the_bounds(case):
-    pairs, sizes, unit, message, per_rank, rotation = case
-    src, dst = (np.array([p[i] for p in pairs], np.int64) for i in (0, 1))
-    s = schedule(src, dst, sizes, message=message, per_rank=per_rank, unit=unit, rotation=rotation)
+    pairs, sizes, bounds = case
+    src, dst = np.array(pairs, np.int64).reshape(-1, 2).T
+    s = schedule(src, dst, sizes, **bounds)
     busy: dict[tuple[str, int, int], int] = {}
     for p in range(len(pairs)):
         mine = slice(s.first[p], s.first[p + 1])
         wave, begin = s.wave[mine], s.begin[mine]
         size = np.diff(np.append(begin, sizes[p]))
-        assert begin[0] == 0 and (size > 0).all() and (size <= message).all() and (begin % unit == 0).all()
+        assert begin[0] == 0 and (size > 0).all() and (size <= bounds["message"]).all()
+        assert (begin % bounds["unit"] == 0).all()
         assert (np.diff(wave) > 0).all()
         for v, n in zip(wave.tolist(), size.tolist()):
             for key in (("out", pairs[p][0], v), ("in", pairs[p][1], v)):
                 busy[key] = busy.get(key, 0) + n
-    assert max(busy.values(), default=0) <= per_rank
+    assert max(busy.values(), default=0) <= bounds["per_rank"]
     assert sorted({v for _, _, v in busy}) == list(range(s.waves))  # no empty wave
 
 
@@ -154,16 +143,9 @@ def test_sub_plans_that_run_at_once_use_different_senders_in_each_wave(trainers,
     src, dst = np.divmod(np.arange(trainers * workers), workers)
     busy: dict[int, np.ndarray] = {}
     for r in range(replicas):
-        s = schedule(
-            src,
-            dst + trainers,
-            np.full(len(src), 1000),
-            message=100,
-            per_rank=200,
-            unit=10,
-            rotation=r,
-            rotations=replicas,
-        )
+        sizes = np.full(len(src), 1000)
+        bounds = dict(message=100, per_rank=200, unit=10)
+        s = schedule(src, dst + trainers, sizes, **bounds, rotation=r, rotations=replicas)
         pair = np.repeat(np.arange(len(src)), np.diff(s.first))
         for wave in range(s.waves):
             busy.setdefault(wave, np.zeros(trainers, int))
@@ -182,10 +164,8 @@ def test_takers_of_replicas_never_turn_to_one_sender(readers, crumbs):
         if crumbs:
             nbytes = {**{(sender, 4): 5 for sender in range(4)}, **nbytes}
         src, dst = np.array(sorted(nbytes)).T
-        s = schedule(
-            src, dst, np.array([nbytes[p] for p in zip(src.tolist(), dst.tolist())]), message=100, per_rank=105, unit=5,
-            rotation=replica, rotations=2,
-        )  # fmt: skip
+        sizes = np.array([nbytes[p] for p in sorted(nbytes)])
+        s = schedule(src, dst, sizes, message=100, per_rank=105, unit=5, rotation=replica, rotations=2)
         for taker, some in enumerate(readers):
             mine = dst == 4 + taker
             order = src[mine][np.argsort(s.turn[mine])].tolist()

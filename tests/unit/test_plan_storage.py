@@ -1,4 +1,4 @@
-"""What lies on disks and comes over wires: damaged plans are made again, hostile inventories are refused."""
+"""Plans on disk and inventories on the wire: a damaged plan is made again, a hostile inventory is refused."""
 
 from __future__ import annotations
 
@@ -14,37 +14,32 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import xfer
+from tests.support.plan_worlds import EXAMPLES, dense, destination, quick, source
 from xfer.errors import ProtocolError
 from xfer.plan import subplan
 from xfer.plan.cache import SUFFIX, PlanCache
-from xfer.plan.inventory import Inventory, Kept, engine_inventory, trainer_inventory
+from xfer.plan.inventory import Inventory, Kept
 from xfer.plan.options import MAX_BUCKET
 from xfer.plan.part import PlanPart
 from xfer.plan.planner import PlanOptions, plan_key, plan_replica
 from xfer.plan.program import ROW
 from xfer.trace.catalog import Catalog
-from xfer.trace.fragment import Fill, Fragment, Root, Span, TensorSpec
+from xfer.trace.fragment import Fill, Fragment, Span, TensorSpec
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = max(1, int(os.environ.get("XFER_EXAMPLES", "200")))
-relaxed = settings(max_examples=EXAMPLES // 2 + 1, deadline=None, suppress_health_check=list(HealthCheck))
+relaxed = settings(quick, max_examples=EXAMPLES // 2 + 1)
 
 CATALOG = Catalog((TensorSpec("a", (8, 16), "bfloat16"), TensorSpec("b", (16,), "float32")))
-FRAGMENTS = [
-    Fragment("a", (0, 0), (8, 16), "w", 0, (32, 2), "bfloat16"),
-    Fragment("b", (0,), (16,), "n", 60, (-4,), "float32"),
-]
-ROOTS = [Root("w", 256), Root("n", 72)]
-SOURCE = trainer_inventory(CATALOG, rank=0, host="h", roots=ROOTS, fragments=FRAGMENTS)
-TAKER = engine_inventory(
-    CATALOG, rank=0, host="h", roots=ROOTS, fragments=FRAGMENTS,
-    fills=[Fill("n", 64, (1,), (0,), "float32", b"\0" * 4)], footprint=[Span("w", 0, 256), Span("n", 0, 72)],
-    kept=[Kept("n", 68, 70, "scale")], staged=[Span("n", 70, 72)],
-    reads=["a", "b"],
+FRAGMENTS = [dense("a", (8, 16), "bfloat16"), Fragment("b", (0,), (16,), "n", 60, (-4,), "float32")]
+ROOTS = {"w": 256, "n": 72}
+SOURCE = source(CATALOG, FRAGMENTS, ROOTS, host="h")
+TAKER = destination(
+    CATALOG, FRAGMENTS, ROOTS, host="h", fills=[Fill("n", 64, (1,), (0,), "float32", b"\0" * 4)],
+    kept=[Kept("n", 68, 70, "scale")], staged=[Span("n", 70, 72)], reads=["a", "b"],
 )  # fmt: skip
 PLAN = plan_replica(CATALOG, [SOURCE], [TAKER])
 PART = PlanPart.of(PLAN, 1)
@@ -84,88 +79,80 @@ def test_a_damaged_inventory_is_refused_or_is_another_valid_one(data):
     assert ((low >= 0) & (high <= size)).all()
 
 
+def taken_apart(inventory: Inventory) -> tuple[list, list]:
+    """The envelope, and in it: 0 version, catalog, side, root names, root bytes, 5 count, dims, columns, fills, footprint,
+    10 kept, reasons, staged, reads."""
+    outer = msgspec.msgpack.decode(inventory.to_bytes())
+    return outer, msgspec.msgpack.decode(outer[2])
+
+
+def refused(outer: list, body: list, match: str | None = None) -> None:
+    with pytest.raises(ProtocolError, match=match):
+        Inventory.from_bytes(msgspec.msgpack.encode([outer[0], outer[1], msgspec.msgpack.encode(body)]))
+
+
 @given(st.data())
 @relaxed
 def test_an_inventory_with_hostile_fields_is_refused(data):
     """Not random bytes but well-formed messages with one field out of its range."""
-    outer = msgspec.msgpack.decode(TAKER.to_bytes())
-    body = msgspec.msgpack.decode(outer[2])
-    # 0 version, catalog, side, root names, root bytes, 5 count, dims, columns, fills, footprint, 10 kept, reasons, …
-    i64 = np.array([2**62, -(2**63), 2**48, -1, 1 << 47], np.int64)
-    big = int(data.draw(st.sampled_from(i64.tolist())))
-    what = data.draw(
-        st.sampled_from(["root_bytes", "count", "dims", "column", "fill", "span", "reasons", "names", "side", "more"])
-    )
-    if what == "root_bytes":
-        body[4] = np.full(2, [2**62, -1, 2**48][data.draw(st.integers(0, 2))], np.int64).tobytes()
-    elif what == "count":
-        body[5] = data.draw(st.sampled_from([-1, 0, 1, 3, 2**31, 2**62]))
-    elif what == "dims":
-        body[6] = data.draw(st.sampled_from([-1, 0, 1, 3, 7, 2**40]))
-    elif what == "column":
+    outer, body = taken_apart(TAKER)
+    big = data.draw(st.sampled_from([2**62, -(2**63), 2**48, -1, 1 << 47]))
+    at = data.draw(st.sampled_from([2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14]))
+    if at in (9, 10, 12):  # spans
+        k, n = data.draw(st.integers(0, 3)), body[at][0]
+        columns = np.full(n, 5, np.int32), np.full(n, -1), np.full(n, big)
+        body[at][k] = (n + 1, *(c.tobytes() for c in columns))[k]
+    elif at == 7:
         k = data.draw(st.integers(0, 6))
         column = np.frombuffer(body[7][k], ["<i4", "<i4", "<u1", "<i8", "<i8", "<i8", "<i8"][k]).copy()
         j = data.draw(st.integers(0, len(column) - 1))
         # A large origin is the catalog's to refuse, and a stride of -1 byte is odd but lies inside the storage.
         column[j] = {0: -1, 1: 2, 2: 200, 4: -1, 6: 2**48 if big == -1 else big}.get(k, big)
         body[7][k] = column.tobytes()
-    elif what == "fill":
+    elif at == 8:
         k = data.draw(st.integers(0, 5))
-        body[8][0][k] = [7, big if big != 0 else 1, [big], [1, 2], 99, b"\0"][k]
-    elif what == "span":
-        which = data.draw(st.sampled_from([9, 10, 12]))
-        k = data.draw(st.integers(0, 3))
-        n = body[which][0]
-        body[which][k] = [
-            n + 1,
-            np.full(n, 5, np.int32).tobytes(),
-            np.full(n, -1).tobytes(),
-            np.full(n, big).tobytes(),
-        ][k]
-    elif what == "reasons":
-        body[11] = []
-    elif what == "names":
-        body[3] = data.draw(st.sampled_from([["w", "n"], ["n", "n"], ["n"], ["n", "w", "z"]]))
-    elif what == "side":
-        body[2] = "referee"
-    else:
+        body[8][0][k] = [7, big, [big], [1, 2], 99, b"\0"][k]
+    elif at == 14:
         body.append(1)
-    with pytest.raises(ProtocolError):
-        Inventory.from_bytes(msgspec.msgpack.encode([outer[0], outer[1], msgspec.msgpack.encode(body)]))
+    else:
+        body[at] = data.draw(
+            st.sampled_from(
+                {
+                    2: ["referee"],
+                    3: [["w", "n"], ["n", "n"], ["n"], ["n", "w", "z"]],
+                    4: [np.full(2, n).tobytes() for n in (2**62, -1, 2**48)],
+                    5: [-1, 0, 1, 3, 2**31, 2**62],
+                    6: [-1, 0, 1, 3, 7, 2**40],
+                    11: [[]],
+                }[at]
+            )
+        )
+    refused(outer, body)
 
 
-def test_columns_of_nothing_but_padding_are_refused():
-    """The same layout in other bytes would have another digest, and equal ranks would not be of one class."""
-    outer = msgspec.msgpack.decode(SOURCE.to_bytes())
-    body = msgspec.msgpack.decode(outer[2])
+def test_other_encodings_of_the_same_layout_are_refused():
+    """They would have other digests, and equal ranks would not be of one class: padded columns, numbers in a longer form."""
+    outer, body = taken_apart(SOURCE)
     n, dims = body[5], body[6]
     for k, padding in ((4, 0), (5, 1), (6, 0)):
         column = np.frombuffer(body[7][k], np.int64).reshape(n, dims)
-        body[7][k] = np.concatenate([np.full((n, 1), padding, np.int64), column], axis=1).tobytes()
+        body[7][k] = np.insert(column, 0, padding, axis=1).tobytes()
     body[6] = dims + 1
-    with pytest.raises(ProtocolError, match="canonical"):
-        Inventory.from_content(msgspec.msgpack.encode(body))
-
-
-def test_a_number_in_a_longer_form_is_refused():
+    refused(outer, body, "canonical")
     content = SOURCE.content()
-    at = 1  # behind the head of the array: the version, which msgpack writes in one byte
-    assert content[at] < 128
-    longer = content[:at] + b"\xcc" + content[at:]
+    assert content[1] < 128  # behind the head of the array: the version, which msgpack writes in one byte
     with pytest.raises(ProtocolError, match="canonical"):
-        Inventory.from_content(longer)
+        Inventory.from_content(content[:1] + b"\xcc" + content[1:])
 
 
 def test_extents_whose_product_wraps_around_are_refused():
-    outer = msgspec.msgpack.decode(SOURCE.to_bytes())
-    body = msgspec.msgpack.decode(outer[2])
-    n, dims = body[5], body[6]
-    body[7][5] = np.full((n, dims), 1 << 47, np.int64).tobytes()
+    outer, body = taken_apart(SOURCE)
+    shape = body[5], body[6]
+    body[7][5] = np.full(shape, 1 << 47).tobytes()
     body[7][6] = np.zeros(
-        (n, dims), np.int64
+        shape, np.int64
     ).tobytes()  # every element on one byte: the reach is harmless, the count is not
-    with pytest.raises(ProtocolError, match="elements"):
-        Inventory.from_bytes(msgspec.msgpack.encode([outer[0], outer[1], msgspec.msgpack.encode(body)]))
+    refused(outer, body, "elements")
 
 
 @given(damage(PART.to_bytes()))
@@ -207,19 +194,17 @@ def test_a_damaged_file_is_planned_again(data):
 
 
 def test_a_part_is_found_by_its_inputs_and_its_rank_only(tmp_path):
-    cache = PlanCache(tmp_path / "not" / "there")
+    folder = tmp_path / "not" / "there"
+    cache = PlanCache(folder)
     assert cache.put(PART) and cache.get(PLAN.key, 1).to_bytes() == PART.to_bytes()
     other = plan_key(CATALOG, [SOURCE], [TAKER], PlanOptions(rotation=1))
     assert other != PLAN.key == plan_key(CATALOG, [SOURCE], [TAKER], PlanOptions())
     assert cache.get(other, 1) is None and cache.get(PLAN.key, 0) is None
-
-
-def test_a_file_under_another_name_is_not_taken(tmp_path):
-    cache = PlanCache(tmp_path)
-    for name, key, rank in (("0" * 32 + "-1", "0" * 32, 1), (f"{PLAN.key}-0", PLAN.key, 0)):
-        cache.put(PART)
-        (tmp_path / f"{PLAN.key}-1{SUFFIX}").rename(tmp_path / f"{name}{SUFFIX}")
+    file = folder / f"{PLAN.key}-1{SUFFIX}"
+    for key, rank in (("0" * 32, 1), (PLAN.key, 0)):  # a file under another's name
+        file.rename(folder / f"{key}-{rank}{SUFFIX}")
         assert cache.get(key, rank) is None and cache.get(PLAN.key, 1) is None
+        cache.put(PART)
     for key, rank in (("../escape", 1), ("0" * 32, -1)):
         with pytest.raises(ValueError):
             cache.get(key, rank)
@@ -243,10 +228,10 @@ def test_all_code_that_planning_loads_is_in_the_digest():
 
 
 def installed(folder: Path, version: str, sources: bool) -> list[str]:
-    """An xfer as installed there says what its digest of the planner is, and whether it sees all of it."""
+    """What an xfer that is installed there says: its digest of the planner, and whether it sees all of the code."""
     package = folder / "xfer"
     (package / "plan").mkdir(parents=True)
-    for name in ("__init__.py", "sources.py", "plan/__init__.py", "plan/rows.py"):
+    for name in ("__init__.py", "sources.py", "plan/__init__.py", "plan/program.py"):
         text = (ROOT / "xfer" / name).read_text()
         (package / name).write_text(text.replace(f'__version__ = "{xfer.__version__}"', f'__version__ = "{version}"'))
     if not sources:
@@ -254,24 +239,15 @@ def installed(folder: Path, version: str, sources: bool) -> list[str]:
         for file in package.rglob("*.py"):
             file.unlink()
     code = "from xfer.sources import *; print(digest_of('plan'), has_sources('plan'), has_sources('mesh'))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=folder,
-        env={"PYTHONPATH": str(folder)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout.split()
+    at = dict(cwd=folder, env={"PYTHONPATH": str(folder)})
+    return subprocess.run([sys.executable, "-c", code], **at, capture_output=True, text=True, check=True).stdout.split()
 
 
 def test_versions_installed_without_sources_are_told_apart_and_keep_nothing(tmp_path, monkeypatch):
-    one, two, bare_one, bare_two, bare_too = (
-        installed(tmp_path / str(i), version, sources)
-        for i, (version, sources) in enumerate([("1", True), ("2", True), ("1", False), ("2", False), ("2", False)])
-    )
-    assert len({x[0] for x in (one, two, bare_one, bare_two)}) == 4 and bare_two == bare_too
-    assert [x[1] for x in (one, two, bare_one, bare_two)] == ["True", "True", "False", "False"] and one[2] == "False"
+    cases = [("1", True), ("2", True), ("1", False), ("2", False), ("2", False)]
+    told = [installed(tmp_path / str(i), *case) for i, case in enumerate(cases)]
+    assert len({digest for digest, *_ in told[:4]}) == 4 and told[3] == told[4]
+    assert [sees for _, sees, _ in told] == ["True", "True", "False", "False", "False"] and told[0][2] == "False"
     cache = PlanCache(tmp_path / "kept")
     assert cache.put(PART)
     monkeypatch.setattr("xfer.plan.cache.KEEPS", False)
