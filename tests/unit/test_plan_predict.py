@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.links import G, fabrics
-from tests.support.plan_worlds import worlds
+from tests.support.plan_worlds import dense, destination, quick, source, worlds
 from xfer.plan.fabric import Fabric, Site
-from xfer.plan.inventory import engine_inventory, trainer_inventory
 from xfer.plan.planner import PlanOptions, plan_replica
 from xfer.plan.predict import Costs, predict
 from xfer.plan.program import Op, row_wire_bytes
 from xfer.trace.catalog import Catalog
-from xfer.trace.fragment import Fill, Fragment, Root, Span, TensorSpec
+from xfer.trace.fragment import Fill, Fragment, TensorSpec
 
-EXAMPLES = max(1, int(os.environ.get("XFER_EXAMPLES", "200")))
-quick = settings(max_examples=EXAMPLES // 8 + 1, deadline=None, suppress_health_check=list(HealthCheck))
 FREE = Costs(0.0, 0.0)
 
 
@@ -60,22 +56,16 @@ def test_links_carry_the_bytes_of_all_rows_and_time_lies_between_floor_and_locks
 
 def job(rows: int, trainers: int, workers: int, pad: int = 0):
     """Worker w wants rows of one tensor that all trainers hold."""
-    catalog = Catalog((TensorSpec("t", (workers * rows, 1024), "bfloat16"),))
-    whole = Fragment("t", (0, 0), (workers * rows, 1024), "w", 0, (2048, 2), "bfloat16")
-    sources = [
-        trainer_inventory(catalog, rank=r, host="", roots=[Root("w", workers * rows * 2048)], fragments=[whole])
-        for r in range(trainers)
-    ]
-    takers = [
-        engine_inventory(
-            catalog, rank=w, host="", roots=[Root("w", (rows + pad) * 2048)],
-            fragments=[Fragment("t", (w * rows, 0), (rows, 1024), "w", 0, (2048, 2), "bfloat16")],
-            fills=[Fill("w", rows * 2048, (pad, 1024), (2048, 2), "bfloat16", b"\0\0")] if pad else [],
-            footprint=[Span("w", 0, (rows + pad) * 2048)],
-        )
-        for w in range(workers)
-    ]  # fmt: skip
-    return catalog, sources, takers
+    shape = (workers * rows, 1024)
+    catalog = Catalog((TensorSpec("t", shape, "bfloat16"),))
+    fills = [Fill("w", rows * 2048, (pad, 1024), (2048, 2), "bfloat16", b"\0\0")] if pad else []
+
+    def part(w):
+        return [Fragment("t", (w * rows, 0), (rows, 1024), "w", 0, (2048, 2), "bfloat16")]
+
+    held = [dense("t", shape, "bfloat16")], {"w": 2048 * shape[0]}
+    takers = [destination(catalog, part(w), {"w": (rows + pad) * 2048}, w, fills=fills) for w in range(workers)]
+    return catalog, [source(catalog, *held, r) for r in range(trainers)], takers
 
 
 @pytest.mark.parametrize("local", [1 << 32, 0])
@@ -110,9 +100,8 @@ def test_replicas_share_the_senders_nics():
     site = Site(fabric, (0,), ((1,), (2,), (3,), (4,)))
     plans = [plan_replica(catalog, sources, takers, PlanOptions(site=site, replica=r)) for r in range(4)]
     alone, together = predict(plans[:1], site, costs=FREE), predict(plans, site, costs=FREE)
-    assert together.floor_s == pytest.approx(4 * alone.floor_s) and together.transfer_s == pytest.approx(
-        4 * alone.transfer_s
-    )
+    assert together.floor_s == pytest.approx(4 * alone.floor_s)
+    assert together.transfer_s == pytest.approx(4 * alone.transfer_s)
     some = predict(plans[1:3], site, replicas=[1, 2], costs=FREE)
     assert some.transfer_s == pytest.approx(2 * alone.transfer_s)
     with pytest.raises(ValueError, match="replica 0"):
@@ -121,11 +110,8 @@ def test_replicas_share_the_senders_nics():
 
 def test_a_plan_without_bytes_takes_no_time():
     catalog = Catalog((TensorSpec("t", (0,), "int8"),))
-    empty = Fragment("t", (0,), (0,), "w", 0, (1,), "int8")
-    source = trainer_inventory(catalog, rank=0, host="", roots=[Root("w", 1)], fragments=[empty])
-    taker = engine_inventory(
-        catalog, rank=0, host="", roots=[Root("w", 0)], fragments=[empty], footprint=[Span("w", 0, 0)]
-    )
+    empty = [dense("t", (0,), "int8")], {"w": 0}
     site = Site(Fabric.uniform(2, 1, nvlink=G, nic=G), (0,), ((1,),))
-    p = predict([plan_replica(catalog, [source], [taker], PlanOptions(site=site))], site)
+    plan = plan_replica(catalog, [source(catalog, *empty)], [destination(catalog, *empty)], PlanOptions(site=site))
+    p = predict([plan], site)
     assert p.transfer_s == p.control_s == Costs().control_s and not p.busiest()
