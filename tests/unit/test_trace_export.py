@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -20,15 +19,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.support.plan_worlds import Side, World, execute
+from tests.support.plan_worlds import Side, World, dense, execute
 from tests.support.replay import export, storage_bytes, trace_export
 from tests.support.trace_maps import element_map
+from tests.support.trace_steps import move
 from xfer.errors import LayoutError, Unsupported
-from xfer.plan.planner import PlanOptions, plan_replica
+from xfer.plan.planner import PlanOptions
 from xfer.trace.catalog import Catalog
 from xfer.trace.collectives import objects_stay_home
 from xfer.trace.export import ExportWatch, twin
-from xfer.trace.fragment import Fragment, Span, TensorSpec
+from xfer.trace.fragment import Span, TensorSpec
 from xfer.trace.probe import export_fragments, numbers
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
@@ -56,30 +56,6 @@ def one_rank(rank: int, world: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def local(op: str, i: int, j: int, x: torch.Tensor) -> torch.Tensor:
-    d = i % x.dim()
-    n = x.shape[d]
-    if op == "permute":
-        return x.movedim(d, 0)
-    if op == "narrow":
-        size = 1 + j % n
-        return x.narrow(d, i % (n - size + 1), size)
-    if op == "clone":
-        return x.clone()
-    if op == "swap":
-        parts = x.chunk(2, d)
-        return torch.cat([parts[-1], parts[0]], d)
-    if op == "flatten":
-        return x.flatten(0, 1) if x.dim() > 1 else x.unsqueeze(0)
-    if op == "gather":
-        return x.index_select(d, torch.arange(n).roll(j % n))
-    if op == "select":
-        return x[(slice(None),) * d + (torch.arange(j % n, n, 1 + i % 3),)]
-    if op == "stack":
-        return torch.stack([x, x.clone()], d)
-    raise ValueError(op)
 
 
 class Alone:
@@ -155,7 +131,7 @@ def run(program: list, params: dict, comm, every: bool) -> Iterator[tuple[str, o
         for k, (op, i, j) in enumerate(program):
             small = shape(x).numel() * comm.world <= 400
             if op in LOCAL:
-                x = each(lambda t, op=op, i=i, j=j: local(op, i, j, t), x)
+                x = each(lambda t, op=op, i=i, j=j: move(op, i, j, t), x)
             elif op == "broadcast":
                 x = comm.broadcast(x, i % comm.world)
             elif op == "scatter":
@@ -231,16 +207,6 @@ def one(stream, world: int = 2, rank: int = 0, sources=None):
     with one_rank(rank, world):
         watch = ExportWatch(sources or {"w": torch.empty(4, 4, device="meta")})
         return trace_export(watch, stream(watch.sources["w"]))
-
-
-def test_a_computed_export_is_a_recipe_over_parameters():
-    traced = one(lambda w: ((n, w + 1) for n in ["norm"]))
-    (r,) = traced.recipes
-    assert r.sources == ("w",) and r.target == "norm" and not traced.fragments and traced.reads == ("w",)
-    w = torch.randn(4, 4)
-    out = {"norm": torch.zeros(4, 4)}
-    export(traced, {"w": w}, out)
-    assert torch.equal(out["norm"], w + 1)
 
 
 def test_a_computation_with_what_another_rank_broadcast_is_refused_by_name():
@@ -339,13 +305,9 @@ def test_bits_that_are_exported_as_another_dtype_arrive_as_they_are(held, export
     p = (torch.arange(24, dtype=torch.int16) * 977).view(getattr(torch, held)).view(4, 6)
     traced = one(lambda w: [("x", w.view(getattr(torch, exported)).t())], sources={"w": twin(p)})
     here = Side({"w": storage_bytes(p).numpy()}, list(traced.fragments))
-    there = Side(
-        {"e": np.zeros(48, np.uint8)},
-        [Fragment("x", (0, 0), (6, 4), "e", 0, (8, 2), exported)],
-        footprint=[Span("e", 0, 48)],
-    )
+    there = Side({"e": np.zeros(48, np.uint8)}, [dense("x", (6, 4), exported, "e")], footprint=[Span("e", 0, 48)])
     world = World(Catalog(traced.specs), {}, {"x": exported}, [here], [there], PlanOptions())
-    out, _ = execute(plan_replica(world.catalog, world.sources(), world.takers(), world.options), world)
+    out, _ = execute(world.plan(), world)
     assert not traced.casts and out[0]["e"].tobytes() == p.t().contiguous().view(torch.uint8).numpy().tobytes()
 
 
@@ -409,18 +371,3 @@ def test_twins_keep_layout_and_attributes_and_refuse_subclasses():
 
     with pytest.raises(Unsupported, match="Quantized"):
         twin(torch.empty(2).as_subclass(Quantized))
-
-
-def test_dropping_a_fragment_shows():
-    def stream(w):
-        yield "a", w.t().contiguous()
-        yield "b", w[1:3]
-
-    traced = one(stream)
-    w = torch.randn(4, 4)
-    for skip in range(len(traced.fragments)):
-        left = [f for i, f in enumerate(traced.fragments) if i != skip]
-        out = {"a": torch.zeros(4, 4), "b": torch.zeros(2, 4)}
-        export(type(traced)(traced.specs, tuple(left)), {"w": w}, out)
-        assert not (torch.equal(out["a"], w.t()) and torch.equal(out["b"], w[1:3]))
-    assert Counter(f.tensor for f in traced.fragments) == {"a": 1, "b": 1}

@@ -8,6 +8,7 @@ formula on the whole tensors, which is what every rank of a framework that expor
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import pytest
@@ -20,7 +21,7 @@ from tests.support.replay import trace_export
 from tests.unit.test_trace_export import EXAMPLES, one_rank
 from xfer.errors import Unsupported
 from xfer.trace.export import ExportWatch
-from xfer.trace.traced import byte_region
+from xfer.trace.traced import Traced, byte_region
 from xfer.trainers.computed import Computed
 
 OUT, IN, RANK = 12, 8, 4
@@ -83,7 +84,7 @@ merges = st.builds(
 )  # fmt: skip
 
 
-def computed(m: Merge, full: dict[str, torch.Tensor], rank: int) -> Computed:
+def traced(m: Merge, full: dict[str, torch.Tensor], rank: int) -> Traced:
     """What rank `rank` reads from the export, alone."""
     with one_rank(rank, m.world):
         twins = {n: torch.empty(m.local(n, t, rank).shape, dtype=m.dtype, device="meta") for n, t in full.items()}
@@ -93,44 +94,37 @@ def computed(m: Merge, full: dict[str, torch.Tensor], rank: int) -> Computed:
             # What is parameters is gathered inside the watch, and the rest follows from it.
             yield from m.outputs(*(m.whole(n, watch.sources[n]) for n in "wab")).items()
 
-        traced = trace_export(watch, stream())
-        assert not traced.unread
-        return Computed(traced, torch.device("cpu"))
+        return trace_export(watch, stream())
 
 
-class Meeting:
-    """An all-gather between threads."""
-
-    def __init__(self, world: int):
-        self.slots: list = [None] * world
-        self.barrier = threading.Barrier(world, timeout=20)
-
-    def gather(self, rank: int, given: torch.Tensor) -> list[torch.Tensor]:
-        self.slots[rank] = given.clone()
-        self.barrier.wait()
-        got = [s.clone() for s in self.slots]
-        self.barrier.wait()
-        return got
+def computed(m: Merge, full: dict[str, torch.Tensor], rank: int) -> Computed:
+    made = traced(m, full, rank)
+    assert not made.unread
+    return Computed(made, torch.device("cpu"))
 
 
 def run(m: Merge, ranks: list[Computed], full: dict[str, torch.Tensor]) -> None:
-    meeting, errors = Meeting(m.world), []
+    """Runs the recipes of all ranks, each on a thread, with an all-gather between the threads."""
+    slots: list = [None] * m.world
+    barrier = threading.Barrier(m.world, timeout=20)
 
     def one(rank: int) -> None:
-        try:
-            local = {n: m.local(n, t, rank) for n, t in full.items()}
-            ranks[rank].run(local.__getitem__, lambda group, given: meeting.gather(rank, given))
-        except Exception as e:
-            errors.append(e)
-            meeting.barrier.abort()
+        def gather(group, given: torch.Tensor) -> list[torch.Tensor]:
+            slots[rank] = given.clone()
+            barrier.wait()
+            got = [s.clone() for s in slots]
+            barrier.wait()
+            return got
 
-    threads = [threading.Thread(target=one, args=(r,)) for r in range(m.world)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(30)
-    if errors:
-        raise errors[0]
+        local = {n: m.local(n, t, rank) for n, t in full.items()}
+        try:
+            ranks[rank].run(local.__getitem__, gather)
+        except Exception:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(m.world) as pool:
+        list(pool.map(one, range(m.world)))
 
 
 def full_tensors(m: Merge, seed: int) -> dict[str, torch.Tensor]:
@@ -180,20 +174,10 @@ def test_a_base_that_is_cut_is_not_gathered_again():
 
 def test_scratch_beyond_the_limit_is_refused_with_the_bytes_that_it_takes():
     m = Merge(1, (None, None, None))
-    traced = one_rank_traced(m)
-    need = Computed(traced, torch.device("cpu")).nbytes
+    made = traced(m, full_tensors(m, 0), 0)
+    need = Computed(made, torch.device("cpu")).nbytes
     with pytest.raises(Unsupported, match=f"{need} bytes of scratch .*; {need - 1} are allowed"):
-        Computed(traced, torch.device("cpu"), need - 1)
-
-
-def one_rank_traced(m: Merge):
-    with one_rank(0, m.world):
-        watch = ExportWatch({n: torch.empty(s, dtype=m.dtype, device="meta") for n, s in SHAPES.items()})
-
-        def stream():
-            yield from m.outputs(*(watch.sources[n] for n in "wab")).items()
-
-        return trace_export(watch, stream())
+        Computed(made, torch.device("cpu"), need - 1)
 
 
 @settings(max_examples=min(EXAMPLES, 50), deadline=None)

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.trace_maps import element_map
-from tests.unit.test_trace_loader import COMPUTES, SPECS, Toy, steps, storage_as
+from tests.support.trace_steps import COMPUTES
+from tests.unit.test_trace_loader import SPECS, Toy, steps, storage_as
 from xfer.errors import LayoutError, Unsupported
 from xfer.trace.boxes import boxes, merge
 from xfer.trace.fragment import TensorSpec
