@@ -20,7 +20,6 @@ from xfer.mesh import (
     Shard,
     StridedShard,
     from_torch,
-    local_boxes,
     local_layout,
     local_shape,
     to_torch,
@@ -65,6 +64,11 @@ def local_part(full: np.ndarray, mesh: MeshInfo, placements, rank: int) -> np.nd
     for p, size, index in zip(placements, mesh.sizes, mesh.coordinate(rank)):
         full = cut(full, p, size, index)
     return full
+
+
+def boxes_of(shape, mesh: MeshInfo, placements, rank: int) -> list:
+    """(box of the global tensor, its origin in the local one) of all that `rank` holds."""
+    return [(b.box, b.at) for b in local_layout(shape, mesh, placements, rank).boxes]
 
 
 def read(full: np.ndarray, shape, boxes) -> np.ndarray:
@@ -127,7 +131,7 @@ def test_shards_are_where_torch_puts_them(layout):
     assert from_torch(theirs) == placements
     for rank in mesh.ranks.ravel():
         size, offset = _compute_local_shape_and_global_offset(shape, mesh.sizes, list(mesh.coordinate(rank)), theirs)
-        boxes = local_boxes(shape, mesh, placements, rank)
+        boxes = boxes_of(shape, mesh, placements, rank)
         assert local_shape(shape, mesh, placements, rank) == size
         assert bool(boxes) == (0 not in size)
         if boxes:
@@ -147,13 +151,13 @@ def test_local_tensors_equal_the_oracle_and_cover_everything(layout):
         expected = local_part(full, mesh, placements, rank)
         found = local_layout(shape, mesh, placements, rank)
         assert found.shape == expected.shape
-        np.testing.assert_array_equal(read(full, found.shape, [(b.box, b.at) for b in found.boxes]), expected)
+        np.testing.assert_array_equal(read(full, found.shape, boxes_of(shape, mesh, placements, rank)), expected)
         np.add.at(held.reshape(-1), expected.reshape(-1), 1)
     # Each element lies on as many ranks as the replicated axes multiply to, more only where a segment asks for copies.
     times = np.prod([n for n, p in zip(mesh.sizes, placements) if isinstance(p, Replicate)], dtype=int)
     copied = {c for p in placements if isinstance(p, Segmented) for c in p.copies} | {1}
     assert set(np.unique(held)) <= {times * c for c in copied}
-    assert local_layout(shape, mesh, placements, rank=99) is None and local_boxes(shape, mesh, placements, 99) == ()
+    assert local_layout(shape, mesh, placements, rank=99) is None
     sent = msgspec.msgpack.encode([PlacementRecord.of(p) for p in placements])
     assert tuple(r.placement() for r in msgspec.msgpack.decode(sent, type=list[PlacementRecord])) == placements
 
@@ -182,14 +186,14 @@ def test_several_axes_cut_the_segments_of_one_dim(widths, groups, first, second,
             again = [chunks(s, second, 0)[j] for s in mine]
             want = np.concatenate(again) if kind == "segments" else chunks(np.concatenate(mine), second, 0)[j]
         placements = (fused, Shard(0) if kind == "as it lies" else fused)
-        got = read(full, want.shape, local_boxes(full.shape, mesh, placements, rank))
+        got = read(full, want.shape, boxes_of(full.shape, mesh, placements, rank))
         np.testing.assert_array_equal(got, want)
 
 
 def test_the_oracle_notices_a_wrong_cut():
     """The comparison above can fail: an even split instead of torch.chunk's is not accepted."""
     full = np.arange(10)
-    box = local_boxes((10,), MeshInfo.grid(tp=4), (Shard(0),), 2)
+    box = boxes_of((10,), MeshInfo.grid(tp=4), (Shard(0),), 2)
     assert read(full, (3,), box).tolist() == [6, 7, 8] != np.array_split(full, 4)[2].tolist()
 
 

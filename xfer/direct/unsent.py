@@ -12,9 +12,8 @@ import torch
 
 from xfer.coordinator.exports import NAMED, TWICE
 from xfer.kernels.checksum import Sums
-from xfer.plan.inventory import Inventory
+from xfer.plan.inventory import Inventory, footprint_rows
 from xfer.plan.options import matches, sent
-from xfer.plan.rows import footprint_rows
 from xfer.plan.table import padded_shapes
 from xfer.trace.catalog import Catalog
 

@@ -13,8 +13,8 @@ from xfer.direct.plane import DirectPlane
 from xfer.errors import VerificationError
 from xfer.kernels.checksum import Constants, Sums
 from xfer.participants import faults
+from xfer.plan.inventory import footprint_rows
 from xfer.plan.part import PlanPart
-from xfer.plan.rows import footprint_rows
 from xfer.plan.table import padded_shapes
 from xfer.rendezvous.client import RendezvousClient, host_identity
 from xfer.trace.catalog import Catalog

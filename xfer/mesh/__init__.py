@@ -7,7 +7,7 @@ from xfer.mesh.box import Box, row_major, whole
 from xfer.mesh.mesh_info import MeshInfo, MeshRecord
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 from xfer.mesh.placement import Interleaved, Placement, Replicate, Segmented, Shard, StridedShard, from_torch, to_torch
-from xfer.mesh.slices import LocalBox, LocalLayout, local_boxes, local_layout, local_shape
+from xfer.mesh.slices import LocalBox, LocalLayout, local_layout, local_shape
 
 __all__ = [
     "Box",
@@ -24,7 +24,6 @@ __all__ = [
     "StridedShard",
     "TrainerParallel",
     "from_torch",
-    "local_boxes",
     "local_layout",
     "local_shape",
     "row_major",

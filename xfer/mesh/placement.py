@@ -10,20 +10,19 @@ One placement per mesh axis, in mesh order. Several axes may cut one dim: each c
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Union
 
 import msgspec
 
 from xfer.errors import LayoutError, Unsupported
+from xfer.mesh.box import Ints
 from xfer.mesh.mesh_info import MeshInfo
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement as TorchPlacement
-
-Ints = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +137,9 @@ def checked(
         if not -len(shape) <= p.dim < len(shape):
             wrong.append(f"{where}: the tensor of shape {tuple(shape)} has no dim {p.dim}")
             continue
-        dim = p.dim % len(shape)
-        out.append(_with_dim(p, dim))
-        wrong += [f"{where}: {w}" for w in _faults(out[-1], shape[dim], size)]
+        p = replace(p, dim=p.dim % len(shape))
+        out.append(p)
+        wrong += [f"{where}: {w}" for w in _faults(p, shape[p.dim], size)]
     if wrong:
         raise LayoutError(f"{name} cannot be placed so on {mesh!r}", wrong)
     return tuple(out)
@@ -177,18 +176,6 @@ def _faults(p: Placement, n: int, size: int) -> list[str]:
         else:
             wrong += [f"segment {s} is not a multiple of the {p.groups} groups" for s in p.segments if s % p.groups]
     return wrong
-
-
-def _with_dim(p: Placement, dim: int) -> Placement:
-    if isinstance(p, Shard):
-        return Shard(dim)
-    if isinstance(p, StridedShard):
-        return StridedShard(dim, p.split_factor)
-    if isinstance(p, Segmented):
-        return Segmented(dim, p.segments, p.copies)
-    if isinstance(p, Interleaved):
-        return Interleaved(dim, p.segments, p.groups)
-    return p
 
 
 def from_torch(placements: Iterable[Placement | TorchPlacement]) -> tuple[Placement, ...]:

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, product
 
-from xfer.mesh.box import Box
+from xfer.mesh.box import Box, Ints
 from xfer.mesh.mesh_info import MeshInfo
 from xfer.mesh.placement import Interleaved, Placement, Replicate, Segmented, Shard, StridedShard, checked
 
-Ints = tuple[int, ...]
 Runs = tuple[tuple[int, int], ...]
 """(first global index, length), in storage order; neighbours merged, none empty."""
 
@@ -63,14 +62,6 @@ def local_layout(
         for pick in product(*(range(len(dim)) for dim in runs))
     )
     return LocalLayout(shape, boxes)
-
-
-def local_boxes(
-    global_shape: Sequence[int], mesh: MeshInfo, placements: Sequence[Placement], rank: int
-) -> tuple[tuple[Box, Ints], ...]:
-    """(box of the global tensor, its origin in the local tensor) for all that `rank` holds; () if not in the mesh."""
-    layout = local_layout(global_shape, mesh, placements, rank)
-    return tuple((b.box, b.at) for b in layout.boxes) if layout else ()
 
 
 def local_shape(

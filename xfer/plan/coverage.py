@@ -238,15 +238,15 @@ def _footprint(catalog: Catalog, taker: Class) -> tuple[list[str], ByteClasses]:
         spans("kept"),
     )
     every, named = iv.Bytes.concat(list(claims)), spans("footprint")
-    live = iv.union(*_columns(named))
+    live = iv.union(named.start, named.stop)
     aliased = int((named.stop - named.start).sum()) - iv.size(live)
 
     bad: list[str] = []
     twice = iv.overlaps(every)
-    covered = iv.union(*_columns(every))
+    covered = iv.union(every.start, every.stop)
     if not len(twice) and all(map(np.array_equal, covered, live)):
         # The usual case: the claims are apart, and all together they are the live bytes.
-        n_written, n_filled, n_staged, n_kept = (iv.size(_columns(c)) for c in claims)
+        n_written, n_filled, n_staged, n_kept = (int((c.stop - c.start).sum()) for c in claims)
         return bad, ByteClasses(iv.size(live), n_written, n_filled, n_staged, n_kept, aliased, 0, 0)
     where = _Where(inv, base)
     if len(twice):
@@ -273,10 +273,10 @@ def _footprint(catalog: Catalog, taker: Class) -> tuple[list[str], ByteClasses]:
         )
     in_live = []
     for c in claims:
-        u = iv.union(*_columns(c))
+        u = iv.union(c.start, c.stop)
         in_live.append(iv.size(u) - iv.size(iv.difference(u, live)))
-    wrote = iv.union(*_columns(iv.Bytes.concat([claims[WRITTEN], claims[FILLED], claims[STAGED]])))
-    stray = iv.difference(wrote, live)
+    wrote = iv.Bytes.concat([claims[WRITTEN], claims[FILLED], claims[STAGED]])
+    stray = iv.difference(iv.union(wrote.start, wrote.stop), live)
     first, end = inv.scratch_roots()
     roots = where.roots(stray[0])
     in_scratch = int((stray[1] - stray[0])[(roots >= first) & (roots < end)].sum())
@@ -318,10 +318,5 @@ def _claimants(
     return out
 
 
-def _columns(b: iv.Bytes) -> tuple[np.ndarray, np.ndarray]:
-    return b.start, b.stop
-
-
 def _some(names: Sequence[str], most: int = 6) -> str:
-    distinct = list(names)
-    return ", ".join(distinct[:most]) + (f" and {len(distinct) - most} more" if len(distinct) > most else "")
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

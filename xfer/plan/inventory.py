@@ -22,7 +22,7 @@ import numpy as np
 
 from xfer.errors import LayoutError, ProtocolError, Unsupported
 from xfer.plan import columns as col
-from xfer.plan.program import DTYPE_CODE, DTYPES, ITEM, ITEMSIZE, MAX_DIMS
+from xfer.plan.program import DTYPE_CODE, DTYPES, ITEM, ITEMSIZE, MAX_DIMS, ROW, Op
 from xfer.plan.table import FragmentTable
 from xfer.trace.fragment import Fill, Fragment, Root, Span
 
@@ -146,6 +146,21 @@ class Inventory:
     def from_content(cls, content: bytes) -> Inventory:
         """What `content` encodes, as that of rank 0. ProtocolError as `from_bytes`."""
         return _decode(_Envelope(0, "", bytes(col.size_checked(content, "inventory"))))
+
+
+def footprint_rows(inventory: Inventory) -> np.ndarray:
+    """What a rank holds, in the columns of a program: one row of dtype ROW per fragment, with its box and its place on the
+    destination's side; the source's side is empty. Checksums of a worker enumerate these and not its program, so that
+    they see bytes that nobody planned.
+    """
+    t = inventory.table
+    rows = np.zeros(len(t), ROW)
+    rows["op"] = Op.COPY
+    rows["tensor"], rows["dst_root"], rows["dst_offset"] = t.tensor, t.root, t.offset
+    rows["src_dtype"] = rows["dst_dtype"] = t.dtype
+    rows["origin"], rows["extent"], rows["dst_strides"] = t.origin, t.extent, t.strides
+    rows["src"], rows["dst"] = -1, inventory.rank
+    return rows
 
 
 def trainer_inventory(

@@ -110,7 +110,7 @@ def finish(draft: Draft, deal: Deal, key: str, options: PlanOptions) -> SubPlan:
     )  # fmt: skip
     atoms, stream = draft.atoms, draft.stream
     tables = Tables(
-        draft.source_class, draft.sources.first, draft.taker_class, draft.takers.first, draft.fill_class,
+        draft.source_class, draft.taker_class, draft.fill_class,
         draft.fill_rows, atoms.origin, atoms.extent, atoms.signature, atoms.hold_first, atoms.hold_row, draft.place,
         stream.atom, stream.want, stream.start, shares.src, shares.dst, shares.begin, shares.end,
         pair_src, pair_dst, when.first, when.wave, when.begin, when.turn,

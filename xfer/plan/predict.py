@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from xfer.plan.fabric import Links, Site
-from xfer.plan.subplan import SubPlan
+from xfer.plan.subplan import SubPlan, pair_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class _Messages:
             t = plan.tables
             count = np.diff(t.message_first)
             total = np.zeros(len(count), np.int64)
-            at = np.searchsorted(_pair(t.pair_src, t.pair_dst), _pair(t.share_src, t.share_dst))
+            at = np.searchsorted(pair_key(t.pair_src, t.pair_dst), pair_key(t.share_src, t.share_dst))
             np.add.at(total, at, t.share_end - t.share_begin)
             end = np.append(t.message_begin[1:], 0)
             end[t.message_first[1:] - 1] = total
@@ -228,7 +228,3 @@ def _wire(m: _Messages, links: Links, local: np.ndarray, costs: Costs) -> _WireT
 def _over(nbytes, rate):
     """Seconds; a rate of 0 stands for no limit."""
     return np.where(rate > 0, nbytes / np.maximum(rate, 1.0), 0.0)
-
-
-def _pair(src: np.ndarray, dst: np.ndarray) -> np.ndarray:
-    return src.astype(np.int64) << 32 | dst

@@ -18,7 +18,7 @@ import numpy as np
 from xfer.plan import columns as col
 from xfer.plan.explain import PlanSummary, explain
 from xfer.plan.intersect import Stack, cut_range
-from xfer.plan.program import ITEM, MAX_DIMS, ROW, Op, Program
+from xfer.plan.program import ITEM, MAX_DIMS, ROW, Op, Program, row_wire_bytes
 from xfer.plan.table import FragmentTable
 from xfer.sources import digest_of
 
@@ -35,9 +35,7 @@ class Tables:
     """
 
     source_class: np.ndarray  # int32 [trainers]
-    source_first: np.ndarray  # int64 [source classes + 1], rows of the source stack
     taker_class: np.ndarray  # int32 [workers]
-    taker_first: np.ndarray  # int64 [taker classes + 1]
     fill_class: np.ndarray  # int32 [F], sorted
     fill_rows: np.ndarray  # ROW [F], `dst` not yet set
     atom_origin: np.ndarray  # int64 [A, MAX_DIMS]
@@ -188,7 +186,7 @@ class SubPlan:
             return out, nbytes
         parts, _ = cut_rows(out, split, lo[split] // item[split], hi[split] // item[split])
         rows = _joined([out.take(np.delete(np.arange(len(out)), split)), parts])
-        return rows, _wire_bytes(rows)
+        return rows, row_wire_bytes(rows)
 
     def _pair_streams(self, rows: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
         """Puts the rows of each pair in stream order, cuts them at messages, and sets `wave` and `wire`. Sorted by (wave,
@@ -197,7 +195,7 @@ class SubPlan:
         # By falling alignment of sizes: every row then starts at a multiple of its own alignment, with no padding.
         # Rows as large as a message go before others, so that the messages in them need no packing.
         align = np.minimum(nbytes & -nbytes, self.align_bytes)
-        pair = _pair_key(rows["src"], rows["dst"])
+        pair = pair_key(rows["src"], rows["dst"])
         order = np.lexsort(
             (rows["dst_offset"], rows["dst_root"], rows["tensor"], nbytes < self.message_bytes, -align, pair)
         )
@@ -206,7 +204,7 @@ class SubPlan:
         start = end - nbytes
         heads = np.flatnonzero(np.concatenate([[True], pair[1:] != pair[:-1]]))
 
-        pairs = np.searchsorted(_pair_key(t.pair_src, t.pair_dst), pair[heads])
+        pairs = np.searchsorted(pair_key(t.pair_src, t.pair_dst), pair[heads])
         count = t.message_first[pairs + 1] - t.message_first[pairs]
         nth = np.repeat(np.arange(len(pairs)), count)
         message = np.arange(len(nth)) - np.repeat(np.cumsum(count) - count - t.message_first[pairs], count)
@@ -225,7 +223,7 @@ class SubPlan:
             stop = np.minimum(end[of[split]], np.append(edge, end[-1])[into[split] + 1])
             item, row = _wire_items(rows)[of[split]], of[split]
             cut, number = cut_rows(rows, row, (begin[split] - start[row]) // item, (stop - start[row]) // item)
-            size = _wire_bytes(cut)
+            size = row_wire_bytes(cut)
             inside = np.cumsum(size) - size
             inside -= inside[np.flatnonzero(np.diff(number, prepend=-1))][
                 number
@@ -234,11 +232,11 @@ class SubPlan:
             rows = _joined([rows.take(whole), cut])
             at = np.concatenate([at[whole], (begin - edge[into])[split][number] + inside])
             into = np.concatenate([first[whole], into[split][number]])
-        wave, pair = t.message_wave[message[into]], _pair_key(rows["src"], rows["dst"])
+        wave, pair = t.message_wave[message[into]], pair_key(rows["src"], rows["dst"])
         order = np.lexsort((at, pair, wave))
         rows = rows.take(order)
         rows["wire"], rows["wave"] = at[order], wave[order]
-        rows["turn"] = t.pair_turn[np.searchsorted(_pair_key(t.pair_src, t.pair_dst), pair[order])]
+        rows["turn"] = t.pair_turn[np.searchsorted(pair_key(t.pair_src, t.pair_dst), pair[order])]
         return rows
 
     # ---- identity
@@ -258,6 +256,7 @@ class SubPlan:
             column = getattr(t, name)
             yield column[:, dims:] if name in ("atom_origin", "atom_extent") else column
         for stack in (self.sources, self.takers):
+            yield stack.first
             for name in FragmentTable.__slots__:
                 column = getattr(stack.table, name)
                 yield column if column.ndim == 1 else column[:, dims:]
@@ -300,9 +299,6 @@ def _wire_items(rows: np.ndarray) -> np.ndarray:
     return np.minimum(ITEM[rows["src_dtype"]], ITEM[rows["dst_dtype"]])
 
 
-def _wire_bytes(rows: np.ndarray) -> np.ndarray:
-    return rows["extent"].prod(axis=1) * _wire_items(rows)
-
-
-def _pair_key(src: np.ndarray, dst: np.ndarray) -> np.ndarray:
+def pair_key(src: np.ndarray, dst: np.ndarray) -> np.ndarray:
+    """One int64 per pair of joint ranks, which sorts by (src, dst)."""
     return src.astype(np.int64) << 32 | dst

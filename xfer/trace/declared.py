@@ -16,8 +16,6 @@ from xfer.mesh.placement import Placement
 from xfer.mesh.slices import local_layout
 from xfer.trace.fragment import Fragment
 
-Ints = tuple[int, ...]
-
 
 def declared_fragments(
     name: str,

@@ -99,24 +99,21 @@ class ExportWatch(Watch):
         shape.
         """
         with unseen():
-            return self._note_export(name, tensor)
-
-    def _note_export(self, name: str, tensor: torch.Tensor) -> bool:
-        seen = (tensor.shape, tensor.dtype)
-        if self._shapes.setdefault(name, seen) != seen:
-            (first, a), (again, b) = self._shapes[name], seen
-            self.errors.append(f"{name}: exported as {a} {list(first)} and as {b} {list(again)}")
-            return False
-        store = self.store(tensor)
-        if store is not None and type(store.origin) is Foreign and tensor.element_size() == store.itemsize:
-            return False  # all of another rank's: most names, where there are many experts
-        spec = spec_of(name, tensor)
-        try:
-            pieces = self.flows(contiguous(spec.shape), tensor.dtype, tensor)
-            return self._ledger.add(name, pieces, tensor.dtype, spec)
-        except (XferError, TypeError) as e:
-            self.errors.append(f"{name}: {e}")
-            return False
+            seen = (tensor.shape, tensor.dtype)
+            if self._shapes.setdefault(name, seen) != seen:
+                (first, a), (again, b) = self._shapes[name], seen
+                self.errors.append(f"{name}: exported as {a} {list(first)} and as {b} {list(again)}")
+                return False
+            store = self.store(tensor)
+            if store is not None and type(store.origin) is Foreign and tensor.element_size() == store.itemsize:
+                return False  # all of another rank's: most names, where there are many experts
+            spec = spec_of(name, tensor)
+            try:
+                pieces = self.flows(contiguous(spec.shape), tensor.dtype, tensor)
+                return self._ledger.add(name, pieces, tensor.dtype, spec)
+            except (XferError, TypeError) as e:
+                self.errors.append(f"{name}: {e}")
+                return False
 
     def result(self, *, strict: bool = True) -> Traced:
         """What this rank holds. LayoutError with all of `errors` if there are any, unless not `strict`.

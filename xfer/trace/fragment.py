@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-Ints = tuple[int, ...]
+from xfer.mesh.box import Ints
 
 
 @dataclass(frozen=True, slots=True, order=True)

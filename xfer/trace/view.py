@@ -12,9 +12,7 @@ from functools import lru_cache
 from math import prod
 
 from xfer.errors import LayoutError
-from xfer.mesh.box import row_major
-
-Ints = tuple[int, ...]
+from xfer.mesh.box import Ints, row_major
 
 
 @dataclass(frozen=True, slots=True)
