@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from xfer.plan.balance import Demand, SenderShare
+from xfer.plan.balance import Demand, Share
 from xfer.plan.fabric import Fabric, Host, Nic, Site
 
 UNIT = 512
@@ -26,7 +26,7 @@ def least_busiest(site: Site, demands: Sequence[Demand]) -> float:
     width = np.array([len(d.holders) for d in demands])
     holder = np.concatenate([d.holders for d in demands]).astype(np.int64)
     demand = np.repeat(np.arange(len(demands)), width)
-    worker = np.array([d.taker for d in demands])[demand] - len(trainers)
+    worker = np.array([d.destination for d in demands])[demand] - len(trainers)
     path = np.concatenate([links.paths(trainers[holder], np.array(r)[worker]) for r in site.replicas])
     column = np.arange(len(path))
     on = path >= 0
@@ -45,12 +45,12 @@ def least_busiest(site: Site, demands: Sequence[Demand]) -> float:
     return linprog(goal, below, np.zeros(len(links)), equal, units, method="highs").fun / 1e6
 
 
-def seconds(site: Site, demands: Sequence[Demand], shares: Sequence[Sequence[SenderShare]]) -> np.ndarray:
+def seconds(site: Site, demands: Sequence[Demand], shares: Sequence[Sequence[Share]]) -> np.ndarray:
     """float64 [links]: what `shares` (one list per replica) put on each link."""
     links, load = site.fabric.links, np.zeros(len(site.fabric.links), np.int64)
     for gpus, mine in zip(site.replicas, shares, strict=True):
-        sender = np.array([site.trainers[s.sender] for s in mine], np.int64)
-        taker = np.array([gpus[demands[s.demand].taker - len(site.trainers)] for s in mine], np.int64)
+        sender = np.array([site.trainers[s.source] for s in mine], np.int64)
+        taker = np.array([gpus[demands[s.demand].destination - len(site.trainers)] for s in mine], np.int64)
         load += links.loads(sender, taker, np.array([s.end - s.begin for s in mine], np.int64) * UNIT)
     return links.seconds(load)
 

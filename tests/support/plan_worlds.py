@@ -102,7 +102,7 @@ class World:
         sides = enumerate(self.trainers)
         return [source(self.catalog, s.fragments, s.roots, i) for i, s in sides]
 
-    def takers(self) -> list[Inventory]:
+    def destinations(self) -> list[Inventory]:
         names = [t.name for t in self.catalog.specs]
         return [
             destination(
@@ -112,7 +112,7 @@ class World:
         ]
 
     def plan(self, options: PlanOptions | None = None) -> SubPlan:
-        return plan_replica(self.catalog, self.sources(), self.takers(), options or self.options)
+        return plan_replica(self.catalog, self.sources(), self.destinations(), options or self.options)
 
     def box(self, f: Fragment) -> np.ndarray:
         """The trainers' bits of a fragment's box, uint8 [elements, item]."""
@@ -141,7 +141,7 @@ class World:
 def execute(plan, world: World) -> tuple[list[dict[str, np.ndarray]], list[dict[str, np.ndarray]]]:
     """Runs all programs on copies of the workers' storages. Returns storages and write counts per byte."""
     T = len(world.trainers)
-    roots = [[r.name for r in i.roots] for i in (*world.sources(), *world.takers())]
+    roots = [[r.name for r in i.roots] for i in (*world.sources(), *world.destinations())]
     out = [{n: b.copy() for n, b in s.storage.items()} for s in world.workers]
     count = [{n: np.zeros(len(b), int) for n, b in s.storage.items()} for s in world.workers]
     wires = {}

@@ -25,7 +25,7 @@ def demands(draw, costs=(1,)):
 def loads(n, asked, shares):
     load = np.zeros(n, np.int64)
     for s in shares:
-        load[s.sender] += (s.end - s.begin) * asked[s.demand].cost
+        load[s.source] += (s.end - s.begin) * asked[s.demand].cost
     return load
 
 
@@ -39,7 +39,7 @@ def test_each_demand_is_divided_once_and_wholly_among_its_holders(case):
         mine = [s for s in shares if s.demand == i]
         assert [s.begin for s in mine] == [0, *(s.end for s in mine)][: len(mine)]
         assert (mine[-1].end if mine else 0) == d.units
-        assert all(s.sender in d.holders and s.begin < s.end for s in mine)
+        assert all(s.source in d.holders and s.begin < s.end for s in mine)
 
 
 @given(demands())
@@ -89,7 +89,7 @@ def test_a_holder_on_the_takers_host_is_preferred_and_remote_bytes_cost_more():
     # Sender 0 already sends 100 remote units (800); the near demand then belongs to sender 1.
     asked = [Demand((0,), 9, 100, 8), Demand((0, 1), 8, 700, 1)]
     shares = balance(asked, 2)
-    assert all(s.sender == 1 for s in shares if s.demand == 1)
+    assert all(s.source == 1 for s in shares if s.demand == 1)
 
 
 @st.composite

@@ -59,7 +59,7 @@ def test_what_is_taken_away_or_written_twice_is_named(world, data):
     else:
         at = int(places(f.offset, f.extent, f.strides, 1).min())
         side.kept.append(Kept(f.root, at, at + 1, "because I say so"))
-    bad = violations(world.catalog, world.sources(), world.takers(), world.options)
+    bad = violations(world.catalog, world.sources(), world.destinations(), world.options)
     if what == "holders":
         assert any(v.startswith(world.catalog.grouped(f.tensor)[0]) and "held by no trainer" in v for v in bad)
         assert any(f"engine worker {w}" in v or "like it" in v for v in bad)
@@ -218,7 +218,7 @@ def test_cut_boxes_are_the_range_in_order(extent, data):
 
 def stacks(world) -> tuple[Stack, Stack]:
     """Fragments of all trainers, and those of all workers."""
-    return Stack.of([i.table for i in world.sources()]), Stack.of([i.table for i in world.takers()])
+    return Stack.of([i.table for i in world.sources()]), Stack.of([i.table for i in world.destinations()])
 
 
 def cut(origin, extent) -> tuple[slice, ...]:

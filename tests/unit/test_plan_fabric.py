@@ -63,7 +63,7 @@ def test_each_demand_is_divided_once_and_wholly_and_the_same_way_every_time(prob
         for i, d in enumerate(demands):
             mine = [s for s in shares if s.demand == i]
             assert [s.begin for s in mine] == [0, *(s.end for s in mine)][: len(mine)] and mine[-1].end == d.units
-            assert all(s.sender in d.holders and s.begin < s.end for s in mine)
+            assert all(s.source in d.holders and s.begin < s.end for s in mine)
     assert all_shares(Site.from_bytes(site.to_bytes()), demands) == first
 
 
@@ -80,7 +80,7 @@ def test_no_replica_of_the_trainer_idles(hosts, gpus, units, data):
     for shares in all_shares(site, demands):
         out = np.zeros(len(trainers), np.int64)
         for s in shares:
-            out[s.sender] += s.end - s.begin
+            out[s.source] += s.end - s.begin
         assert out.max() <= out.min() * 1.01 + len(demands)
 
 
@@ -113,7 +113,7 @@ def fixed_choice() -> str:
         site = Site(fabric, tuple(at[:24]), tuple(tuple(at[24 + 8 * r : 32 + 8 * r]) for r in range(3)))
         holders = [tuple(sorted(rng.choice(24, n, replace=False).tolist())) for n in rng.integers(1, 24, 40)]
         demands = [Demand(h, 24 + int(rng.integers(8)), int(rng.integers(1e6))) for h in holders]
-        out.append([(s.demand, s.sender, s.begin) for shares in all_shares(site, demands) for s in shares])
+        out.append([(s.demand, s.source, s.begin) for shares in all_shares(site, demands) for s in shares])
     return str(out)
 
 
@@ -134,7 +134,7 @@ def planned_row(name: str):
 def demands_of(draft) -> list[Demand]:
     s = draft.stream
     ends = np.append(s.start, int(s.nbytes.sum()))
-    groups = zip(s.group_first[:-1].tolist(), s.group_first[1:].tolist(), s.group_holders, s.group_takers)
+    groups = zip(s.group_first[:-1].tolist(), s.group_first[1:].tolist(), s.group_holders, s.group_destinations)
     return [Demand(h, t, -(-int(ends[b] - ends[a]) // UNIT)) for a, b, h, takers in groups for t in takers]
 
 
@@ -171,7 +171,7 @@ def test_plans_over_links_move_the_same_bytes_to_the_same_places(world, data):
     others = [tuple(mine[i : i + workers]) for i in range(0, fabric.gpus - workers + 1, workers)]
     site = Site(fabric, tuple(data.draw(every)[:trainers]), tuple(others))
     world.options = replace(world.options, hosts=(), site=site, replica=data.draw(st.integers(0, len(others) - 1)))
-    sources, takers = world.sources(), world.takers()
+    sources, takers = world.sources(), world.destinations()
     plan = plan_replica(world.catalog, sources, takers, world.options)
     out, _ = execute(plan, world)
     for w, side in enumerate(world.workers):
@@ -188,7 +188,7 @@ def test_plans_over_links_move_the_same_bytes_to_the_same_places(world, data):
 @given(worlds(), st.integers(0, 3), st.integers(0, 3))
 @quick
 def test_plans_of_one_draft_are_the_plans_made_alone(world, one, other):
-    drafts, sources, takers = Drafts(), world.sources(), world.takers()
+    drafts, sources, takers = Drafts(), world.sources(), world.destinations()
     for rotation in (one, other, one):
         options = replace(world.options, rotation=rotation)
         shared = drafts.plan(world.catalog, sources, takers, options)

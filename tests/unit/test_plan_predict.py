@@ -30,7 +30,7 @@ def test_links_carry_the_bytes_of_all_rows_and_time_lies_between_floor_and_locks
     at = data.draw(every)
     site = Site(fabric, tuple(data.draw(every)[:trainers]), (tuple(at[:workers]), tuple(at[workers : 2 * workers])))
     options = [replace(world.options, hosts=(), site=site, replica=r) for r in range(2)]
-    plans = [plan_replica(world.catalog, world.sources(), world.takers(), o) for o in options]
+    plans = [plan_replica(world.catalog, world.sources(), world.destinations(), o) for o in options]
     p = predict(plans, site, costs=FREE)
 
     want = np.zeros(len(fabric.links), np.int64)

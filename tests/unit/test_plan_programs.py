@@ -80,7 +80,7 @@ def test_waves_and_messages_stay_within_the_bounds(world):
 @given(worlds(), st.randoms(use_true_random=False))
 @quick
 def test_the_plan_does_not_depend_on_the_order_of_anything(world, rng: random.Random):
-    one, tables = world.plan(), [i.content() for i in (*world.sources(), *world.takers())]
+    one, tables = world.plan(), [i.content() for i in (*world.sources(), *world.destinations())]
     for side in (*world.trainers, *world.workers):
         items = list(side.storage.items())
         rng.shuffle(items)
@@ -89,7 +89,7 @@ def test_the_plan_does_not_depend_on_the_order_of_anything(world, rng: random.Ra
             rng.shuffle(part)
     two = world.plan()
     assert one.digest == two.digest and one.key == two.key
-    assert tables == [i.content() for i in (*world.sources(), *world.takers())]
+    assert tables == [i.content() for i in (*world.sources(), *world.destinations())]
     assert all(one.program(r).digest() == two.program(r).digest() for r in one.ranks)
 
 
@@ -115,7 +115,7 @@ def test_a_plan_survives_bytes_and_so_do_inventories(world):
         mine = plan.program(rank)
         assert (again.program.rank, again.program.waves) == (rank, mine.waves)
         assert np.array_equal(again.program.rows, mine.rows)
-    for inv in (*world.sources(), *world.takers()):
+    for inv in (*world.sources(), *world.destinations()):
         back = Inventory.from_bytes(inv.to_bytes())
         assert back.digest() == inv.digest() and (back.rank, back.host) == (inv.rank, inv.host)
         assert list(back.table.fragments(world.catalog, back.roots)) == list(

@@ -219,12 +219,13 @@ def test_the_code_that_plans_is_in_every_key_and_digest(monkeypatch):
     assert made.key != PLAN.key and made.digest != PLAN.digest
 
 
-def test_all_code_that_planning_loads_is_in_the_digest():
+def test_all_code_that_planning_loads_is_in_the_digest_and_needs_no_torch():
     """In a process that has loaded nothing else. xfer.errors and the package itself have no part in rows."""
-    code = "import sys, xfer.plan.planner, xfer.plan.cache; print(*(n for n in sys.modules if n.startswith('xfer.')))"
+    code = "import sys, xfer.plan.planner, xfer.plan.cache; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    outside = {n for n in loaded if n.split(".")[1] not in ("mesh", "trace", "plan")}
-    assert "xfer.plan.subplan" in loaded and outside <= {"xfer.errors", "xfer.sources"}
+    ours = {n for n in loaded if n.startswith("xfer.")}
+    outside = {n for n in ours if n.split(".")[1] not in ("mesh", "trace", "plan")}
+    assert "xfer.plan.subplan" in ours and outside <= {"xfer.errors", "xfer.sources"} and "torch" not in loaded
 
 
 def installed(folder: Path, version: str, sources: bool) -> list[str]:

@@ -33,7 +33,7 @@ def cells(origin, extent) -> set[tuple[int, ...]]:
 
 def held_by(world: World) -> tuple[dict[tuple, set[int]], set[tuple]]:
     """(canonical tensor, element) -> the trainers that hold it; and those that some worker wants."""
-    inventories = [*world.sources(), *world.takers()]
+    inventories = [*world.sources(), *world.destinations()]
     wanted, out = set(), defaultdict(set)
     for inv in inventories:
         for t, o, e in zip(inv.table.tensor.tolist(), inv.table.origin.tolist(), inv.table.extent.tolist()):
@@ -47,7 +47,7 @@ def held_by(world: World) -> tuple[dict[tuple, set[int]], set[tuple]]:
 
 def told(world: World) -> dict[int, bytes]:
     """What each trainer tells in a verified refit of its storages as they are."""
-    plan, shapes, out = plan_replica(world.catalog, world.sources(), world.takers(), world.options), None, {}
+    plan, shapes, out = plan_replica(world.catalog, world.sources(), world.destinations(), world.options), None, {}
     shapes = padded_shapes(world.catalog)
     for inv in world.sources():
         part = PlanPart.from_bytes(PlanPart.of(plan, inv.rank).to_bytes())
@@ -61,7 +61,7 @@ def told(world: World) -> dict[int, bytes]:
 @quick
 def test_what_is_compared_is_all_that_several_trainers_hold_of_what_workers_take(world):
     """Boxes are compared whole where a worker takes a part of them, and on all holders."""
-    plan = plan_replica(world.catalog, world.sources(), world.takers(), world.options)
+    plan = plan_replica(world.catalog, world.sources(), world.destinations(), world.options)
     seen: dict[tuple, set[tuple[int, int]]] = defaultdict(set)
     for rank in range(len(world.trainers)):
         mine = set()

@@ -128,7 +128,7 @@ def job(request):
 @given(worlds(), st.integers(1, 3))
 @quick
 def test_all_ranks_plan_the_same_and_each_class_is_sent_once(world, copies):
-    sources, takers = world.sources(), world.takers()
+    sources, takers = world.sources(), world.destinations()
     sources = [s.at(i * copies + k) for i, s in enumerate(sources) for k in range(copies)]  # data-parallel replicas
     options = replace(world.options, hosts=())
     job = Job(world.catalog, sources, takers, options)

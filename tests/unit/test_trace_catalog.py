@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 
 import msgspec
 import pytest
@@ -123,11 +121,6 @@ def test_bytes_that_are_no_catalog_are_a_protocol_error(data):
     good = catalog([TensorSpec("x", (2,), "float32")]).to_bytes()
     with pytest.raises(ProtocolError):
         Catalog.from_bytes(good[:-1])
-
-
-def test_importing_the_package_is_cheap():
-    code = "import sys, xfer.trace, xfer.trace.catalog; assert not {'torch', 'vllm', 'megatron'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_splits_of_ranks_become_one_that_refines_them_all():

@@ -1,9 +1,9 @@
-"""Who sends what: divides the bytes of each (set of holders, taker) among the holders, over all tensors at once.
+"""Who sends what: divides the bytes of each (set of holders, destination) among the holders, over all tensors at once.
 
 All amounts are whole *units* (granules of the plan), so that everything is integer arithmetic and equal on every
 rank. Here lives only the division of amounts; which bytes make up a unit is the planner's.
 
-The load of a sender is the sum of what it sends. Filling one set's units into its lowest holders ("water-filling",
+The load of a source is the sum of what it sends. Filling one set's units into its lowest holders ("water-filling",
 given all other loads) is the exact minimum over that set alone; going round the sets until nothing moves descends on
 the sum of squared loads, whose minimum also has the least possible maximum. Nested sets, the usual case, are done
 after the first round.
@@ -25,27 +25,27 @@ division.
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """`units` of granules that `taker` needs and that each of `holders` (ascending ranks) could send, at `cost` a
+    """`units` of granules that `destination` needs and that each of `holders` (ascending ranks) could send, at `cost` a
     unit.
     """
 
     holders: tuple[int, ...]
-    taker: int
+    destination: int
     units: int
     cost: int = 1
 
 
 @dataclass(frozen=True, slots=True)
-class SenderShare:
-    """Units `begin <= u < end` of demand number `demand` are sent by `sender`."""
+class Share:
+    """Units `begin <= u < end` of demand number `demand` are sent by `source`."""
 
     demand: int
-    sender: int
+    source: int
     begin: int
     end: int
 
 
-def balance(demands: Sequence[Demand], senders: int) -> list[SenderShare]:
+def balance(demands: Sequence[Demand], sources: int) -> list[Share]:
     """Shares, sorted by (demand, begin), that divide each demand completely. The same input gives the same shares."""
     pools: dict[tuple[tuple[int, ...], int], list[int]] = defaultdict(list)
     for i, d in enumerate(demands):
@@ -54,32 +54,32 @@ def balance(demands: Sequence[Demand], senders: int) -> list[SenderShare]:
     # Small sets first: a holder that has no choice must be filled before those that have one.
     keys = sorted(pools, key=lambda k: (len(k[0]), k))
     total = {k: sum(demands[i].units for i in pools[k]) for k in keys}
-    amount = _divide(keys, total, senders)
+    amount = _divide(keys, total, sources)
     out = []
     for key in keys:
         out += hand_out(
             key[0],
             amount[key],
-            [(i, demands[i].units) for i in sorted(pools[key], key=lambda i: (demands[i].taker, i))],
+            [(i, demands[i].units) for i in sorted(pools[key], key=lambda i: (demands[i].destination, i))],
         )
     return sorted(out, key=lambda s: (s.demand, s.begin))
 
 
-def nearest(holders: tuple[int, ...], taker: int, hosts: Sequence[int]) -> tuple[tuple[int, ...], bool]:
-    """(the holders on the taker's host, False), or (all holders, True) when none is there; `hosts` empty: all are
+def nearest(holders: tuple[int, ...], destination: int, hosts: Sequence[int]) -> tuple[tuple[int, ...], bool]:
+    """(the holders on the destination's host, False), or (all holders, True) when none is there; `hosts` empty: all are
     near.
     """
     if not hosts:
         return holders, False
-    near = tuple(h for h in holders if hosts[h] == hosts[taker])
+    near = tuple(h for h in holders if hosts[h] == hosts[destination])
     return (near, False) if near else (holders, True)
 
 
 def _divide(
-    keys: list[tuple[tuple[int, ...], int]], total: dict, senders: int
+    keys: list[tuple[tuple[int, ...], int]], total: dict, sources: int
 ) -> dict[tuple[tuple[int, ...], int], np.ndarray]:
     """Units that each holder of each set sends, int64 [holders]."""
-    load = np.zeros(senders, np.int64)
+    load = np.zeros(sources, np.int64)
     members = {k: np.array(k[0], np.int64) for k in keys}
     amount = {}
     for k in keys:
@@ -116,17 +116,17 @@ def _fill(load: np.ndarray, units: int, cost: int) -> np.ndarray:
     return out
 
 
-def hand_out(holders: Sequence[int], amount: np.ndarray, takers: list[tuple[int, int]]) -> list[SenderShare]:
-    """Takers in order take from holders in order: few senders a taker, and few takers a sender."""
+def hand_out(holders: Sequence[int], amount: np.ndarray, destinations: list[tuple[int, int]]) -> list[Share]:
+    """Destinations in order take from holders in order: few sources a destination, and few destinations a source."""
     out = []
     at, left = 0, int(amount[0]) if len(amount) else 0
-    for demand, units in takers:
+    for demand, units in destinations:
         done = 0
         while done < units:
             while not left:
                 at += 1
                 left = int(amount[at])
             n = min(units - done, left)
-            out.append(SenderShare(demand, holders[at], done, done + n))
+            out.append(Share(demand, holders[at], done, done + n))
             done, left = done + n, left - n
     return out

@@ -1,10 +1,10 @@
 """Proof, before anything moves, that a refit of one replica is whole: every byte of the engine has one class and one
 writer.
 
-Classes: *written* (a fragment's byte, from the wire), *filled* (a constant), *staged* (written by a recipe after the
-wire), *kept* (left alone, for a stated reason). A byte that several parameters share is one byte; how many such there
-are is told as *aliased*. All violations of all takers come in one CoverageError; shapes that do not fit were refused
-before this.
+Classes: *written* (a fragment's byte, from the wire), *filled* (a constant), *staged* (written by a recipe after
+the wire), *kept* (left alone, for a stated reason). A byte that several parameters share is one byte; how many such
+there are is told as *aliased*. All violations of all destinations come in one CoverageError; shapes that do not fit
+were refused before this.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NAMED = 16
 
 @dataclass(frozen=True, slots=True)
 class ByteClasses:
-    """Bytes of one taker. `footprint` = written + filled + staged + kept, each byte counted once."""
+    """Bytes of one destination. `footprint` = written + filled + staged + kept, each byte counted once."""
 
     footprint: int
     written: int
@@ -50,7 +50,7 @@ class ByteClasses:
 
 @dataclass(frozen=True, slots=True)
 class Class:
-    """A class of takers with equal inventories: one of them, and the joint ranks of all."""
+    """A class of destinations with equal inventories: one of them, and the joint ranks of all."""
 
     inventory: Inventory
     ranks: tuple[int, ...]
@@ -64,21 +64,21 @@ class Class:
 def prove(
     catalog: Catalog,
     source_dtype: np.ndarray,
-    takers: Sequence[Class],
+    destinations: Sequence[Class],
     wanted: Stack,
     pieces: Pieces,
     options: PlanOptions,
 ) -> list[ByteClasses]:
-    """Byte classes per class of takers, or CoverageError with every violation.
+    """Byte classes per class of destinations, or CoverageError with every violation.
 
-    source_dtype: int [tensors], wire code of what the senders hold, -1 where nobody holds any.
+    source_dtype: int [tensors], wire code of what the sources hold, -1 where nobody holds any.
     """
-    bad = list(_unheld(catalog, takers, wanted, pieces))
-    bad += _untaken(catalog, takers, options)
-    bad += _casts(catalog, source_dtype, wanted, takers, options)
+    bad = list(_unheld(catalog, destinations, wanted, pieces))
+    bad += _untaken(catalog, destinations, options)
+    bad += _casts(catalog, source_dtype, wanted, destinations, options)
     classes = []
-    for taker in takers:
-        found, counts = _footprint(catalog, taker)
+    for destination in destinations:
+        found, counts = _footprint(catalog, destination)
         bad += found
         classes.append(counts)
     if bad:
@@ -88,7 +88,7 @@ def prove(
     return classes
 
 
-def _unheld(catalog: Catalog, takers: Sequence[Class], wanted: Stack, pieces: Pieces) -> Iterator[str]:
+def _unheld(catalog: Catalog, destinations: Sequence[Class], wanted: Stack, pieces: Pieces) -> Iterator[str]:
     holes = missing(pieces, wanted)
     if not holes:
         return
@@ -100,7 +100,7 @@ def _unheld(catalog: Catalog, takers: Sequence[Class], wanted: Stack, pieces: Pi
         text = ", ".join(box_text(b.origin, b.extent, dims) for b in boxes[:4]) + (
             f" and {len(boxes) - 4} more boxes" if len(boxes) > 4 else ""
         )
-        found[t, text].append(takers[cls[row]].who)
+        found[t, text].append(destinations[cls[row]].who)
     for (t, text), who in sorted(found.items()):
         spec = catalog.tensors[t]
         yield (
@@ -109,13 +109,13 @@ def _unheld(catalog: Catalog, takers: Sequence[Class], wanted: Stack, pieces: Pi
         )
 
 
-def _untaken(catalog: Catalog, takers: Sequence[Class], options: PlanOptions) -> Iterator[str]:
+def _untaken(catalog: Catalog, destinations: Sequence[Class], options: PlanOptions) -> Iterator[str]:
     read = np.zeros(len(catalog.specs), bool)
-    for first, end in {run for t in takers for run in t.inventory.reads}:
+    for first, end in {run for t in destinations for run in t.inventory.reads}:
         read[first:end] = True
     if read.all():
         return
-    taken = _taken(catalog, takers)
+    taken = _taken(catalog, destinations)
     unread = []
     for spec in (catalog.specs[i] for i in np.flatnonzero(~read)):
         if not all(spec.shape) or matches(spec.name, options.drop):
@@ -128,15 +128,16 @@ def _untaken(catalog: Catalog, takers: Sequence[Class], options: PlanOptions) ->
     argument = written("drop", unread, [s.name for s in catalog.specs])
     for name in unread:
         yield (
-            f"{name}: trained, but no taker of this replica reads it; if the engine has no such weights, pass {argument}"
+            f"{name}: trained, but no engine worker of this replica reads it; "
+            f"if the engine has no such weights, pass {argument}"
         )
 
 
-def _taken(catalog: Catalog, takers: Sequence[Class]) -> dict[int, set[tuple[int, int]]]:
+def _taken(catalog: Catalog, destinations: Sequence[Class]) -> dict[int, set[tuple[int, int]]]:
     """Ranges of dim 0 that are wanted of each canonical tensor: experts, of those grouped from several."""
     out: dict[int, set[tuple[int, int]]] = defaultdict(set)
     dims = np.array([len(s.shape) for s in catalog.tensors] or [0])
-    for t in takers:
+    for t in destinations:
         table = t.inventory.table
         lead = np.minimum(MAX_DIMS - dims[table.tensor], MAX_DIMS - 1)
         rows = np.arange(len(table))
@@ -147,7 +148,7 @@ def _taken(catalog: Catalog, takers: Sequence[Class]) -> dict[int, set[tuple[int
 
 
 def _casts(
-    catalog: Catalog, source_dtype: np.ndarray, wanted: Stack, takers: Sequence[Class], options: PlanOptions
+    catalog: Catalog, source_dtype: np.ndarray, wanted: Stack, destinations: Sequence[Class], options: PlanOptions
 ) -> Iterator[str]:
     held = source_dtype[wanted.table.tensor]
     different = np.flatnonzero((held != wanted.table.dtype) & (held >= 0))
@@ -156,7 +157,7 @@ def _casts(
     cls = wanted.class_of_row()
     seen: dict[tuple[int, int], list[str]] = defaultdict(list)
     for row in different:
-        seen[int(wanted.table.tensor[row]), int(wanted.table.dtype[row])].append(takers[cls[row]].who)
+        seen[int(wanted.table.tensor[row]), int(wanted.table.dtype[row])].append(destinations[cls[row]].who)
     lossy: list[tuple[str, str]] = []
     for (t, code), who in sorted(seen.items()):
         spec, src, dst = catalog.tensors[t], DTYPES[source_dtype[t]], DTYPES[code]
@@ -200,9 +201,9 @@ def _asked(name: str, catalog: Catalog, options: PlanOptions) -> bool:
     return all(matches(member, options.narrow) for member in catalog.members(name))
 
 
-def _footprint(catalog: Catalog, taker: Class) -> tuple[list[str], ByteClasses]:
-    """Violations of one class of takers, and its counts."""
-    inv = taker.inventory
+def _footprint(catalog: Catalog, destination: Class) -> tuple[list[str], ByteClasses]:
+    """Violations of one class of destinations, and its counts."""
+    inv = destination.inventory
     # One address space for all storages, with a gap between them: one sort then serves all.
     after = np.cumsum(inv.root_sizes() + 1)
     base = after - inv.root_sizes() - 1
@@ -213,7 +214,7 @@ def _footprint(catalog: Catalog, taker: Class) -> tuple[list[str], ByteClasses]:
         return iv.Bytes(at + start, at + stop, np.arange(len(root)))
 
     def constants_in(root: str) -> Callable[[int], str]:
-        return lambda _: f"{taker.who}: constants in {root}"
+        return lambda _: f"{destination.who}: constants in {root}"
 
     t = inv.table
     number = inv.root_numbers() if inv.fills else {}
@@ -224,7 +225,7 @@ def _footprint(catalog: Catalog, taker: Class) -> tuple[list[str], ByteClasses]:
     starts = base[t.root] + t.offset if len(t) else t.offset
     written = iv.runs(
         *(starts, t.extent, t.strides, ITEM[t.dtype]),
-        lambda i: f"{taker.who}: {catalog.tensors[int(t.tensor[i])].name}",
+        lambda i: f"{destination.who}: {catalog.tensors[int(t.tensor[i])].name}",
     )
     claims = (
         written,
@@ -257,14 +258,15 @@ def _footprint(catalog: Catalog, taker: Class) -> tuple[list[str], ByteClasses]:
                 else ["as above"]
             )
             bad.append(
-                f"{where(a, b)}: claimed more than once in {taker.who}: {_some(who)}; "
+                f"{where(a, b)}: claimed more than once in {destination.who}: {_some(who)}; "
                 "one byte has one writer and one class"
             )
     stale = iv.difference(live, covered)
     sent = set(where.roots(np.concatenate([claims[WRITTEN].start, claims[STAGED].start])).tolist())
     for a, b, root in zip(*stale, where.roots(stale[0]).tolist()):
         bad.append(
-            f"{where(a, b)}: {b - a} bytes would stay stale in {taker.who}: no fragment, fill or recipe writes them; "
+            f"{where(a, b)}: {b - a} bytes would stay stale in {destination.who}: "
+            "no fragment, fill or recipe writes them; "
             + (
                 "trainers send other bytes of this storage: send these too"
                 if root in sent

@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PieceStream:
-    """All pieces of all classes of takers, one behind the other, and the groups they form: equal class of takers on one
-    host, equal set of useful holders.
+    """All pieces of all classes of destinations, one behind the other, and the groups they form: equal class of
+    destinations on one host, equal set of useful holders.
     """
 
     atom: np.ndarray  # int64 [P]
-    want: np.ndarray  # int64 [P], rows of the takers' stack
+    want: np.ndarray  # int64 [P], rows of the destinations' stack
     nbytes: np.ndarray  # int64 [P]
     start: np.ndarray  # int64 [P], bytes
     group_first: np.ndarray  # int64 [G + 1], in pieces
     group_holders: list[tuple[int, ...]]
     group_cost: list[int]
-    group_takers: list[tuple[int, ...]]  # joint ranks
+    group_destinations: list[tuple[int, ...]]  # joint ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,9 @@ class Draft:
     trainers: int
     workers: int
     sources: Stack
-    takers: Stack
+    destinations: Stack
     source_class: np.ndarray  # int32 [trainers]
-    taker_class: np.ndarray  # int32 [workers]
+    destination_class: np.ndarray  # int32 [workers]
     fill_class: np.ndarray
     fill_rows: np.ndarray
     atoms: Atoms
@@ -79,12 +79,12 @@ class Draft:
 
 
 def make_draft(
-    catalog: Catalog, sources: Sequence[Inventory], takers: Sequence[Inventory], options: PlanOptions
+    catalog: Catalog, sources: Sequence[Inventory], destinations: Sequence[Inventory], options: PlanOptions
 ) -> Draft:
     """Raises what planner.plan_replica raises."""
-    _check(catalog, sources, takers, options)
+    _check(catalog, sources, destinations, options)
     src_cls, src_inv = _classes(sources)
-    dst_cls, dst_inv = _classes(takers)
+    dst_cls, dst_inv = _classes(destinations)
     T = len(sources)
     src, dst = Stack.of([i.table for i in src_inv]), Stack.of([i.table for i in dst_inv])
     _check_tables(catalog, src_inv, src, dst_inv, dst)
@@ -99,16 +99,18 @@ def make_draft(
     for s, members in enumerate(atoms.signatures):
         place[s, list(members)] = np.arange(len(members))
     facts = _facts(catalog, stream, dst, dst_cls, dst_inv, held, byte_classes, options)
-    return Draft(T, len(takers), src, dst, src_cls, dst_cls, fill_class, fill_rows, atoms, place, stream, facts)
+    return Draft(T, len(destinations), src, dst, src_cls, dst_cls, fill_class, fill_rows, atoms, place, stream, facts)
 
 
 # ---- input
 
 
-def _check(catalog: Catalog, sources: Sequence[Inventory], takers: Sequence[Inventory], options: PlanOptions) -> None:
+def _check(
+    catalog: Catalog, sources: Sequence[Inventory], destinations: Sequence[Inventory], options: PlanOptions
+) -> None:
     bad = []
     digest = catalog.digest()
-    for side, items in (("trainer", sources), ("engine", takers)):
+    for side, items in (("trainer", sources), ("engine", destinations)):
         if not items:
             bad.append(f"no {side} inventory at all")
         for i, inv in enumerate(items):
@@ -119,8 +121,10 @@ def _check(catalog: Catalog, sources: Sequence[Inventory], takers: Sequence[Inve
                     f"{inv.who}: its inventory numbers tensors by catalog {inv.catalog[:12]}, "
                     f"this plan by {digest[:12]}; rebuild it"
                 )
-    if options.hosts and len(options.hosts) != len(sources) + len(takers):
-        bad.append(f"hosts: {len(options.hosts)} given for {len(sources) + len(takers)} joint ranks (trainers first)")
+    if options.hosts and len(options.hosts) != len(sources) + len(destinations):
+        bad.append(
+            f"hosts: {len(options.hosts)} given for {len(sources) + len(destinations)} joint ranks (trainers first)"
+        )
     if bad:
         raise LayoutError("the inventories do not make a plan", bad)
 
@@ -191,9 +195,9 @@ def _stream(
     hosts = () if options.site is not None else options.host_numbers()  # with a site all holders are candidates
     ranks_of = [tuple(np.flatnonzero(src_cls == c).tolist()) for c in range(int(src_cls.max(initial=-1)) + 1)]
     holders_of = [tuple(sorted(r for c in members for r in ranks_of[c])) for members in atoms.signatures]
-    takers_of: dict[tuple[int, int], list[int]] = defaultdict(list)  # (class, host) -> joint ranks
+    destinations_of: dict[tuple[int, int], list[int]] = defaultdict(list)  # (class, host) -> joint ranks
     for w, c in enumerate(dst_cls.tolist()):
-        takers_of[c, hosts[trainers + w] if hosts else 0].append(trainers + w)
+        destinations_of[c, hosts[trainers + w] if hosts else 0].append(trainers + w)
 
     item = np.minimum(ITEM[held[dst.table.tensor[pieces.want]]], ITEM[dst.table.dtype[pieces.want]])
     nbytes = pieces.extent.prod(axis=1) * item
@@ -202,9 +206,9 @@ def _stream(
     sets: dict[tuple[tuple[int, ...], bool], int] = {}
     parts: list[np.ndarray] = []
     keys: list[np.ndarray] = []
-    for (c, _), takers in sorted(takers_of.items()):
+    for (c, _), destinations in sorted(destinations_of.items()):
         mine = np.flatnonzero(piece_class == c)
-        near = [sets.setdefault(nearest(h, takers[0], hosts), len(sets)) for h in holders_of]
+        near = [sets.setdefault(nearest(h, destinations[0], hosts), len(sets)) for h in holders_of]
         parts.append(mine)
         keys.append(
             np.stack(
@@ -234,7 +238,7 @@ def _stream(
     )
     heads = np.flatnonzero(fresh)
     chosen = list(sets)
-    blocks = [tuple(t) for _, t in sorted(takers_of.items())]
+    blocks = [tuple(t) for _, t in sorted(destinations_of.items())]
     return PieceStream(
         pieces.atom[piece], pieces.want[piece], nbytes[piece], np.cumsum(nbytes[piece]) - nbytes[piece],
         np.append(heads, len(piece)), [chosen[h][0] for h in holder_set[heads]],
@@ -273,8 +277,8 @@ def _facts(
     byte_classes: Sequence[ByteClasses],
     options: PlanOptions,
 ) -> Facts:
-    # Pieces that a class of takers shares (in one block per host) count once per taker.
-    times = np.repeat([len(t) for t in stream.group_takers], np.diff(stream.group_first)).astype(np.int64)
+    # Pieces that a class of destinations shares (in one block per host) count once per destination.
+    times = np.repeat([len(t) for t in stream.group_destinations], np.diff(stream.group_first)).astype(np.int64)
     scratch = np.array([i.scratch_roots() for i in dst_inv], np.int64)
     staged = 0
     if (scratch[:, 0] < scratch[:, 1]).any():

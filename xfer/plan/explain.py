@@ -101,7 +101,7 @@ def explain(s: PlanSummary, digest: str) -> str:
         f" a full broadcast would move {size(s.broadcast_bytes)}{ratio}",
         f"largest piece {size(s.largest_piece)}, largest message {size(s.largest_message)};"
         f" {s.direct:,} pieces direct, {s.staged:,} through scratch, {s.fills:,} fills",
-        f"imbalance of senders {s.imbalance:.3f} (most over mean)"
+        f"imbalance of sources {s.imbalance:.3f} (most over mean)"
         + (f"; {size(s.remote_bytes)} between hosts" if s.remote_bytes else ""),
         "",
     ]
@@ -121,7 +121,7 @@ def explain(s: PlanSummary, digest: str) -> str:
     lines += [f"kept {size(n)}: {why}" for why, n in s.kept]
     if s.dropped:
         more = f" and {len(s.dropped) - 8} more" if len(s.dropped) > 8 else ""
-        lines.append(f"dropped (no taker, as asked): {', '.join(s.dropped[:8])}{more}")
+        lines.append(f"dropped (no engine reads them, as asked): {', '.join(s.dropped[:8])}{more}")
     return "\n".join(lines)
 
 

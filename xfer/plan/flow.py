@@ -1,21 +1,24 @@
 """Who sends what when the links between ranks are known: bytes go where they make the busiest links least busy.
 
-`balance.py` evens out what each sender sends. Here each (holder, taker) is a path over links with rates, and what is made
-small is the time of the busiest link, then of the others. A sub-plan is chosen *as if every replica had this layout* and
-were refitted at the same time, each where it sits: trainers serve all of them at once, so a replica that looked at itself
-alone would take from whoever is near and leave nothing of that link to others. No other replica's inventory is looked at.
+`balance.py` evens out what each source sends. Here each (holder, destination) is a path over links with rates, and
+what is made small is the time of the busiest link, then of the others. A sub-plan is chosen *as if every replica
+had this layout* and were refitted at the same time, each where it sits: trainers serve all of them at once, so a
+replica that looked at itself alone would take from whoever is near and leave nothing of that link to others. No
+other replica's inventory is looked at.
 
 The problem is the linear programme
 
     least T  so that  for each link l:  sum over (demand d, holder h with l on its path) x[d, h] * cost[l]  <=  T
                       for each d:       sum over h of x[d, h] = units of d,  x >= 0
 
-It is solved by soft water-filling: a path is as busy as a high-power mean of its links, and each demand moves units from
-its busier paths to its less busy ones in proportion, until the dual bound says that the busiest link is within `GAP` of
-the least possible. The powers rise as it goes; the fixed point for power P is the minimum of the sum of (time of link)^(P+1).
+It is solved by soft water-filling: a path is as busy as a high-power mean of its links, and each demand moves units
+from its busier paths to its less busy ones in proportion, until the dual bound says that the busiest link is within
+`GAP` of the least possible. The powers rise as it goes; the fixed point for power P is the minimum of the sum of
+(time of link)^(P+1).
 
-All ranks must come to the same shares, so only +, -, *, / and square roots of float64 are used, element by element or
-added up in the order of an index: these are the same bits on every IEEE machine, which BLAS, exp and numpy's sums are not.
+All ranks must come to the same shares, so only +, -, *, / and square roots of float64 are used, element by element
+or added up in the order of an index: these are the same bits on every IEEE machine, which BLAS, exp and numpy's
+sums are not.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xfer.plan.balance import Demand, SenderShare, balance, hand_out
+from xfer.plan.balance import Demand, Share, balance, hand_out
 from xfer.plan.fabric import MAX_PATH, Links
 
 GAP = 1.002
@@ -40,22 +43,22 @@ CRUMB = 1 / 4096
 class Flow:
     """The choice for all replicas of one layout.
 
-    demands: of one replica; takers are joint ranks. senders: int [trainers], GPU of each. workers: int [replicas,
+    demands: of one replica; destinations are joint ranks. sources: int [trainers], GPU of each. workers: int [replicas,
     workers of one], GPUs. unit: bytes of a unit. The same input gives the same shares. The busiest link, over all
     replicas, is never busier than with `balance`, which knows no links.
     """
 
     def __init__(
-        self, demands: Sequence[Demand], senders: np.ndarray, workers: np.ndarray, links: Links, unit: int
+        self, demands: Sequence[Demand], sources: np.ndarray, workers: np.ndarray, links: Links, unit: int
     ) -> None:
         self._demands = demands
-        self._problem = p = _problem(demands, senders, workers, links, unit)
+        self._problem = p = _problem(demands, sources, workers, links, unit)
         self._amount = _whole(p, _solve(p))
-        blind = balance(demands, len(senders))
-        worse = _busiest(p, self._amount, links, unit) > _busiest_of(blind, demands, senders, workers, links, unit)
+        blind = balance(demands, len(sources))
+        worse = _busiest(p, self._amount, links, unit) > _busiest_of(blind, demands, sources, workers, links, unit)
         self._blind = blind if worse else None
 
-    def shares(self, replica: int) -> list[SenderShare]:
+    def shares(self, replica: int) -> list[Share]:
         """Of one row of `workers`, sorted by (demand, begin); they divide each demand completely."""
         if self._blind is not None:
             return self._blind
@@ -64,8 +67,8 @@ class Flow:
             mine = self._amount[p.first[g] : p.first[g + 1], replica].tolist()
             holders = [h for members in group.holders for h in members]
             part = [n for units, members in zip(mine, group.holders) for n in _split(units, np.ones(len(members)))]
-            takers = [(i, self._demands[i].units) for i in group.members(replica)]
-            out += hand_out(holders, np.array(part, np.int64), takers)
+            destinations = [(i, self._demands[i].units) for i in group.members(replica)]
+            out += hand_out(holders, np.array(part, np.int64), destinations)
         return sorted(out, key=lambda s: (s.demand, s.begin))
 
 
@@ -93,7 +96,7 @@ class _Problem:
     base: np.ndarray  # int64 [links + 1], units that go there whatever is chosen
 
 
-def _problem(demands: Sequence[Demand], senders: np.ndarray, workers: np.ndarray, links: Links, unit: int) -> _Problem:
+def _problem(demands: Sequence[Demand], sources: np.ndarray, workers: np.ndarray, links: Links, unit: int) -> _Problem:
     base = np.zeros(len(links) + 1, np.int64)
     pools: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for i, d in enumerate(demands):
@@ -103,11 +106,11 @@ def _problem(demands: Sequence[Demand], senders: np.ndarray, workers: np.ndarray
     paths: list[np.ndarray] = []
     replicas = len(workers)
     for holders, members in sorted(pools.items()):
-        members.sort(key=lambda i: (demands[i].taker, i))
+        members.sort(key=lambda i: (demands[i].destination, i))
         units = np.array([demands[i].units for i in members], np.int64)
-        at = np.array([demands[i].taker for i in members]) - len(senders)
+        at = np.array([demands[i].destination for i in members]) - len(sources)
         gpu = workers[:, at].reshape(-1)  # [replicas * members]
-        path = links.paths(senders[list(holders)][None, :], gpu[:, None])
+        path = links.paths(sources[list(holders)][None, :], gpu[:, None])
         path[path < 0] = len(links)
         fixed = (path == path[:, :1]).all(axis=1)  # [replicas * members, MAX_PATH]: on the path whoever sends
         np.add.at(base, np.where(fixed, path[:, 0], len(links)), np.tile(units, replicas)[:, None])
@@ -229,16 +232,16 @@ def _busiest(p: _Problem, amount: np.ndarray, links: Links, unit: int) -> float:
 
 
 def _busiest_of(
-    shares: Sequence[SenderShare],
+    shares: Sequence[Share],
     demands: Sequence[Demand],
-    senders: np.ndarray,
+    sources: np.ndarray,
     workers: np.ndarray,
     links: Links,
     unit: int,
 ) -> float:
     """Seconds of the busiest link when every replica is served by these shares."""
-    sender = senders[np.array([s.sender for s in shares], np.int64)]
-    taker = np.array([demands[s.demand].taker for s in shares], np.int64) - len(senders)
+    source = sources[np.array([s.source for s in shares], np.int64)]
+    destination = np.array([demands[s.demand].destination for s in shares], np.int64) - len(sources)
     units = np.array([s.end - s.begin for s in shares], np.int64)
-    load = links.loads(np.tile(sender, len(workers)), workers[:, taker].reshape(-1), np.tile(units, len(workers)))
+    load = links.loads(np.tile(source, len(workers)), workers[:, destination].reshape(-1), np.tile(units, len(workers)))
     return float(links.seconds(load * unit).max(initial=0.0))

@@ -1,6 +1,6 @@
-"""Canonical boxes of senders x canonical boxes of takers -> pieces, with everybody who could send each piece.
+"""Canonical boxes of sources x canonical boxes of destinations -> pieces, with everybody who could send each piece.
 
-Boxes that several senders hold are cut until any two are equal or disjoint: the *atoms*, each with its set of
+Boxes that several sources hold are cut until any two are equal or disjoint: the *atoms*, each with its set of
 holders. A piece is the intersection of an atom and a wanted box. Ranks with equal inventories count once here (a
 *class* of ranks). Not here: which holder sends (balance.py), what is missing (coverage.py).
 """
@@ -19,8 +19,8 @@ from xfer.plan.program import MAX_DIMS
 from xfer.plan.table import FragmentTable
 
 FEW = 256
-"""Comparisons of boxes of one tensor up to which all such tensors are compared together; for more, one broadcast per tensor
-is cheaper, as it skips the dims that all boxes span."""
+"""Comparisons of boxes of one tensor up to which all such tensors are compared together; for more, one broadcast
+per tensor is cheaper, as it skips the dims that all boxes span."""
 AT_ONCE = 1 << 20
 """Comparisons of boxes made together, which bounds their memory."""
 
@@ -60,7 +60,7 @@ class Atoms:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """Intersections of atom `atom[p]` with row `want[p]` of the takers' stack, sorted by (want, atom)."""
+    """Intersections of atom `atom[p]` with row `want[p]` of the destinations' stack, sorted by (want, atom)."""
 
     atom: np.ndarray  # int64 [P]
     want: np.ndarray  # int64 [P]
@@ -178,7 +178,7 @@ def _meeting(
 
 
 def missing(pieces: Pieces, wanted: Stack) -> list[tuple[int, list[Box]]]:
-    """(row of the takers' stack, the boxes of it that no sender holds), for rows that are not wholly held."""
+    """(row of the destinations' stack, the boxes of it that no source holds), for rows that are not wholly held."""
     # Pieces are sorted by what is wanted, so that what each row got lies between two of these.
     sums = np.concatenate([[0], np.cumsum(pieces.extent.prod(axis=1))])
     ends = np.searchsorted(pieces.want, np.arange(len(wanted.table) + 1))
@@ -195,8 +195,8 @@ def missing(pieces: Pieces, wanted: Stack) -> list[tuple[int, list[Box]]]:
 
 
 def cut_range(origin: list[int], extent: list[int], begin: int, end: int) -> list[tuple[list[int], list[int]]]:
-    """Elements begin..end of a box, counted in row-major order, as boxes (origin, extent) in that order: at most 2 D - 1 of
-    them. In plain lists, for a plan cuts thousands."""
+    """Elements begin..end of a box, counted in row-major order, as boxes (origin, extent) in that order: at most 2
+    D - 1 of them. In plain lists, for a plan cuts thousands."""
     out: list[tuple[list[int], list[int]]] = []
 
     def walk(o: list[int], e: list[int], d: int, size: int, lo: int, hi: int) -> None:
@@ -261,7 +261,8 @@ def _atoms(
 
 
 def _signatures(cls: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, tuple[tuple[int, ...], ...]]:
-    """The distinct ones among the sets cls[bounds[i]:bounds[i + 1]], by first appearance, and which one each is (int32)."""
+    """The distinct ones among the sets cls[bounds[i]:bounds[i + 1]], by first appearance, and which one each is
+    (int32)."""
     if len(bounds) < 2:
         return np.zeros(0, np.int32), ()
     if int(cls.max()) < 63:  # a set is an integer
@@ -288,7 +289,7 @@ def _atomised(
     rows: np.ndarray,
     cls: np.ndarray,
 ) -> Atoms:
-    """Cuts the clashing boxes against each other; the others are atoms already. Plain Python: layouts in which senders
+    """Cuts the clashing boxes against each other; the others are atoms already. Plain Python: layouts in which sources
     replicate a tensor *and* cut it differently are rare and small."""
     done: list[tuple[int, Box, dict[int, int]]] = []
     for i in np.flatnonzero(~clashing).tolist():

@@ -28,18 +28,19 @@ MOST_WRITTEN = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """`bucket_bytes`: most wire bytes of one message (one sender, one taker, one wave).
+    """`bucket_bytes`: most wire bytes of one message (one source, one destination, one wave).
     `wave_bytes`: most wire bytes that one rank sends, and most that it receives, in one wave: what staging buffers
     must hold; 0 stands for two buckets.
-    `drop`: checkpoint tensors that need no taker; `narrow`: tensors whose cast to a dtype that holds neither all that the
-    trainer's holds nor all that the checkpoint's holds is wanted. Both: names or fnmatch patterns; a grouped name
-    (`…experts.*.up_proj.weight`) is one.
+    `drop`: checkpoint tensors that no engine need read; `narrow`: tensors whose cast to a dtype that holds neither
+    all that the trainer's holds nor all that the checkpoint's holds is wanted. Both: names or fnmatch patterns; a
+    grouped name (`…experts.*.up_proj.weight`) is one.
     `hosts`: host of every joint rank (trainers first), or empty when no rank is nearer than another.
-    `site`: the links between ranks and who sits where, in place of `hosts`; senders are then chosen for time over
+    `site`: the links between ranks and who sits where, in place of `hosts`; sources are then chosen for time over
     links. `replica`: which of the site's replicas this plan is for.
-    `remote_cost`: what a byte to another host costs a sender, in bytes to its own host.
-    `rotation`: shifts which sender a taker starts with. `rotations`: how many sub-plans run at once, `rotation` being
-    the number of this one; they then start as far from each other as can be. 0: `rotation` counts senders.
+    `remote_cost`: what a byte to another host costs a source, in bytes to its own host.
+    `rotation`: shifts which source a destination starts with. `rotations`: how many sub-plans run at once,
+    `rotation` being the number of this one; they then start as far from each other as can be. 0: `rotation` counts
+    sources.
     `align_bytes`: granule of all cuts; a power of two and at least 8, the largest element.
     """
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from xfer.errors import LayoutError
 from xfer.plan import columns as col
-from xfer.plan.balance import Demand, SenderShare, balance
+from xfer.plan.balance import Demand, Share, balance
 from xfer.plan.draft import Draft, make_draft
 from xfer.plan.explain import PlanSummary
 from xfer.plan.flow import Flow
@@ -30,36 +30,42 @@ if TYPE_CHECKING:
 __all__ = ["Drafts", "PlanOptions", "PlanSummary", "SubPlan", "key_of", "plan_key", "plan_replica"]
 
 
-def key_of(catalog: str, sources: Sequence[str], takers: Sequence[str], options: PlanOptions) -> str:
+def key_of(catalog: str, sources: Sequence[str], destinations: Sequence[str], options: PlanOptions) -> str:
     """Digest of everything a plan depends on, from the digests of the catalog and of each rank's inventory."""
     parts: list[str | bytes] = [f"plan by {PLANNER}", catalog, options.to_bytes()]
-    for side in (sources, takers):
+    for side in (sources, destinations):
         parts += [str(len(side)), *side]
     return col.digest(parts)
 
 
-def plan_key(catalog: Catalog, sources: Sequence[Inventory], takers: Sequence[Inventory], options: PlanOptions) -> str:
+def plan_key(
+    catalog: Catalog, sources: Sequence[Inventory], destinations: Sequence[Inventory], options: PlanOptions
+) -> str:
     """`key_of` these inputs."""
-    return key_of(catalog.digest(), [i.digest() for i in sources], [i.digest() for i in takers], options)
+    return key_of(catalog.digest(), [i.digest() for i in sources], [i.digest() for i in destinations], options)
 
 
 def plan_replica(
-    catalog: Catalog, sources: Sequence[Inventory], takers: Sequence[Inventory], options: PlanOptions | None = None
+    catalog: Catalog,
+    sources: Sequence[Inventory],
+    destinations: Sequence[Inventory],
+    options: PlanOptions | None = None,
 ) -> SubPlan:
     """The sub-plan that refits one replica.
 
-    `sources`: inventories of trainers 0..T-1 in rank order; `takers`: of engine workers 0..W-1. Raises LayoutError
-    (inventories that do not fit the catalog or each other), CoverageError (a refit would not be whole), Unsupported
-    (too many dims).
+    `sources`: inventories of trainers 0..T-1 in rank order; `destinations`: of engine workers 0..W-1. Raises
+    LayoutError (inventories that do not fit the catalog or each other), CoverageError (a refit would not be whole),
+    Unsupported (too many dims).
     """
     options = options or PlanOptions()
-    _refuse_misplaced(len(sources), len(takers), options)
-    draft = make_draft(catalog, sources, takers, options)
-    return finish(draft, Deal(draft, options), plan_key(catalog, sources, takers, options), options)
+    _refuse_misplaced(len(sources), len(destinations), options)
+    draft = make_draft(catalog, sources, destinations, options)
+    return finish(draft, Deal(draft, options), plan_key(catalog, sources, destinations, options), options)
 
 
 class Drafts:
-    """What was drafted last, shared by the plans of several replicas. Thread-safe: whoever comes second waits for it."""
+    """What was drafted last, shared by the plans of several replicas. Thread-safe: whoever comes second waits for
+    it."""
 
     def __init__(self) -> None:
         self._draft: tuple[str, Draft] | None = None
@@ -67,16 +73,16 @@ class Drafts:
         self._lock = threading.Lock()
 
     def plan(
-        self, catalog: Catalog, sources: Sequence[Inventory], takers: Sequence[Inventory], options: PlanOptions
+        self, catalog: Catalog, sources: Sequence[Inventory], destinations: Sequence[Inventory], options: PlanOptions
     ) -> SubPlan:
         """As plan_replica."""
-        _refuse_misplaced(len(sources), len(takers), options)
-        sides = [i.digest() for i in sources], [i.digest() for i in takers]
+        _refuse_misplaced(len(sources), len(destinations), options)
+        sides = [i.digest() for i in sources], [i.digest() for i in destinations]
         draft_key = key_of(catalog.digest(), *sides, options.for_draft())
         deal_key = col.digest([draft_key, b"" if options.site is None else options.site.to_bytes()])
         with self._lock:
             if self._draft is None or self._draft[0] != draft_key:
-                self._draft = draft_key, make_draft(catalog, sources, takers, options)
+                self._draft = draft_key, make_draft(catalog, sources, destinations, options)
             if self._deal is None or self._deal[0] != deal_key:
                 self._deal = deal_key, Deal(self._draft[1], options)
             draft, deal = self._draft[1], self._deal[1]
@@ -110,7 +116,7 @@ def finish(draft: Draft, deal: Deal, key: str, options: PlanOptions) -> SubPlan:
     )  # fmt: skip
     atoms, stream = draft.atoms, draft.stream
     tables = Tables(
-        draft.source_class, draft.taker_class, draft.fill_class,
+        draft.source_class, draft.destination_class, draft.fill_class,
         draft.fill_rows, atoms.origin, atoms.extent, atoms.signature, atoms.hold_first, atoms.hold_row, draft.place,
         stream.atom, stream.want, stream.start, shares.src, shares.dst, shares.begin, shares.end,
         pair_src, pair_dst, when.first, when.wave, when.begin, when.turn,
@@ -119,7 +125,7 @@ def finish(draft: Draft, deal: Deal, key: str, options: PlanOptions) -> SubPlan:
     summary = _summary(draft, shares, (pair_src, pair_dst, pair_bytes), when, waves, options)
     return SubPlan(
         key, draft.trainers, draft.workers, waves, options.message_bytes, options.align_bytes, draft.sources,
-        draft.takers, tables, summary,
+        draft.destinations, tables, summary,
     )  # fmt: skip
 
 
@@ -144,9 +150,9 @@ class Deal:
         self._base: list[tuple[int, int]] = []  # where a demand's bytes begin and end in the stream
         for g, (a, b) in enumerate(zip(stream.group_first[:-1], stream.group_first[1:])):
             begin, end = int(ends[a]), int(ends[b])
-            for taker in stream.group_takers[g]:
+            for destination in stream.group_destinations[g]:
                 units = -(-(end - begin) // unit)
-                self._demands.append(Demand(stream.group_holders[g], taker, units, stream.group_cost[g]))
+                self._demands.append(Demand(stream.group_holders[g], destination, units, stream.group_cost[g]))
                 self._base.append((begin, end))
         self._flow: Flow | None = None
         if options.site is None:
@@ -166,10 +172,10 @@ class Deal:
             return self._rows
         return self._columns(self._flow.shares(self._alike.index(options.replica)), options.align_bytes)
 
-    def _columns(self, shares: Sequence[SenderShare], unit: int) -> _Shares:
+    def _columns(self, shares: Sequence[Share], unit: int) -> _Shares:
         demand = np.array([s.demand for s in shares], np.int64)
-        src = np.array([s.sender for s in shares], np.int32)
-        dst = np.array([d.taker for d in self._demands], np.int32)[demand]
+        src = np.array([s.source for s in shares], np.int32)
+        dst = np.array([d.destination for d in self._demands], np.int32)[demand]
         begin, end = np.array(self._base, np.int64).reshape(-1, 2)[demand].T
         first = begin + unit * np.array([s.begin for s in shares], np.int64)
         last = np.minimum(end, begin + unit * np.array([s.end for s in shares], np.int64))

@@ -1,9 +1,10 @@
 """How long a refit takes, from its sub-plans and the fabric alone: no GPU, no weights.
 
-All replicas are refitted at once. For each link l and wave w let B[l, w] be the wire bytes of all sub-plans over it, and
-t[l, w] = B[l, w] / rate[l]. With the routes that sessions choose:
+All replicas are refitted at once. For each link l and wave w let B[l, w] be the wire bytes of all sub-plans over
+it, and t[l, w] = B[l, w] / rate[l]. With the routes that sessions choose:
 
-    pulled bytes    pairs on one GPU or in one island: one kernel per taker;  pull = max over l of (pulled bytes / rate)
+    pulled bytes    pairs on one GPU or in one island: one kernel per destination;
+                        pull = max over l of (pulled bytes / rate)
     wired bytes     all others, by message; one of pair (s, d) in wave w takes
                         cost(s, d, w) = message_s + max over links l on its path of t[l, w]
                     and begins when the data is packed and both ends are done with wave w - 1:
@@ -13,11 +14,13 @@ t[l, w] = B[l, w] / rate[l]. With the routes that sessions choose:
                         unpacked(d, w) = max(unpacked(d, w-1), busy(d, w)) + bytes unpacked by d in w / local
     transfer        control_s + max(pull, last unpacked) + constants (padding) written / local
 
-`floor` is max over l of all bytes / rate: no schedule of these bytes is faster. `lockstep` is the sum over w of max over l of
-t[l, w]: what it would take if every wave waited for its slowest link. The prediction of the wire lies between the two.
+`floor` is max over l of all bytes / rate: no schedule of these bytes is faster. `lockstep` is the sum over w of max
+over l of t[l, w]: what it would take if every wave waited for its slowest link. The prediction of the wire lies
+between the two.
 
-What it leaves out: pauses and resumes of engines (the outage of a refit is that much longer), checksums, kernels' own launch
-times, congestion inside switches, and that long dense rows are not packed. Rates should be those reached in practice.
+What it leaves out: pauses and resumes of engines (the outage of a refit is that much longer), checksums, kernels'
+own launch times, congestion inside switches, and that long dense rows are not packed. Rates should be those reached
+in practice.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Programs: what one rank does in a refit, as flat tables. Relocatable: no address, no process, no object is in them.
 
-A program is the unit that is hashed, cached, sent, simulated and run. Its rows say *what* moves (canonical tensor and box),
-*from where to where* (rank, storage number, byte offset, byte strides) and *when* (wave, byte offset in the message). A
-rank keeps a binding table, storage number -> flat byte tensor, beside it; rebinding never touches the program.
+A program is the unit that is hashed, cached, sent, simulated and run. Its rows say *what* moves (canonical tensor
+and box), *from where to where* (rank, storage number, byte offset, byte strides) and *when* (wave, byte offset in
+the message). A rank keeps a binding table, storage number -> flat byte tensor, beside it; rebinding never touches
+the program.
 
 Here live the table's columns and the view of it by message. Not here: how rows are chosen (balance.py), how bytes are
 moved (transport/, kernels/).
@@ -49,12 +50,12 @@ ROW = np.dtype(
         ("src_dtype", "u1"),
         ("dst_dtype", "u1"),
         ("route", "u1"),  # 0: p2p. Others come with their transports.
-        ("src", "<i4"),  # joint rank of the sender; -1 for fills
-        ("src_root", "<i4"),  # index in the sender's inventory roots
+        ("src", "<i4"),  # joint rank of the source; -1 for fills
+        ("src_root", "<i4"),  # index in the source's inventory roots
         ("dst", "<i4"),
         ("dst_root", "<i4"),
         ("wave", "<i4"),
-        ("turn", "<i4"),  # place of `src` in the taker's round of senders; takers begin with different ones
+        ("turn", "<i4"),  # place of `src` in the destination's round of sources; destinations begin with different ones
         ("wire", "<i8"),  # byte offset in message (src, dst, wave)
         ("src_offset", "<i8"),  # bytes
         ("dst_offset", "<i8"),
@@ -70,14 +71,14 @@ ROW = np.dtype(
 def wire_dtype(src: str, dst: str) -> str:
     """What travels: the narrower of the two, so that a narrowing cast halves the bytes and a widening one adds none.
 
-    Equal sizes (float16 <-> bfloat16) travel as the source's and are converted by the taker.
+    Equal sizes (float16 <-> bfloat16) travel as the source's and are converted by the destination.
     """
     return dst if ITEMSIZE[dst] < ITEMSIZE[src] else src
 
 
 @dataclass(frozen=True, slots=True)
 class WaveMessage:
-    """All rows of one (sender, taker, wave): one contiguous run of `nbytes` wire bytes, rows in wire order."""
+    """All rows of one (source, destination, wave): one contiguous run of `nbytes` wire bytes, rows in wire order."""
 
     wave: int
     src: int
@@ -90,7 +91,8 @@ class WaveMessage:
 class Program:
     """The rows that one joint rank takes part in, sorted by (wave, src, dst, wire); fills first (wave 0, src -1).
 
-    `waves` is the same on every rank of the sub-plan: ranks step through wave numbers together even where they have no row.
+    `waves` is the same on every rank of the sub-plan: ranks step through wave numbers together even where they have
+    no row.
     """
 
     rank: int
@@ -106,7 +108,7 @@ class Program:
         )
 
     def local(self) -> np.ndarray:
-        """Rows whose sender and taker are this same rank (a colocated or one-process world)."""
+        """Rows whose source and destination are this same rank (a colocated or one-process world)."""
         return self.rows[(self.rows["src"] == self.rank) & (self.rows["dst"] == self.rank)]
 
     def fills(self) -> np.ndarray:
@@ -122,10 +124,10 @@ def row_wire_bytes(rows: np.ndarray) -> np.ndarray:
     return np.where(rows["op"] == Op.FILL, 0, rows["extent"].prod(axis=1) * item)
 
 
-def in_turn(rows: np.ndarray, senders: set[int]) -> list[int]:
-    """The senders in the order in which the plan lets the taker of these rows turn to them."""
+def in_turn(rows: np.ndarray, sources: set[int]) -> list[int]:
+    """The sources in the order in which the plan lets the destination of these rows turn to them."""
     turn = dict(zip(rows["src"].tolist(), rows["turn"].tolist()))
-    return sorted(senders, key=lambda a: (turn.get(a, 0), a))
+    return sorted(sources, key=lambda a: (turn.get(a, 0), a))
 
 
 def _messages(rows: np.ndarray) -> Iterator[WaveMessage]:

@@ -1,16 +1,19 @@
-"""Relay chains: takers of one layout, each of which pulls from the one before it, so that each byte leaves the trainers once.
+"""Relay chains: destinations of one layout, each of which pulls from the one before it, so that each byte leaves
+the trainers once.
 
-k replicas that all pull from one trainer share its outgoing bandwidth, so each takes k times as long as one alone. In a chain the
-bytes of one taker are cut into parts. The first taker pulls part after part from the trainers, and the second pulls each part out
-of the first one's storage one wave later, and so on. Each GPU is read by one other and reads from one, so all bandwidth is used,
-and the chain takes (parts + k - 1) / parts times as long as one copy.
+k replicas that all pull from one trainer share its outgoing bandwidth, so each takes k times as long as one alone.
+In a chain the bytes of one destination are cut into parts. The first destination pulls part after part from the
+trainers, and the second pulls each part out of the first one's storage one wave later, and so on. Each GPU is read
+by one other and reads from one, so all bandwidth is used, and the chain takes (parts + k - 1) / parts times as long
+as one copy.
 
-In the alternative each taker pulls another share from the trainer and the rest from all other takers. That needs one wave more
-instead of k - 1, and every taker must map every other. Both took as long (seven takers of 61 GB on H200s: 187 ms, and 189 for
-the chain, where one copy takes 155 and a pull of it 163), because both are limited by a GPU that is read while it reads.
+In the alternative each destination pulls another share from the trainer and the rest from all other destinations.
+That needs one wave more instead of k - 1, and every destination must map every other. Both took as long (seven
+destinations of 61 GB on H200s: 187 ms, and 189 for the chain, where one copy takes 155 and a pull of it 163),
+because both are limited by a GPU that is read while it reads.
 
-This module knows only rows. transport/relay_place.py makes sure that a part is complete before the next taker reads it, and
-coordinator/relays.py decides which taker stands before which.
+This module knows only rows. transport/relay_place.py makes sure that a part is complete before the next destination
+reads it, and coordinator/relays.py decides which destination stands before which.
 """
 
 from __future__ import annotations
@@ -25,8 +28,8 @@ GRAIN = 512
 
 
 def handed_on(rows: np.ndarray, before: int) -> np.ndarray:
-    """A taker's rows as the next one of the same layout pulls them: from rank `before`, as that one has converted them and
-    where it has put them. Waves stay."""
+    """A destination's rows as the next one of the same layout pulls them: from rank `before`, as that one has
+    converted them and where it has put them. Waves stay."""
     out = rows.copy()
     out["src"], out["op"], out["turn"] = before, Op.COPY, 0
     for column in ("dtype", "root", "offset", "strides"):
@@ -39,13 +42,14 @@ def _sorted(rows: np.ndarray) -> np.ndarray:
 
 
 def in_parts(rows: np.ndarray, count: int) -> np.ndarray:
-    """Rows that move bytes to one taker, cut where a part ends inside one; a row's wave is its part, from 0. Parts have equal
-    bytes up to the grain, and of each sender the share that it has of all. The same for equal rows.
+    """Rows that move bytes to one destination, cut where a part ends inside one; a row's wave is its part, from 0.
+    Parts have equal bytes up to the grain, and of each source the share that it has of all. The same for equal
+    rows.
     """
     nbytes = row_wire_bytes(rows)
     share = np.zeros(len(rows))
-    for sender in np.unique(rows["src"]):
-        n = nbytes[mine := rows["src"] == sender]
+    for source in np.unique(rows["src"]):
+        n = nbytes[mine := rows["src"] == source]
         share[mine] = (np.cumsum(n) - n) / max(1, n.sum())
     order = np.lexsort((rows["src"], share))
     rows, nbytes = rows[order], nbytes[order]

@@ -1,5 +1,5 @@
-"""When the bytes of each pair (sender, taker) travel: pairs x waves, bounded per message and per rank; and in which turn a taker
-pulls from which sender.
+"""When the bytes of each pair (source, destination) travel: pairs x waves, bounded per message and per rank; and in
+which turn a destination pulls from which source.
 
 Works on byte counts alone, so that every rank knows all waves without expanding anybody's rows. A pair's bytes are one
 stream; a message is an interval of it. Not here: which rows a stream has (subplan.py).
@@ -25,7 +25,7 @@ class Schedule:
     wave: np.ndarray  # int32 [M]
     begin: np.ndarray  # int64 [M], bytes
     waves: int
-    turn: np.ndarray  # int32 [pairs], place of the pair in its taker's round of senders
+    turn: np.ndarray  # int32 [pairs], place of the pair in its destination's round of sources
 
 
 def schedule(
@@ -37,12 +37,13 @@ def schedule(
 
     src, dst, nbytes: int [pairs], distinct pairs with nbytes > 0. Messages begin at multiples of `unit` bytes, of
     which `message` is one. Pairs with the most messages left go first, since a pair has one message a wave; among
-    equals, takers begin with different senders (shifted by `rotation`), so that they do not drain one sender together.
+    equals, destinations begin with different sources (shifted by `rotation`), so that they do not drain one source
+    together.
 
-    `way`: int [pairs], what a pair's bytes leave by and share with other pairs and other schedules (a NIC); default: the
-    sender. Its bytes are spread over the waves as evenly as messages allow, so that schedules that run at once crowd it in
-    no wave. `rotations` of them are numbered by `rotation`, and begin as far from each other as can be; with 0 of them
-    `rotation` counts senders.
+    `way`: int [pairs], what a pair's bytes leave by and share with other pairs and other schedules (a NIC);
+    default: the source. Its bytes are spread over the waves as evenly as messages allow, so that schedules that run
+    at once crowd it in no wave. `rotations` of them are numbered by `rotation`, and begin as far from each other as
+    can be; with 0 of them `rotation` counts sources.
     """
     pairs = len(src)
     count = -(-nbytes // message)
@@ -84,8 +85,8 @@ def schedule(
 
 
 class _Room:
-    """Bytes still free of one rank (or way) in each wave; waves appear as they are needed. Plain lists: what is looked for is
-    found within a few waves, which takes less than one call of numpy."""
+    """Bytes still free of one rank (or way) in each wave; waves appear as they are needed. Plain lists: what is
+    looked for is found within a few waves, which takes less than one call of numpy."""
 
     __slots__ = ("capacity", "free", "full_until")
 
@@ -118,7 +119,8 @@ def _first_fit(rooms: tuple[_Room, _Room, _Room], amount: int, used: Container[i
 
 
 def _turns(src: np.ndarray, dst: np.ndarray, nbytes: np.ndarray, rotation: int, rotations: int) -> np.ndarray:
-    """Position of each pair in its taker's round of senders. Those that have next to nothing for a taker come last."""
+    """Position of each pair in its destination's round of sources. Those that have next to nothing for a
+    destination come last."""
     if not len(src):
         return np.zeros(0, np.int64)
     most = np.zeros(int(dst.max()) + 1, np.int64)
@@ -128,18 +130,20 @@ def _turns(src: np.ndarray, dst: np.ndarray, nbytes: np.ndarray, rotation: int, 
     turn, (start, many) = np.empty(len(src), np.int64), col.runs(dst[order])
     place = np.arange(len(src)) - start.repeat(many)
     readers = np.bincount(src[~few], minlength=int(src.max()) + 1)
-    same: dict[bytes, int] = {}  # takers of the same senders counted: joint ranks with a common divisor would align
+    same: dict[
+        bytes, int
+    ] = {}  # destinations of the same sources counted: joint ranks with a common divisor would align
     for at, count in zip(start.tolist(), many.tolist()):
         mine = order[at : at + count]
-        senders = src[mine][~few[mine]]
-        taker = same[senders.tobytes()] = same.get(senders.tobytes(), -1) + 1
-        n = len(senders)
-        # With more senders than takers that share them, takers start that far from each other.
-        apart = max(1, n // int(readers[senders].max()))
+        sources = src[mine][~few[mine]]
+        destination = same[sources.tobytes()] = same.get(sources.tobytes(), -1) + 1
+        n = len(sources)
+        # With more sources than destinations that share them, destinations start that far from each other.
+        apart = max(1, n // int(readers[sources].max()))
         stride = n // max(1, rotations)
-        # Not a multiple of what takers are apart, or schedules would only swap each other's senders.
+        # Not a multiple of what destinations are apart, or schedules would only swap each other's sources.
         if stride % apart == 0:
             stride += max(1, apart // max(1, rotations))
-        shift = taker * apart + rotation * (stride if rotations else 1)
+        shift = destination * apart + rotation * (stride if rotations else 1)
         turn[mine] = np.where(few[mine], place[at : at + count], (place[at : at + count] - shift) % n)
     return turn

@@ -1,9 +1,10 @@
 """Sub-plans: all transfers from the trainers to one replica, held compactly and expanded to rows rank by rank.
 
-A sub-plan keeps *streams*, not rows. The piece stream has every piece of every class of takers, one behind the other;
-a share is an interval of it with its sender and taker. The shares of one pair, in row order, are that pair's stream;
-a message is an interval of that. Every rank holds the same tables and expands only the rows it takes part in, so both
-ends of a message derive the same rows, and the digest over the tables covers the rows of all ranks.
+A sub-plan keeps *streams*, not rows. The piece stream has every piece of every class of destinations, one behind
+the other; a share is an interval of it with its source and destination. The shares of one pair, in row order, are
+that pair's stream; a message is an interval of that. Every rank holds the same tables and expands only the rows it
+takes part in, so both ends of a message derive the same rows, and the digest over the tables covers the rows of all
+ranks.
 
 Here live the tables and their expansion. How they come about is planner.py's, what a rank keeps of them part.py's.
 """
@@ -35,7 +36,7 @@ class Tables:
     """
 
     source_class: np.ndarray  # int32 [trainers]
-    taker_class: np.ndarray  # int32 [workers]
+    destination_class: np.ndarray  # int32 [workers]
     fill_class: np.ndarray  # int32 [F], sorted
     fill_rows: np.ndarray  # ROW [F], `dst` not yet set
     atom_origin: np.ndarray  # int64 [A, MAX_DIMS]
@@ -45,7 +46,7 @@ class Tables:
     hold_row: np.ndarray  # int64, rows of the source stack
     place: np.ndarray  # int32 [signatures, source classes], place of a class among an atom's holders, -1: holds none
     piece_atom: np.ndarray  # int64 [P]
-    piece_want: np.ndarray  # int64 [P], rows of the taker stack
+    piece_want: np.ndarray  # int64 [P], rows of the destination stack
     piece_start: np.ndarray  # int64 [P], position in the piece stream
     share_src: np.ndarray  # int32 [S], joint ranks; sorted by (src, dst, begin)
     share_dst: np.ndarray  # int32 [S]
@@ -56,7 +57,7 @@ class Tables:
     message_first: np.ndarray  # int64 [pairs + 1]
     message_wave: np.ndarray  # int32 [M]
     message_begin: np.ndarray  # int64 [M], position in the pair's stream
-    pair_turn: np.ndarray  # int32 [pairs], place in the taker's round of senders
+    pair_turn: np.ndarray  # int32 [pairs], place in the destination's round of sources
 
 
 _NAMES = tuple(f.name for f in fields(Tables))
@@ -75,7 +76,7 @@ class SubPlan:
     message_bytes: int
     align_bytes: int
     sources: Stack
-    takers: Stack
+    destinations: Stack
     tables: Tables
     summary: PlanSummary
     digest: str = field(init=False)
@@ -97,7 +98,7 @@ class SubPlan:
         return Program(rank, self.waves, _joined([fills, rows]) if len(fills) else rows)
 
     def rows(self) -> Iterator[np.ndarray]:
-        """The rows of all ranks, each exactly once: one table per taker, fills first. Nothing is kept between two
+        """The rows of all ranks, each exactly once: one table per destination, fills first. Nothing is kept between two
         tables.
         """
         for rank in self.ranks[self.trainers :]:
@@ -106,9 +107,9 @@ class SubPlan:
     def shared(self, rank: int) -> np.ndarray:
         """What trainer `rank` holds of boxes that go to some worker and that other trainers hold too.
 
-        Rows of dtype ROW whose source and destination are that rank's own storage, so that a checksum of either side is of the bits
-        that lie there. `dst` is the number of the set of trainers that hold the box, equal on all of them: of one tensor and one
-        set, all members have the same elements. Empty for a worker.
+        Rows of dtype ROW whose source and destination are that rank's own storage, so that a checksum of either
+        side is of the bits that lie there. `dst` is the number of the set of trainers that hold the box, equal on
+        all of them: of one tensor and one set, all members have the same elements. Empty for a worker.
         """
         t, held = self.tables, self.sources.table
         if rank not in range(self.trainers):
@@ -136,7 +137,9 @@ class SubPlan:
     def _fills(self, rank: int) -> np.ndarray:
         if rank < self.trainers or not len(self.tables.fill_rows):
             return np.zeros(0, ROW)
-        rows = self.tables.fill_rows[self.tables.fill_class == self.tables.taker_class[rank - self.trainers]].copy()
+        rows = self.tables.fill_rows[
+            self.tables.fill_class == self.tables.destination_class[rank - self.trainers]
+        ].copy()
         rows["dst"] = rank
         return rows
 
@@ -148,10 +151,10 @@ class SubPlan:
         return _settle(self._pair_streams(rows, nbytes))
 
     def _share_rows(self, shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Pieces in the shares' intervals, cut where an interval begins or ends inside one, and their wire bytes. `wave`
-        and `wire` are not yet set.
+        """Pieces in the shares' intervals, cut where an interval begins or ends inside one, and their wire bytes.
+        `wave` and `wire` are not yet set.
         """
-        t, want, source = self.tables, self.takers.table, self.sources.table
+        t, want, source = self.tables, self.destinations.table, self.sources.table
         begin, end = t.share_begin[shares], t.share_end[shares]
         low, high = np.searchsorted(t.piece_start, begin, "right") - 1, np.searchsorted(t.piece_start, end, "left")
         count = high - low
@@ -189,8 +192,8 @@ class SubPlan:
         return rows, row_wire_bytes(rows)
 
     def _pair_streams(self, rows: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
-        """Puts the rows of each pair in stream order, cuts them at messages, and sets `wave` and `wire`. Sorted by (wave,
-        src, dst, wire)."""
+        """Puts the rows of each pair in stream order, cuts them at messages, and sets `wave` and `wire`. Sorted by
+        (wave, src, dst, wire)."""
         t = self.tables
         # By falling alignment of sizes: every row then starts at a multiple of its own alignment, with no padding.
         # Rows as large as a message go before others, so that the messages in them need no packing.
@@ -251,11 +254,11 @@ class SubPlan:
     def _arrays(self) -> Iterator[np.ndarray]:
         """Boxes and strides without the dims that are padding in all of them."""
         t = self.tables
-        dims = MAX_DIMS - max(s.table.dims() for s in (self.sources, self.takers))
+        dims = MAX_DIMS - max(s.table.dims() for s in (self.sources, self.destinations))
         for name in _NAMES:
             column = getattr(t, name)
             yield column[:, dims:] if name in ("atom_origin", "atom_extent") else column
-        for stack in (self.sources, self.takers):
+        for stack in (self.sources, self.destinations):
             yield stack.first
             for name in FragmentTable.__slots__:
                 column = getattr(stack.table, name)
@@ -282,8 +285,8 @@ def cut_rows(rows: np.ndarray, which: np.ndarray, begin: np.ndarray, end: np.nda
 
 
 def _joined(tables: list[np.ndarray]) -> np.ndarray:
-    """One table below the other. As plain bytes: numpy compares the fields of a structured dtype with themselves for every
-    array it joins."""
+    """One table below the other. As plain bytes: numpy compares the fields of a structured dtype with themselves
+    for every array it joins."""
     raw = np.dtype((np.void, ROW.itemsize))
     return np.concatenate([t.view(raw) for t in tables]).view(ROW)
 
