@@ -1,4 +1,4 @@
-"""Who sits where, and which part of a tensor each rank holds when that is declared rather than read.
+"""Meshes of ranks, and the part of a tensor that each rank holds under a declared layout.
 
 Importing this touches neither CUDA nor torch.distributed; torch is imported only by the calls that translate its types.
 """

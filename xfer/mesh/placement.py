@@ -157,7 +157,7 @@ def _fields(p: Placement) -> Iterator[tuple[str, object]]:
 
 
 def _faults(p: Placement, n: int, size: int) -> list[str]:
-    """What is wrong with `p` on a dim of global size `n` over an axis of `size` ranks."""
+    """Faults of `p` on a dim of global size `n` over an axis of `size` ranks."""
     wrong: list[str] = []
     if isinstance(p, StridedShard) and p.split_factor < 1:
         wrong.append(f"split_factor is {p.split_factor}, must be >= 1")

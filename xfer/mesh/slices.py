@@ -30,7 +30,8 @@ class LocalBox:
 
 @dataclass(frozen=True, slots=True)
 class LocalLayout:
-    """What one rank holds: the shape of its local tensor and the boxes that fill it, each local element once."""
+    """One rank's part of a tensor: the shape of its local tensor and the boxes that fill it, each local element
+    once."""
 
     shape: Ints
     boxes: tuple[LocalBox, ...]

@@ -1,4 +1,5 @@
-"""Who sends what: divides the bytes of each (set of holders, destination) among the holders, over all tensors at once.
+"""Choice of sources: divides the bytes of each (set of holders, destination) among the holders, over all tensors at
+once.
 
 All amounts are whole *units* (granules of the plan), so that everything is integer arithmetic and equal on every
 rank. Here lives only the division of amounts; which bytes make up a unit is the planner's.

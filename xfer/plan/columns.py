@@ -53,7 +53,7 @@ def in_range(array: np.ndarray, low: int, high: int, what: str) -> None:
 
 
 def runs(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where each run of equal neighbours begins, and how long it is; int64 [runs] each."""
+    """First index and length of each run of equal neighbours; int64 [runs] each."""
     n = len(values)
     if not n:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)

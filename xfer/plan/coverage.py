@@ -71,7 +71,7 @@ def prove(
 ) -> list[ByteClasses]:
     """Byte classes per class of destinations, or CoverageError with every violation.
 
-    source_dtype: int [tensors], wire code of what the sources hold, -1 where nobody holds any.
+    source_dtype: int [tensors], wire code of the sources' dtype, -1 where no trainer holds the tensor.
     """
     bad = list(_unheld(catalog, destinations, wanted, pieces))
     bad += _untaken(catalog, destinations, options)
@@ -162,7 +162,7 @@ def _casts(
     for (t, code), who in sorted(seen.items()):
         spec, src, dst = catalog.tensors[t], DTYPES[source_dtype[t]], DTYPES[code]
         wish = cast_kind(src, dst)
-        # Trained wider than the checkpoint, the bits above its dtype are nobody's wish; those of its own dtype are.
+        # A tensor that is trained wider than the checkpoint may lose the bits beyond the checkpoint's dtype.
         enough = cast_kind(spec.dtype, dst) in ("equal", "widening")
         if wish == "widening" or (wish == "narrowing" and (enough or _asked(spec.name, catalog, options))):
             continue
@@ -304,7 +304,7 @@ class _Where:
 def _claimants(
     catalog: Catalog, inv: Inventory, claims: Sequence[iv.Bytes], where: _Where, a: int, b: int
 ) -> list[tuple[int, str]]:
-    """Who claims bytes a..b. Slow and exact: only errors come here."""
+    """The claimants of bytes a..b. Slow and exact: only errors need them."""
     t, out = inv.table, []
     for i in range(len(t)):
         row = t.take(np.array([i]))

@@ -46,7 +46,7 @@ class PieceStream:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a summary says of a sub-plan whoever sends."""
+    """The part of a summary that does not depend on who sends."""
 
     tensors: int
     largest_piece: int
@@ -159,7 +159,7 @@ def _classes(items: Sequence[Inventory]) -> tuple[np.ndarray, list[Inventory]]:
 
 
 def _source_dtypes(catalog: Catalog, src: Stack, src_cls: np.ndarray) -> np.ndarray:
-    """What the trainers hold of each tensor, as int [tensors] of wire codes, -1: nothing. One dtype per tensor, or
+    """The trainers' dtype of each tensor, int [tensors] of wire codes, -1: not held. One dtype per tensor, or
     LayoutError.
     """
     out = np.full(len(catalog.tensors), -1, np.int64)

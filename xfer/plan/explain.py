@@ -61,7 +61,7 @@ class PlanSummary:
 
     @property
     def direct_share(self) -> float:
-        """Of the bytes that arrive, those that land where they belong, and not in scratch."""
+        """Share of the received bytes that land in live storage, not in scratch."""
         live, scratch = sum(c.written for c in self.classes), sum(c.scratch for c in self.classes)
         return live / (live + scratch) if live + scratch else 1.0
 

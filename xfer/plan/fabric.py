@@ -38,8 +38,8 @@ MAX_GPUS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Nic:
-    """`gpus`: numbers, within the host, of the GPUs whose traffic goes through it. `rate`: bytes/s each way. `rail`: the
-    switch that it hangs on; NICs of one rail reach each other without leaving it.
+    """`gpus`: numbers, within the host, of the GPUs whose traffic goes through it. `rate`: bytes/s each way.
+    `rail`: the switch that it hangs on; NICs of one rail reach each other without leaving it.
     """
 
     gpus: tuple[int, ...]
@@ -101,8 +101,8 @@ class Fabric:
 
 @dataclass(frozen=True)
 class Site:
-    """Who sits where: GPU number of each trainer, and of each worker of each replica. A trainer and a worker may share
-    a GPU. XferError lists what does not fit.
+    """The place of each rank: GPU number of each trainer, and of each worker of each replica. A trainer and a
+    worker may share a GPU. XferError lists what does not fit.
     """
 
     fabric: Fabric
@@ -118,8 +118,8 @@ class Site:
     def packed(
         cls, fabric: Fabric, trainers: int, replicas: int, workers: int, *, first_worker: int | None = None
     ) -> Site:
-        """Trainers on GPUs 0.., then `replicas` times `workers` workers from GPU `first_worker` on (default: on the next
-        host that no trainer is on).
+        """Trainers on GPUs 0.., then `replicas` times `workers` workers from GPU `first_worker` on (default: on the
+        next host that no trainer is on).
         """
         if first_worker is None:
             ends = np.cumsum([h.gpus for h in fabric.hosts])
@@ -142,7 +142,7 @@ class Site:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Site:
-        """ProtocolError for whatever `to_bytes` does not write."""
+        """ProtocolError for anything that `to_bytes` does not write."""
         try:
             return _site.decode(data)
         except (msgspec.MsgspecError, XferError, UnicodeDecodeError, RecursionError) as e:
@@ -300,7 +300,7 @@ def _violations(f: Fabric) -> Iterator[str]:
 
 
 def _whole(value: object) -> bool:
-    """Whether it is an int as it is: numpy's are none to whoever encodes them."""
+    """Whether it is a plain int: numpy's integers cannot be encoded."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

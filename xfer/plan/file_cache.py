@@ -1,4 +1,4 @@
-"""Bytes in a folder by name, where losing them only costs time: whatever is odd about a file, it is as if it were not there.
+"""A cache of bytes in a folder, by name. A file that is unreadable, cut short or changed counts as absent.
 
 Several processes may share a folder: files are written beside and renamed into place, and a reader sees a whole file or
 none. What the bytes mean is the caller's (cache.py, cli/layouts).
@@ -28,7 +28,7 @@ class FileCache:
         self.directory, self.suffix, self.magic, self.max_bytes = Path(directory), suffix, magic, max_bytes
 
     def get(self, name: str) -> memoryview | None:
-        """What was put there, or None: absent, unreadable, cut short or changed. Not copied: it may be megabytes."""
+        """The stored bytes, or None: absent, unreadable, cut short or changed. Not copied: they may be megabytes."""
         path = self._path(name)
         head = len(self.magic) + _DIGEST
         try:
@@ -69,7 +69,7 @@ class FileCache:
         return self.directory / f"{name}{self.suffix}"
 
     def _shrink(self, keep: Path) -> None:
-        with suppress(OSError):  # of processes that were killed while they wrote; nobody writes for an hour
+        with suppress(OSError):  # left by processes that were killed while they wrote; no write takes an hour
             for path in self.directory.glob(".*.part"):
                 with suppress(OSError):
                     if path.stat().st_mtime < time.time() - _ABANDONED_S:

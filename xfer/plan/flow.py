@@ -1,9 +1,9 @@
-"""Who sends what when the links between ranks are known: bytes go where they make the busiest links least busy.
+"""Choice of sources when the links between ranks are known: bytes go where they make the busiest links least busy.
 
 `balance.py` evens out what each source sends. Here each (holder, destination) is a path over links with rates, and
 what is made small is the time of the busiest link, then of the others. A sub-plan is chosen *as if every replica
 had this layout* and were refitted at the same time, each where it sits: trainers serve all of them at once, so a
-replica that looked at itself alone would take from whoever is near and leave nothing of that link to others. No
+replica that looked at itself alone would take from its nearest sources and leave nothing of that link to others. No
 other replica's inventory is looked at.
 
 The problem is the linear programme
@@ -59,7 +59,7 @@ class Flow:
         self._blind = blind if worse else None
 
     def shares(self, replica: int) -> list[Share]:
-        """Of one row of `workers`, sorted by (demand, begin); they divide each demand completely."""
+        """Shares of one row of `workers`, sorted by (demand, begin); they divide each demand completely."""
         if self._blind is not None:
             return self._blind
         p, out = self._problem, []
@@ -93,7 +93,7 @@ class _Problem:
     first: np.ndarray  # int64 [groups + 1]
     path: np.ndarray  # int64 [columns, MAX_PATH]; the number of links stands for none
     cost: np.ndarray  # float64 [links + 1], seconds a unit; 0 for none
-    base: np.ndarray  # int64 [links + 1], units that go there whatever is chosen
+    base: np.ndarray  # int64 [links + 1], units that go there in any case
 
 
 def _problem(demands: Sequence[Demand], sources: np.ndarray, workers: np.ndarray, links: Links, unit: int) -> _Problem:
@@ -112,7 +112,7 @@ def _problem(demands: Sequence[Demand], sources: np.ndarray, workers: np.ndarray
         gpu = workers[:, at].reshape(-1)  # [replicas * members]
         path = links.paths(sources[list(holders)][None, :], gpu[:, None])
         path[path < 0] = len(links)
-        fixed = (path == path[:, :1]).all(axis=1)  # [replicas * members, MAX_PATH]: on the path whoever sends
+        fixed = (path == path[:, :1]).all(axis=1)  # [replicas * members, MAX_PATH]: on the path of every source
         np.add.at(base, np.where(fixed, path[:, 0], len(links)), np.tile(units, replicas)[:, None])
         path = np.where(fixed[:, None, :], len(links), path)
         kinds, kind = np.unique(path.reshape(len(gpu), -1), axis=0, return_inverse=True)

@@ -1,4 +1,4 @@
-"""Canonical boxes of sources x canonical boxes of destinations -> pieces, with everybody who could send each piece.
+"""Canonical boxes of sources x canonical boxes of destinations -> pieces, with all holders of each piece.
 
 Boxes that several sources hold are cut until any two are equal or disjoint: the *atoms*, each with its set of
 holders. A piece is the intersection of an atom and a wanted box. Ranks with equal inventories count once here (a
@@ -162,7 +162,7 @@ def _spread(origin: np.ndarray, extent: np.ndarray) -> np.ndarray:
 
 
 def _varying(columns: np.ndarray) -> list[np.ndarray]:
-    """Those of the columns whose values are not all equal."""
+    """The columns whose values are not all equal."""
     return [columns[:, d] for d in np.flatnonzero((columns[1:] != columns[:-1]).any(axis=0))]
 
 
@@ -230,7 +230,7 @@ def cut_range(origin: list[int], extent: list[int], begin: int, end: int) -> lis
 
 
 def _clashing(tensor: np.ndarray, origin: np.ndarray, extent: np.ndarray) -> np.ndarray:
-    """Which of the distinct boxes share an element with another box of their tensor. bool [N]."""
+    """Whether each of the distinct boxes shares an element with another box of its tensor. bool [N]."""
     out = np.zeros(len(tensor), bool)
     start, count = col.runs(tensor)
     end, dims = origin + extent, np.flatnonzero(_spread(origin, extent)).tolist()

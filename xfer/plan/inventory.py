@@ -47,7 +47,7 @@ class Kept:
 
 @dataclass(slots=True)
 class _Memo:
-    """What follows from an inventory and is asked for more than once; shared by equal ranks."""
+    """Cached results of an inventory's methods; shared by equal ranks."""
 
     content: bytes = b""
     digest: str = ""
@@ -114,8 +114,8 @@ class Inventory:
         return self._memo.sizes
 
     def spans(self, what: Literal["footprint", "kept", "staged"]) -> np.ndarray:
-        """Root number, first byte and byte after the last of each, int64 [3, N]. KeyError for a storage that is none of the
-        roots."""
+        """Root number, first byte and byte after the last of each, int64 [3, N]. KeyError for a storage that is
+        none of the roots."""
         if what not in self._memo.spans:
             number = self.root_numbers()
             rows = [(number[s.root], s.start, s.stop) for s in getattr(self, what)]
@@ -144,14 +144,14 @@ class Inventory:
 
     @classmethod
     def from_content(cls, content: bytes) -> Inventory:
-        """What `content` encodes, as that of rank 0. ProtocolError as `from_bytes`."""
+        """Decode `content` as the inventory of rank 0. ProtocolError as `from_bytes`."""
         return _decode(_Envelope(0, "", bytes(col.size_checked(content, "inventory"))))
 
 
 def footprint_rows(inventory: Inventory) -> np.ndarray:
-    """What a rank holds, in the columns of a program: one row of dtype ROW per fragment, with its box and its place on the
-    destination's side; the source's side is empty. Checksums of a worker enumerate these and not its program, so that
-    they see bytes that nobody planned.
+    """The fragments of a rank in the columns of a program: one row of dtype ROW per fragment, with its box and its
+    place on the destination's side; the source's side is empty. Checksums of a worker enumerate these and not its
+    program, so that they see bytes that no plan covers.
     """
     t = inventory.table
     rows = np.zeros(len(t), ROW)

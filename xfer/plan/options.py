@@ -1,4 +1,4 @@
-"""What a caller may choose about a plan. All of it is part of the plan's digest; none of it is about one refit."""
+"""Options of a plan. All of it is part of the plan's digest; none of it is about one refit."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class PlanOptions:
         return tuple(seen.setdefault(h, len(seen)) for h in hosts)
 
     def for_draft(self) -> PlanOptions:
-        """Equal for options under which plans have one draft: with a site, whoever sits where."""
+        """Equal for options under which plans have one draft: with a site, for any placement of ranks."""
         if self.site is None:
             return replace(self, rotation=0, rotations=0, wave_bytes=self.bucket_bytes)
         return replace(self, rotation=0, rotations=0, wave_bytes=self.bucket_bytes, site=None, replica=0)
@@ -108,7 +108,7 @@ class PlanOptions:
 
 
 def sent(catalog: Catalog, drop: Sequence[str]) -> np.ndarray:
-    """Which canonical tensors engines may take: not those of which `drop` names all members. bool [tensors]."""
+    """Whether engines may take each canonical tensor: not those of which `drop` names all members. bool [tensors]."""
     drop = tuple(drop)
     return np.array([not all(matches(n, drop) for n in catalog.members(t.name)) for t in catalog.tensors], bool)
 

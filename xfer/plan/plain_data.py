@@ -1,6 +1,6 @@
-"""What people write in TOML, JSON or on a command line, held against what can be handed on: integers of 64 bits, text that has a
-UTF-8 form, tables in tables to a depth that every reader can follow. What the words mean is the callers' (fabric_file.py,
-cli/describe.py).
+"""What people write in TOML, JSON or on a command line, held against what can be handed on: integers of 64 bits,
+text that has a UTF-8 form, tables in tables to a depth that every reader can follow. What the words mean is the
+callers' (fabric_file.py, cli/describe.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ TOO_DEEP = f"tables and lists in one another are {MOST_DEEP} deep at most"
 
 
 def unfit(data: Any, where: str = "") -> str:
-    """What of this can be no part of a message, and where; empty when all can. The first such thing only."""
+    """The first value that cannot be part of a message, and its place; empty when there is none."""
     left: list[tuple[str, Any, int]] = [(where, data, 0)]
     while left:
         at, value, depth = left.pop()

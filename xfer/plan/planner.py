@@ -64,7 +64,7 @@ def plan_replica(
 
 
 class Drafts:
-    """What was drafted last, shared by the plans of several replicas. Thread-safe: whoever comes second waits for
+    """The last draft, shared by the plans of several replicas. Thread-safe: a second caller waits for
     it."""
 
     def __init__(self) -> None:
@@ -141,7 +141,8 @@ class _Shares:
 
 
 class Deal:
-    """Who sends what to the replicas of a draft, which all have a place on the options' site (`_refuse_misplaced`)."""
+    """The choice of sources for the replicas of a draft, which all have a place on the options' site
+    (`_refuse_misplaced`)."""
 
     def __init__(self, draft: Draft, options: PlanOptions) -> None:
         unit, stream = options.align_bytes, draft.stream

@@ -36,7 +36,7 @@ from xfer.plan.subplan import SubPlan, pair_key
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What the formula needs beside the fabric; seconds."""
+    """Inputs of the formula beside the fabric, in seconds."""
 
     message_s: float = 20e-6
     """Per message: posting it, its handshake, a launch on each side."""
@@ -93,7 +93,8 @@ class Prediction:
 def predict(
     plans: Sequence[SubPlan], site: Site, *, replicas: Sequence[int] | None = None, costs: Costs | None = None
 ) -> Prediction:
-    """Of one refit that runs `plans[i]` for replica `replicas[i]` of the site (default: 0, 1, …), all at the same time.
+    """Predict one refit that runs `plans[i]` for replica `replicas[i]` of the site (default: 0, 1, …), all at the
+    same time.
 
     ValueError when a plan has other ranks than the site places for its replica.
     """
@@ -145,7 +146,8 @@ def predict(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Messages:
-    """Of all sub-plans. A trainer has a lane per replica, each with its own progress: `src` and `dst` number lanes."""
+    """The messages of all sub-plans. A trainer has a lane per replica, each with its own progress: `src` and `dst`
+    number lanes."""
 
     src: np.ndarray
     dst: np.ndarray

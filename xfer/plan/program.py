@@ -69,7 +69,8 @@ ROW = np.dtype(
 
 
 def wire_dtype(src: str, dst: str) -> str:
-    """What travels: the narrower of the two, so that a narrowing cast halves the bytes and a widening one adds none.
+    """The dtype on the wire: the narrower of the two, so that a narrowing cast halves the bytes and a widening one
+    adds none.
 
     Equal sizes (float16 <-> bfloat16) travel as the source's and are converted by the destination.
     """

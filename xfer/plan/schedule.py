@@ -107,7 +107,7 @@ class _Room:
 
 
 def _first_fit(rooms: tuple[_Room, _Room, _Room], amount: int, used: Container[int]) -> int:
-    """The first wave, not among `used`, in which everybody has room."""
+    """The first wave, not among `used`, in which all of them have room."""
     low = max(room.full_until for room in rooms)
     waves = max(16, 2 * low)
     while True:

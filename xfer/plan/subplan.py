@@ -25,8 +25,8 @@ from xfer.sources import digest_of
 
 CODE = ("mesh", "trace", "plan")
 PLANNER = digest_of(*CODE)
-"""Which code plans, in every digest and cache key: rows are expanded on each rank by its own, and tables that agree say
-nothing about code that does not."""
+"""Digest of the planning code, part of every digest and cache key: each rank expands rows with its own code, and equal
+tables do not prove equal code."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,7 +105,7 @@ class SubPlan:
             yield _joined([self._fills(rank), self._expand(np.flatnonzero(self.tables.share_dst == rank))])
 
     def shared(self, rank: int) -> np.ndarray:
-        """What trainer `rank` holds of boxes that go to some worker and that other trainers hold too.
+        """The boxes of trainer `rank` that go to some worker and that other trainers hold too.
 
         Rows of dtype ROW whose source and destination are that rank's own storage, so that a checksum of either
         side is of the bits that lie there. `dst` is the number of the set of trainers that hold the box, equal on

@@ -112,7 +112,7 @@ class FragmentTable:
     def misfits(self, catalog: Catalog, roots: Sequence[Root], shapes: np.ndarray | None = None) -> Iterator[str]:
         """One line per fragment whose box is not inside its tensor or whose bytes are not inside its storage.
 
-        `shapes`: padded_shapes(catalog), for whoever asks for many tables.
+        `shapes`: padded_shapes(catalog), for callers that check many tables.
         """
         if not len(self):
             return
@@ -130,7 +130,7 @@ class FragmentTable:
             yield f"{name}: bytes {low[i]}..{high[i]} of a fragment outside a storage of {size[i]} bytes"
 
     def unfit(self, shapes: np.ndarray, size: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Which fragments are of no tensor, whose box is not inside its tensor, whose bytes are not inside their storage of
+        """Whether each fragment is of no tensor, has a box outside its tensor, or has bytes outside its storage of
         `size` bytes (int64 [N]). bool [N] each.
 
         `shapes`: padded_shapes(catalog).
@@ -175,8 +175,8 @@ _SHAPES: dict[str, np.ndarray] = {}
 
 
 def padded_shapes(catalog: Catalog) -> np.ndarray:
-    """Shapes of catalog.tensors, int64 [tensors, MAX_DIMS], padded in front with 1; read-only. All 0 for a tensor of too
-    many dims.
+    """Shapes of catalog.tensors, int64 [tensors, MAX_DIMS], padded in front with 1; read-only. All 0 for a tensor
+    of too many dims.
     """
     found = _SHAPES.get(catalog.digest())
     if found is None:

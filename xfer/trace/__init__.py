@@ -1,1 +1,1 @@
-"""Which box of which checkpoint tensor lies where in which storage, read from the frameworks' own code."""
+"""Traces of the frameworks' own code: they say which box of a checkpoint tensor lies where in which storage."""

@@ -234,7 +234,7 @@ def split_of(shape: Ints, fragments: Iterable[Fragment]) -> Ints:
 
 
 MAX_DIMS = 5
-"""Of a split tensor: one fewer than programs have, for the experts' dim."""
+"""Most dims of a split tensor: one fewer than programs have, for the experts' dim."""
 
 
 def relocate(fragments: Iterable[Fragment], places: Mapping[str, tuple[str, int]]) -> list[Fragment]:

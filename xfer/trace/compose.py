@@ -4,9 +4,10 @@
 A scratch tensor (clone, cat, stack, receive buffer) remembers pieces: "region `dst` of me holds region `src` of
 that origin". `trace_back` answers a later read of any region of it by (where the elements go, which piece, where in
 the piece's origin). Three ways, from cheap to general:
-  pull    the read lies inside one piece: rewrite its dims in the digits of the piece's dims push    disjoint pieces
-  lie inside the read (a `cat` that is read whole): rewrite each piece's dims in the digits of the read blocks
-  number the scratch in blocks of the largest common unit, paint the pieces in order, read, fold runs
+  pull    the read lies inside one piece: rewrite its dims in the digits of the piece's dims
+  push    disjoint pieces lie inside the read (a `cat` that is read whole): rewrite each piece's dims in the digits of
+          the read
+  blocks  number the scratch in blocks of the largest common unit, paint the pieces in order, read, fold runs
 The answers depend on geometry alone, so they are cached: thousands of experts share one shape.
 Not here: what an origin is, dtypes, torch (watch.py).
 """
@@ -42,7 +43,7 @@ class CopiedRegion:
 
 
 Written = tuple[Region, Ints | None]
-"""What compose needs to know of a piece: its region of the scratch, and the strides of its source (None: a
+"""The geometry of a piece: its region of the scratch, and the strides of its source (None: a
 constant).
 """
 
@@ -108,7 +109,7 @@ def rewrite(inner: Region, mate: Region, outer: Region, outer_mate: Region) -> t
 def trace_back(
     read: Region, dst: Region, pieces: tuple[Written, ...], disjoint: bool
 ) -> tuple[CopiedRegion, ...] | None:
-    """Where the elements of `read` (of a scratch) come from, written as parts of `dst`, which has the shape of `read`.
+    """The sources of the elements of `read` (of a scratch), as parts of `dst`, which has the shape of `read`.
 
     Later pieces win over earlier ones. `disjoint`: the pieces are known not to overlap. None: not a few strided terms.
     """
@@ -174,7 +175,7 @@ def blocks(read: Region, dst: Region, pieces: Sequence[Written]) -> tuple[Copied
 
 
 class _Painted(NamedTuple):
-    """Blocks of `unit` elements of a read, in its order: whose they are (-1: nobody's), where they come from and
+    """Blocks of `unit` elements of a read, in its order: their piece (-1: none), where they come from and
     go."""
 
     owner: np.ndarray

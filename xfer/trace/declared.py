@@ -28,7 +28,7 @@ def declared_fragments(
     local_strides_bytes: Sequence[int] | None = None,
     offset: int = 0,
 ) -> tuple[Fragment, ...]:
-    """Where `rank` holds which box of the tensor `name`; () when it is not in `mesh` or its shard is empty.
+    """The boxes of tensor `name` that `rank` holds, and where; () when it is not in `mesh` or its shard is empty.
 
     `root` is the storage that holds the local tensor, `offset` the byte of its first element there,
     `local_strides_bytes` its strides (default: contiguous). LayoutError, with all violations, when the placements do

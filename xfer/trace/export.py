@@ -77,7 +77,7 @@ class ExportWatch(Watch):
         return super().dispatch(func, args, self._on_meta(func, args, kwargs))
 
     def _on_meta(self, func, args: tuple, kwargs: dict) -> dict:
-        """Receive buffers and copies of meta tensors stay on meta, whatever device was asked for.
+        """Receive buffers and copies of meta tensors stay on meta, also when another device was asked for.
 
         Empty buffers of floats have no values yet and come out as meta; anything with real values (index
         arithmetic, which is integers, and `arange` or `tensor` of any kind) stays real.
@@ -116,7 +116,8 @@ class ExportWatch(Watch):
                 return False
 
     def result(self, *, strict: bool = True) -> Traced:
-        """What this rank holds. LayoutError with all of `errors` if there are any, unless not `strict`.
+        """Return this rank's part of the export. LayoutError with all of `errors` if there are any, unless not
+        `strict`.
 
         Fragment roots are source names; offsets are bytes from each twin's first element. `unread` names the
         sources that no noted tensor reads; `recipes` compute parts of exported tensors from sources.

@@ -44,7 +44,7 @@ class Gathered:
     size: int
 
     def text(self) -> str:
-        """What is gathered; the same on every rank of the group."""
+        """Text of the gathered expression; the same on every rank of the group."""
         return f"{describe(self.mine)}\non {self.size} ranks"
 
 
@@ -69,7 +69,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Undefined:
-    """Bytes that nobody can name. Harmless until they are still there in the final state."""
+    """Bytes of unknown origin. They are an error only if they are still there in the final state."""
 
     why: str
 
@@ -111,8 +111,8 @@ class Piece:
     """`dst` holds `src` of `origin`; the two regions have one shape, counted in elements.
 
     `src` lies in the storage of a source, in the row-major order of an expression's result or of a literal, or at
-    address 0 of a constant. `chain`: dtypes passed from origin to here, both ends included. What the origin holds is seen as the first
-    of them, bit for bit, if it is of another: it converts nothing.
+    address 0 of a constant. `chain`: dtypes passed from origin to here, both ends included. What the origin holds
+    is seen as the first of them, bit for bit, if it is of another: it converts nothing.
     """
 
     origin: Origin
@@ -318,7 +318,7 @@ def evaluate(expr: Expr | Literal, lookup: Lookup, device: torch.device, peers: 
 
 
 def converted(t: torch.Tensor, chain: Chain) -> torch.Tensor:
-    """What an origin holds, after the conversions of `chain`."""
+    """The value of an origin after the conversions of `chain`."""
     t = reseen(t, chain[0])
     for dtype in chain[1:]:
         t = t.to(dtype)

@@ -20,7 +20,7 @@ from xfer.trace.traced import Traced
 from xfer.trace.watch import PythonData, Watch, framework_line, missing_values, storage_key
 
 PACKED = "connect(route=xfer.Packed()) needs no layout"
-"""What to do where one cannot be read."""
+"""Advice in errors about layouts that cannot be read."""
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
 

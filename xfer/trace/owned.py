@@ -84,7 +84,7 @@ def _only_call(x: Operand) -> OperatorResult | None:
 
 
 def _mine(base: Operand, src: Region) -> list[Region]:
-    """Which elements of `src` (row-major in the result, and so in `base`) are this rank's, as regions of their own
+    """The elements of `src` (row-major in the result, and so in `base`) that are this rank's, as regions of their own
     row-major order."""
     read = _same(src, contiguous(base.view.shape), base.view)
     if read is None:
@@ -142,8 +142,8 @@ def _cut(x: Operand, where: Region) -> Operand:
 
 
 def _same(inner: Region, outer: Region, mate: Region) -> Region | None:
-    """Where the elements `inner` of `outer` are in `mate`, which has outer's shape; in inner's row-major order, perhaps
-    with dims cut in two. None when that is no one region."""
+    """The place in `mate` of the elements `inner` of `outer`, which has outer's shape; in inner's row-major order,
+    perhaps with dims cut in two. None when that is no one region."""
     if outer == mate:
         return inner
     hit = rewrite(inner, contiguous(inner.shape), outer, mate)

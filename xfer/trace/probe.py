@@ -86,7 +86,7 @@ class Digits:
         return out
 
     def recombine(self, passes: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What came out of every pass -> int64 numbers, `NOT_MOVED` where the passes do not agree on a move."""
+        """Combine the outputs of all passes into int64 numbers, `NOT_MOVED` where the passes do not agree on a move."""
         if len(passes) != self.passes:
             raise ValueError(f"{len(passes)} passes, expected {self.passes}")
         packed = torch.zeros(passes[0].shape, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""What operators do to storages: the moves, the constants, and the general rule for all others.
+"""Rules for what operators do to storages: the moves, the constants, and the general rule for all others.
 
 Each move is said in terms of regions: out's region and the argument's. An operator without a rule, or whose
 arguments a rule does not understand, is kept as an expression; that is always right and only slower.
@@ -178,7 +178,7 @@ def _seen_anew(watch: Watch, x: torch.Tensor) -> None:
 
 
 def written_by(func, args: tuple, kwargs: dict) -> list[object]:
-    """Those of the arguments, by place or by keyword, that an operator writes: tensors and lists of them."""
+    """The arguments, by place or by keyword, that an operator writes: tensors and lists of tensors."""
     places = _written(func)
     return [args[i] for i, _ in places if i < len(args)] + [kwargs[name] for _, name in places if name in kwargs]
 

@@ -93,7 +93,7 @@ def _uncovered(group: list[tuple[int, Piece]]) -> list[tuple[int, Piece]]:
 
 
 def _run(r: Region) -> bool:
-    """Whether the region is one run of consecutive addresses, in whatever order."""
+    """Whether the region is one run of consecutive addresses, in any order."""
     by_stride = sorted(zip(r.shape, r.strides), key=lambda d: -d[1])
     return Region(r.offset, *(tuple(x) for x in zip(*by_stride))).dense if by_stride else True
 
@@ -201,7 +201,7 @@ class Ledger:
         self.fills.append(Fill(target, r.offset, shape, strides, dtype_name(value.dtype), bits))
 
     def _share(self, p: Piece) -> list[Piece]:
-        """What this rank answers for of something computed: less than all of it where ranks computed it together."""
+        """The parts of a computed piece that this rank answers for: not all of it where ranks computed it together."""
         together = isinstance(p.origin, OperatorResult) and any(isinstance(x, Foreign) for x in walk(p.origin))
         return own_parts(p) if together else [p]
 
@@ -232,7 +232,7 @@ class Ledger:
         )
 
     def _split_specs(self) -> list[TensorSpec]:
-        """What this rank exports, with the split that its own interleaved parts ask for."""
+        """Specs of the tensors that this rank exports, with the split that its interleaved parts need."""
         of: dict[str, list[Fragment]] = {}
         for f in self.fragments:
             if f.steps:

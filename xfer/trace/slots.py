@@ -1,10 +1,10 @@
-"""Where a module tree keeps its tensors, in which storages they lie, and whether they still do. Knows torch modules, no
-framework; both sides read their live models with it.
+"""Slots: the places of a module tree that hold tensors, the storages behind them, and a check that both are
+unchanged. Knows torch modules and no framework; both sides read their live models with it.
 
-A *slot* is a place in the tree: a table of a module and a key in it. Frameworks swap what lies in it (`param.data = …`, a
-new Parameter, buffers replaced by `module.bfloat16()`, storages resized to nothing by an offload), so a refit re-reads
-slots, never objects that it kept. Nothing here holds what lies in a slot alive, apart from the bindings that `Slots.bind`
-returns.
+A *slot* is a place in the tree: a table of a module and a key in it. Frameworks swap what lies in it (`param.data =
+…`, a new Parameter, buffers replaced by `module.bfloat16()`, storages resized to nothing by an offload), so a refit
+re-reads slots, never objects that it kept. Nothing here holds what lies in a slot alive, apart from the bindings
+that `Slots.bind` returns.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Slot:
     key: str
 
     def get(self) -> torch.Tensor | None:
-        """What lies there now."""
+        """The current tensor, or None."""
         return self.table.get(self.key)
 
     def tensor(self) -> torch.Tensor:
-        """What lies there now. RebindError if nothing does."""
+        """The current tensor. RebindError if there is none."""
         found = self.table.get(self.key)
         if found is None:
             raise RebindError("a tensor has gone", [f"{self.name}: no longer in its module"])
@@ -45,7 +45,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class SlotPlace:
-    """Where a slot's tensor lies: `offset` and `strides` in bytes from the start of storage `root`."""
+    """The place of a slot's tensor: `offset` and `strides` in bytes from the start of storage `root`."""
 
     root: str
     offset: int
@@ -90,14 +90,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor: ...
 @overload
 def local(tensor: torch.Tensor | None) -> torch.Tensor | None: ...
 def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Of a DTensor the part that this process holds, any other tensor itself. By attribute, since `to_local()` makes
+    """The local part of a DTensor; any other tensor itself. By attribute, since `to_local()` makes
     another object at every call."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
-    """The first GPU among theirs, else that of the first. Of none, where this process computes: a rank that holds nothing belongs to
-    its job all the same."""
+    """The first GPU among theirs, else that of the first. Of none, where this process computes: a rank that holds
+    nothing belongs to its job all the same."""
     first = None
     for t in tensors:
         if t.device.type == "cuda":
@@ -112,7 +112,8 @@ def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
 
 
 def refuse_elsewhere(slots: Iterable[Slot], device: torch.device, who: str) -> None:
-    """RebindError, naming each slot whose bytes are not on `device`: what reads them there takes their addresses for its own."""
+    """RebindError, naming each slot whose bytes are not on `device`: what reads them there takes their addresses
+    for its own."""
     tensors = ((slot.name, local(slot.get())) for slot in slots)
     bad = [
         f"{name}: lies on {t.device}; bring it to {device}"
@@ -134,12 +135,12 @@ def bare(path: str) -> str:
 class Slots:
     """A fixed set of slots of some module trees, and what lay in them when `bind` was last called.
 
-    Keeps modules and their tables, but no tensor: a replaced parameter must be freed although a plan still knows it (one of a
-    replaced layer is, when this is). `empty`:
-    tensors without bytes and on the meta device are read too; those without bytes lie in root "". `hold`: the owner keeps what
-    `bind` returned until it binds again, so storages may be kept here too, and `check` costs half as much. `unmapped`:
-    given flat tensors over storages, returns a question: which of them, by number, have no memory behind their addresses
-    (kernels/cuda_driver.py has it). `bind` and `check` ask it and refuse those storages.
+    Keeps modules and their tables, but no tensor: a replaced parameter must be freed although a plan still knows it
+    (one of a replaced layer is, when this is). `empty`: tensors without bytes and on the meta device are read too;
+    those without bytes lie in root "". `hold`: the owner keeps what `bind` returned until it binds again, so
+    storages may be kept here too, and `check` costs half as much. `unmapped`: given flat tensors over storages,
+    returns a question: which of them, by number, have no memory behind their addresses (kernels/cuda_driver.py has
+    it). `bind` and `check` ask it and refuse those storages.
     """
 
     def __init__(
@@ -168,8 +169,8 @@ class Slots:
         self._unfilled, self._tied = _seats_without_slots(modules)
 
     def bind(self) -> Binding:
-        """Read every slot. RebindError lists those that are empty, have no bytes, or left the device they were on, and storages
-        whose memory was given back while their addresses are kept."""
+        """Read every slot. RebindError lists those that are empty, have no bytes, or left the device they were on,
+        and storages whose memory was given back while their addresses are kept."""
         binding, self._known = self._read()
         return binding
 
@@ -190,7 +191,8 @@ class Slots:
         return "moved" if (binding.places, binding.roots) == (known.places, known.roots) else "changed"
 
     def _tree_is_same(self) -> bool:
-        """Without a call of Python for each module, as `holds` for each tensor. Fewer tensors in a table: told by name when read."""
+        """Without a call of Python for each module, as `holds` for each tensor. Fewer tensors in a table: told by
+        name when read."""
         return (
             all(all(map(is_, map(dict.get, self._vars, repeat(name)), kept)) for name, kept in self._dicts.items())
             and [*map(len, self._edges)] == self._edge_counts
@@ -257,9 +259,10 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class _SlotReading:
-    """What one `bind` saw. `contents`: (table, key, weak tensor, address, dtype, shape, stride) of every slot (`_HeldReading`: less);
-    `storages`: (table, key, address, bytes) of every root, of a slot in it; `devices` by slot name; `unmapped`: asks which roots,
-    by number, have no memory behind them now."""
+    """Result of one `bind`. `contents`: (table, key, weak tensor, address, dtype, shape, stride) of every slot
+    (`_HeldReading`: less);
+    `storages`: (table, key, address, bytes) of every root, of a slot in it; `devices` by slot name; `unmapped`:
+    asks which roots, by number, have no memory behind them now."""
 
     places: dict[str, SlotPlace]
     roots: tuple[Root, ...]
@@ -278,9 +281,9 @@ class _SlotReading:
             )
 
     def holds(self) -> bool:
-        """Whether all of it is still so. The address alone is not enough: freed memory comes back at the same address,
-        for another dtype even (a router bias that turns fp32). Written as one flat loop without a call of Python, so not by `local`:
-        it runs in every refit."""
+        """Whether all of it is still so. The address alone is not enough: freed memory comes back at the same
+        address, for another dtype even (a router bias that turns fp32). Written as one flat loop without a call of
+        Python, so not by `local`: it runs in every refit."""
         for table, key, ref, address, dtype, shape, stride in self.contents:
             t = table.get(key)
             t = getattr(t, "_local_tensor", t)
@@ -297,9 +300,9 @@ class _SlotReading:
 
 
 class _HeldReading(_SlotReading):
-    """`contents`: (table, key, alias, address, dtype). An alias holds its storage, so to be set to the same place of it says
-    all but whether the storage was resized, which gives it another address, and the dtype. On the meta device there is no place:
-    (table, key, None, (shape, stride), dtype)."""
+    """`contents`: (table, key, alias, address, dtype). An alias holds its storage, so to be set to the same place
+    of it says all but whether the storage was resized, which gives it another address, and the dtype. On the meta
+    device there is no place: (table, key, None, (shape, stride), dtype)."""
 
     __slots__ = ()
 
@@ -317,7 +320,7 @@ class _HeldReading(_SlotReading):
 
 
 def _seats_without_slots(modules: Iterable[torch.nn.Module]) -> tuple[tuple[list, list], tuple[list, list, list, list]]:
-    """Where a tensor may come to lie that no slot tells of: (tables, keys) that hold None, and (tables, keys, tables,
+    """Places without a slot in which a tensor may appear: (tables, keys) that hold None, and (tables, keys, tables,
     keys) that hold what an earlier place does. The one is filled, the other's tie is broken, and it is another
     layout."""
     first: dict[int, tuple[dict, str]] = {}
@@ -345,5 +348,5 @@ def _all_values(tables: Iterable[dict]) -> Iterator:
 
 
 _plain = torch._C.DisableTorchFunctionSubclass
-"""Inside, a subclass's `__torch_function__` is not asked. vLLM's parameters have one, in Python, and each attribute that is
-looked at would go through it, while the engine waits."""
+"""Inside, a subclass's `__torch_function__` is not asked. vLLM's parameters have one, in Python, and each attribute
+that is looked at would go through it, while the engine waits."""

@@ -1,4 +1,4 @@
-"""What a trace ends in: fragments, fills and recipes over byte regions, and the names that took part.
+"""The result of a trace: fragments, fills and recipes over byte regions, and the names that took part.
 
 Engine side (loader.py): fragments say which box of a checkpoint tensor lies where in a storage; recipes compute a
 storage region from checkpoint tensors. Trainer side (export.py): fragments say which box lies where in a parameter;
@@ -133,7 +133,7 @@ class Traced:
 
 @dataclass(frozen=True, slots=True)
 class TrainerLayout:
-    """What one trainer rank holds, whatever its framework.
+    """The weights of one trainer rank, of any framework.
 
     traced   fragments are relocated: `root` is a storage (each named after the first tensor in it), offsets count from its
              first byte

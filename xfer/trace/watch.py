@@ -3,17 +3,19 @@
 A meta tensor has storage identity, offset, sizes and strides, but no bytes. So views need no rule at all: whatever
 was done to a view, the tensor that reaches a write still says which storage it is and where in it. Only operators
 that make or change a storage are noted:
-  moves      clone, cast, cat, stack, gather by a real index, copy_ …: pieces that reach back to named sources
-  (rules.py) constants  zeros, full, fill_ … the rest   an expression that can be run again later (staged)
+  moves      clone, cast, cat, stack, gather by a real index, copy_ …: pieces that reach back to named sources (rules.py)
+  constants  zeros, full, fill_ …
+  the rest   an expression that can be run again later (staged)
 The mode never changes what the watched code does; what it cannot name becomes `Undefined`, and is an error only if
 it is still there in the final state (settle.py). Nothing here knows a framework, a model family or a parameter
 name. Only the thread that entered the mode is watched (modes are torch's, one stack a thread): code that computes or
 writes in threads of its own cannot be traced. No loader of vLLM does, nor does Bridge's export; threads of theirs read
 files.
 
-Code that builds or loads a model also reads numbers: an expert map, a constant of an activation. A meta tensor has none,
-but what was noted of it is enough to compute them, unless a source has a part in them. So an operator that fails on
-meta (`item`, `nonzero`, a copy to the CPU) runs again on the values of its arguments, where these are known.
+Code that builds or loads a model also reads numbers: an expert map, a constant of an activation. A meta tensor has
+none, but what was noted of it is enough to compute them, unless a source has a part in them. So an operator that
+fails on meta (`item`, `nonzero`, a copy to the CPU) runs again on the values of its arguments, where these are
+known.
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ def _only_views(out: object, first: object) -> bool:
 
 @dataclass(slots=True)
 class Store:
-    """What is known of one storage. `pieces`: all writes in order, later ones win; a source begins as one piece of
+    """The known content of one storage. `pieces`: all writes in order, later ones win; a source begins as one piece of
     itself.
 
     `whole`: how many pieces there were when one operator had just filled it with disjoint parts. `itemsize`:
@@ -117,9 +119,9 @@ class Store:
 
 
 class PythonData(TorchFunctionMode):
-    """Enter it around a watch, so that numbers pass between Python and meta. Torch drops those of which it makes a tensor on
-    meta before an operator runs; inside, they become a tensor on the CPU that is copied to meta, or an index of known values.
-    A numpy array is made of a copy on the CPU."""
+    """Enter it around a watch, so that numbers pass between Python and meta. Torch drops those of which it makes a
+    tensor on meta before an operator runs; inside, they become a tensor on the CPU that is copied to meta, or an
+    index of known values. A numpy array is made of a copy on the CPU."""
 
     _READ = frozenset(getattr(torch.Tensor, name) for name in ("numpy", "__array__"))
     _MAKE = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor})
@@ -209,8 +211,8 @@ class Watch(TorchDispatchMode):
         return out
 
     def by_value(self, func, args: tuple, kwargs: dict, error: RuntimeError) -> tuple[tuple, dict, object]:
-        """An operator that needs numbers, run with real tensors for those that it only reads and whose values are known: its
-        arguments then, and what it gives. Raises `error` where that is not enough."""
+        """An operator that needs numbers, run with real tensors for those that it only reads and whose values are
+        known: its arguments then, and what it gives. Raises `error` where that is not enough."""
         from xfer.trace import rules
 
         if not needs_values(error) or func.namespace in COLLECTIVES:
@@ -320,7 +322,7 @@ class Watch(TorchDispatchMode):
         return Operand(unwritten + near, size, r, t.dtype)
 
     def value(self, t: torch.Tensor) -> torch.Tensor | None:
-        """What a meta tensor would hold, on the CPU, if no source has a part in it."""
+        """The values of a meta tensor, on the CPU, if no source has a part in it; else None."""
         store = self.store(t)
         if store is None or store.origin is not None or t.element_size() != store.itemsize:
             return None
@@ -365,7 +367,7 @@ def needs_values(error: BaseException) -> bool:
 
 
 def missing_values(error: BaseException | None) -> BaseException | None:
-    """Of `error` and those that led to it, the first one found for which `needs_values` holds."""
+    """The first of `error` and its causes for which `needs_values` holds."""
     while error is not None and not needs_values(error):
         error = error.__cause__ or error.__context__
     return error
@@ -389,8 +391,8 @@ def undefined(why: str, dst: Region, dtype: torch.dtype) -> Piece:
 
 
 def outside(t: torch.Tensor, dst: Region, dtype: torch.dtype) -> Piece:
-    """A write from a tensor that is not watched: a real single value is a constant, a small real tensor keeps its values,
-    anything else has no name."""
+    """A write from a tensor that is not watched: a real single value is a constant, a small real tensor keeps its
+    values, anything else has no name."""
     if t.device.type != "meta" and t.numel() == 1:
         return Piece(Constant(t.item(), t.dtype), constant(dst.shape), dst, (t.dtype, dtype))
     if t.device.type != "meta" and t.numel() <= SMALL:
@@ -405,7 +407,7 @@ def not_given(t: torch.Tensor) -> str:
 
 
 def _back_on_meta(out: object, args: tuple, kwargs: dict) -> object:
-    """What an operator made of the values of meta arguments, on meta as they are, unless it was asked for elsewhere."""
+    """Results computed from the values of meta arguments, copied to meta unless another device was asked for."""
     device = kwargs.get("device")
     if device is not None and device.type != "meta":
         return out
