@@ -30,21 +30,19 @@ def meshes(draw):
 @given(meshes(), st.data())
 def test_every_rank_is_found_where_the_table_has_it(mesh, data):
     flat = mesh.ranks.ravel().tolist()
-    strangers = [r for r in range(-10, 0) if r not in flat]
-    for rank, row in zip([*flat, *strangers], mesh.coordinates([*flat, *strangers]).tolist()):
-        one = mesh.coordinate(rank)
-        assert (one is None) == (rank in strangers) == (rank not in mesh)
-        assert row == (list(one) if one is not None else [-1] * mesh.ndim)
-        assert one is None or mesh.ranks[one] == rank
+    assert all(mesh.ranks[mesh.coordinate(r)] == r and r in mesh for r in flat)
+    assert all(mesh.coordinate(r) is None and r not in mesh for r in range(-10, 0) if r not in flat)
 
     rank = data.draw(st.sampled_from(flat))
+    here = mesh.coordinate(rank)
     axes = data.draw(st.permutations(mesh.axes))[: data.draw(st.integers(0, mesh.ndim))]
-    sub, groups = mesh.through(rank, axes), mesh.groups(axes)
+    sub = mesh.at(**{a: c for a, c in zip(mesh.axes, here) if a not in axes}).transpose(axes)
     assert sub.axes == tuple(axes) and sub.sizes == tuple(mesh.size(a) for a in axes) and rank in sub
+    assert all(c == here[mesh.index(a)] for a, c in zip(axes, sub.coordinate(rank)))
+    groups = mesh.groups(axes)
     assert sorted(groups.ravel()) == sorted(flat) and sub.ranks.ravel().tolist() in groups.tolist()
     for r in sub.ranks.ravel():  # only the coordinates along `axes` differ inside a sub-mesh
-        pairs = zip(mesh.coordinate(r), mesh.coordinate(rank), mesh.axes)
-        assert all(x == y for x, y, name in pairs if name not in axes)
+        assert all(x == y for x, y, name in zip(mesh.coordinate(r), here, mesh.axes) if name not in axes)
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -103,7 +101,6 @@ def test_all_faults_of_a_mesh_come_at_once():
         lambda: PAIR.shifted(0.5),
         lambda: PAIR.at(tp="x"),
         lambda: PAIR.size("pp"),
-        lambda: PAIR.through(9, ["tp"]),
         lambda: PAIR.groups(["tp", "tp"]),
         lambda: PAIR.transpose([]),
         lambda: PAIR.transpose([1, "tp"]),
@@ -137,16 +134,11 @@ def fake_world():
 
 @settings(max_examples=max(EXAMPLES // 8, 5), deadline=None)
 @given(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=3).filter(lambda s: np.prod(s) <= 24), data=st.data())
-def test_device_meshes_come_back(fake_world, sizes, data):
+def test_device_meshes_are_read_as_they_are(fake_world, sizes, data):
     from torch.distributed.device_mesh import DeviceMesh
 
     ranks = data.draw(st.permutations(range(24)))[: int(np.prod(sizes))]
     names = data.draw(st.sampled_from([None, NAMES[: len(sizes)]]))
-    theirs = DeviceMesh("cpu", np.array(ranks).reshape(sizes), mesh_dim_names=names)
-    ours = MeshInfo.from_device_mesh(theirs)
+    ours = MeshInfo.from_device_mesh(DeviceMesh("cpu", np.array(ranks).reshape(sizes), mesh_dim_names=names))
     assert ours.sizes == tuple(sizes) and ours.ranks.ravel().tolist() == list(ranks)
-    assert ours.to_device_mesh("cpu") == theirs
-    if names and 3 in ranks:  # torch's own slicing agrees with ours, on the rank that this process plays
-        axes = data.draw(st.permutations(names))[: data.draw(st.integers(1, len(names)))]
-        axes = tuple(a for a in names if a in axes)  # torch slices in mesh order only
-        assert MeshInfo.from_device_mesh(theirs[axes]) == ours.through(3, axes)
+    assert ours.axes == (names or tuple(f"axis{d}" for d in range(len(sizes))))

@@ -162,7 +162,7 @@ def test_published_mappings_on_hosts_of_eight(row, cross):
 
 
 @given(worlds(), st.data())
-@quick
+@few
 def test_plans_over_links_move_the_same_bytes_to_the_same_places(world, data):
     trainers, workers = len(world.trainers), len(world.workers)
     fabric = data.draw(fabrics().filter(lambda f: f.gpus >= max(trainers, workers)))
@@ -186,7 +186,7 @@ def test_plans_over_links_move_the_same_bytes_to_the_same_places(world, data):
 
 
 @given(worlds(), st.integers(0, 3), st.integers(0, 3))
-@quick
+@few
 def test_plans_of_one_draft_are_the_plans_made_alone(world, one, other):
     drafts, sources, takers = Drafts(), world.sources(), world.destinations()
     for rotation in (one, other, one):
@@ -252,7 +252,7 @@ def test_the_links_of_a_path(src, dst, nvlink, spine):
 
 def test_many_hosts_islands_rails_and_doubles_are_checked_in_seconds():
     """Of this process. What looks at each of n for each of n takes minutes here."""
-    many, began = 40_000, time.process_time()
+    many, began = 20_000, time.process_time()
     hosts = parse({"host": [{"count": many, "gpus": 1, "nvlink": 1e11, "nic": 1e10}]})[0]
     rails = Fabric((Host("a", (tuple(range(many)),), G, tuple(Nic((g,), G, g) for g in range(many))),))
     assert hosts.links.relay_gpu.shape == (many, 1) and rails.links.relay_gpu.tolist() == [list(range(many))]
@@ -261,7 +261,7 @@ def test_many_hosts_islands_rails_and_doubles_are_checked_in_seconds():
         Site(rails, twice, ())
     with pytest.raises(XferError, match=r"must be in exactly one NIC .*not so: GPUs 0, 1, .* more$"):
         Fabric((Host("a", (tuple(range(many)),), G, (Nic(twice, G),)),))
-    assert time.process_time() - began < 20
+    assert time.process_time() - began < 10
 
 
 @given(sites(), st.data())

@@ -228,6 +228,9 @@ def test_inputs_that_do_not_belong_together_are_refused_by_name():
     with pytest.raises(LayoutError) as e:
         source(CATALOG, outside, {"w": 64})
     assert len(e.value.violations) == 2
+    beyond = replace(trainer(), table=replace(trainer().table, origin=trainer().table.origin + 1))
+    with pytest.raises(LayoutError, match="trainer 0: a: box .* outside shape"):
+        plan(beyond)
     with pytest.raises(LayoutError, match="gone"):
         source(CATALOG, [dense("b", (16,), "float32", "gone")], {"w": 64})
 

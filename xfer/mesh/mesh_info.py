@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -118,22 +118,6 @@ class MeshInfo:
         return self.coordinate(rank) is not None
 
     @cached_property
-    def _sorted(self) -> tuple[np.ndarray, np.ndarray]:
-        order = np.argsort(self.ranks, axis=None)
-        return self.ranks.ravel()[order], order
-
-    def coordinates(self, ranks: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Coordinates of many ranks: int64 array [len(ranks), ndim]; a row of -1 for a rank that is not in the mesh."""
-        wanted = np.asarray(ranks, np.int64).reshape(-1)
-        values, order = self._sorted
-        at = np.minimum(np.searchsorted(values, wanted), len(values) - 1)
-        out = np.empty((len(wanted), self.ndim), np.int64)
-        for d, column in enumerate(np.unravel_index(order[at], self.sizes) if self.ndim else ()):
-            out[:, d] = column
-        out[values[at] != wanted] = -1
-        return out
-
-    @cached_property
     def _coordinate(self) -> dict[int, tuple[int, ...]]:
         return {int(r): tuple(map(int, c)) for c, r in np.ndenumerate(self.ranks)}
 
@@ -169,14 +153,6 @@ class MeshInfo:
             raise LayoutError(f"{self!r} has no part at {fixed}", bad)
         pick = tuple(fixed.get(a, slice(None)) for a in self.axes)
         return MeshInfo(tuple(a for a in self.axes if a not in fixed), self.ranks[pick])
-
-    def through(self, rank: int, axes: Iterable[str]) -> MeshInfo:
-        """The sub-mesh of `axes` that holds `rank`: what torch's `mesh["tp", "dp"]` gives on that rank."""
-        keep = tuple(axes)
-        here = self.coordinate(rank)
-        if here is None:
-            raise LayoutError(f"rank {rank} is not in {self!r}")
-        return self.at(**{a: c for a, c in zip(self.axes, here) if a not in keep}).transpose(keep)
 
     def transpose(self, axes: Iterable[str]) -> MeshInfo:
         """The same ranks with the axes in another order (which is the order in which they cut a tensor)."""
@@ -227,21 +203,5 @@ class MeshInfo:
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh) -> MeshInfo:
         """The ranks of a torch DeviceMesh. Axes that it does not name are called axis0, axis1, …"""
-        names = mesh.mesh_dim_names or unnamed(mesh.mesh.ndim)
+        names = mesh.mesh_dim_names or (f"axis{d}" for d in range(mesh.mesh.ndim))
         return cls(tuple(names), mesh.mesh.cpu().numpy())
-
-    def to_device_mesh(self, device_type: str, **kwargs: Any) -> DeviceMesh:
-        """A torch DeviceMesh over these ranks, which must be global ranks of the calling process's world.
-
-        Collective, as DeviceMesh's constructor is: it makes process groups. `kwargs` go to that constructor.
-        """
-        import torch
-        from torch.distributed.device_mesh import DeviceMesh
-
-        names = None if self.axes == unnamed(self.ndim) else self.axes
-        return DeviceMesh(device_type, torch.tensor(self.ranks.tolist()), mesh_dim_names=names, **kwargs)
-
-
-def unnamed(ndim: int) -> tuple[str, ...]:
-    """The names given to the axes of a mesh that has none."""
-    return tuple(f"axis{d}" for d in range(ndim))

@@ -391,8 +391,6 @@ def _decode_fill(f: _FillWire, roots: Sequence[Root]) -> Fill:
         abs(v) < col.MAX_VALUE for v in (f.offset, *f.strides)
     ):
         raise ProtocolError("inventory: a fill has impossible extents or strides")
-    if len(f.bits) != ITEMSIZE[DTYPES[f.dtype]]:
-        raise ProtocolError(f"inventory: a fill of {DTYPES[f.dtype]} with {len(f.bits)} bytes of value")
     return Fill(roots[f.root].name, f.offset, f.extent, f.strides, DTYPES[f.dtype], f.bits)
 
 
