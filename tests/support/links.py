@@ -1,4 +1,4 @@
-"""The sender choice as a linear programme for HiGHS, and random fabrics: what tests judge plan/flow.py by.
+"""The choice of sources as a linear programme for HiGHS, and random fabrics: the judge of plan/flow.py.
 
 The programme is written from demands and paths alone, over all replicas, with every link of every path in it.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from xfer.plan.balance import Demand, Share
+from xfer.plan.balance import Demand, SourceShare
 from xfer.plan.fabric import Fabric, Host, Nic, Site
 
 UNIT = 512
@@ -18,7 +18,7 @@ G = 10**9
 
 
 def least_busiest(site: Site, demands: Sequence[Demand]) -> float:
-    """Seconds of the busiest link when senders are chosen as well as they can be."""
+    """Seconds of the busiest link when sources are chosen as well as they can be."""
     from scipy.optimize import linprog
     from scipy.sparse import coo_matrix
 
@@ -45,13 +45,13 @@ def least_busiest(site: Site, demands: Sequence[Demand]) -> float:
     return linprog(goal, below, np.zeros(len(links)), equal, units, method="highs").fun / 1e6
 
 
-def seconds(site: Site, demands: Sequence[Demand], shares: Sequence[Sequence[Share]]) -> np.ndarray:
+def seconds(site: Site, demands: Sequence[Demand], shares: Sequence[Sequence[SourceShare]]) -> np.ndarray:
     """float64 [links]: what `shares` (one list per replica) put on each link."""
     links, load = site.fabric.links, np.zeros(len(site.fabric.links), np.int64)
     for gpus, mine in zip(site.replicas, shares, strict=True):
-        sender = np.array([site.trainers[s.source] for s in mine], np.int64)
-        taker = np.array([gpus[demands[s.demand].destination - len(site.trainers)] for s in mine], np.int64)
-        load += links.loads(sender, taker, np.array([s.end - s.begin for s in mine], np.int64) * UNIT)
+        source = np.array([site.trainers[s.source] for s in mine], np.int64)
+        destination = np.array([gpus[demands[s.demand].destination - len(site.trainers)] for s in mine], np.int64)
+        load += links.loads(source, destination, np.array([s.end - s.begin for s in mine], np.int64) * UNIT)
     return links.seconds(load)
 
 
@@ -100,6 +100,6 @@ def problems(draw) -> tuple[Site, list[Demand]]:
     for _ in range(draw(st.integers(1, 8))):
         holders = tuple(sorted(draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=n, unique=True))))
         units = draw(st.one_of(st.integers(1, 2000), st.integers(1000, 100_000), st.integers(1000, 100_000)))
-        takers = draw(st.lists(st.integers(0, len(site.replicas[0]) - 1), min_size=1, unique=True))
-        demands += [Demand(holders, n + t, units) for t in sorted(takers)]
+        destinations = draw(st.lists(st.integers(0, len(site.replicas[0]) - 1), min_size=1, unique=True))
+        demands += [Demand(holders, n + t, units) for t in sorted(destinations)]
     return site, demands

@@ -44,7 +44,7 @@ def test_each_demand_is_divided_once_and_wholly_among_its_holders(case):
 
 @given(demands())
 @some
-def test_the_busiest_sender_is_as_good_as_the_linear_programme_and_no_worse_than_greedy(case):
+def test_the_busiest_source_is_as_good_as_the_linear_programme_and_no_worse_than_greedy(case):
     linprog = pytest.importorskip("scipy.optimize").linprog
     n, asked = case
     asked = [d for d in asked if d.units]
@@ -57,7 +57,7 @@ def test_the_busiest_sender_is_as_good_as_the_linear_programme_and_no_worse_than
         equal[i, c] = below[h, c] = 1
     below[:, -1] = -1
     best = linprog([0] * len(columns) + [1], below, np.zeros(n), equal, [d.units for d in asked]).fun
-    # Whole units: rounding may cost each set one unit at a sender.
+    # Whole units: rounding may cost each set one unit at a source.
     most, sets = loads(n, asked, balance(asked, n)).max(), len({d.holders for d in asked})
     assert most <= best * 1.01 + sets + 1
     greedy = np.zeros(n, np.int64)  # each demand from the least loaded holder is never better
@@ -81,12 +81,12 @@ def test_a_chain_of_overlapping_sets_is_evened_out_along_the_whole_chain():
     assert load[0] == 8000 and load[1:].max() <= 1010  # 7000 units over the seven others
 
 
-def test_a_holder_on_the_takers_host_is_preferred_and_remote_bytes_cost_more():
+def test_a_holder_on_the_destinations_host_is_preferred_and_remote_bytes_cost_more():
     hosts = (0, 1, 1, 0, 2)
     assert nearest((0, 1, 2), 3, hosts) == ((0,), False)
     assert nearest((1, 2), 3, hosts) == ((1, 2), True)
     assert nearest((0, 1), 4, ()) == ((0, 1), False)
-    # Sender 0 already sends 100 remote units (800); the near demand then belongs to sender 1.
+    # Source 0 already sends 100 remote units (800); the near demand then belongs to source 1.
     asked = [Demand((0,), 9, 100, 8), Demand((0, 1), 8, 700, 1)]
     shares = balance(asked, 2)
     assert all(s.source == 1 for s in shares if s.demand == 1)
@@ -125,7 +125,7 @@ def test_messages_fill_streams_within_the_bounds(case):
 
 
 @pytest.mark.parametrize("trainers,workers", [(2, 2), (4, 4), (8, 4), (4, 8), (1, 8), (8, 1), (16, 16)])
-def test_even_traffic_keeps_every_link_busy_and_takers_on_different_senders(trainers, workers):
+def test_even_traffic_keeps_every_link_busy_and_destinations_on_different_sources(trainers, workers):
     src, dst = np.divmod(np.arange(trainers * workers), workers)
     dst = dst + trainers
     s = schedule(src, dst, np.full(len(src), 1000), message=100, per_rank=200, unit=10)
@@ -139,7 +139,7 @@ def test_even_traffic_keeps_every_link_busy_and_takers_on_different_senders(trai
 @pytest.mark.parametrize(
     "trainers,workers,replicas", [(16, 4, 4), (16, 8, 2), (16, 2, 8), (16, 1, 8), (8, 1, 8), (32, 4, 4)]
 )
-def test_sub_plans_that_run_at_once_use_different_senders_in_each_wave(trainers, workers, replicas):
+def test_sub_plans_that_run_at_once_use_different_sources_in_each_wave(trainers, workers, replicas):
     src, dst = np.divmod(np.arange(trainers * workers), workers)
     busy: dict[int, np.ndarray] = {}
     for r in range(replicas):
@@ -151,23 +151,23 @@ def test_sub_plans_that_run_at_once_use_different_senders_in_each_wave(trainers,
             busy.setdefault(wave, np.zeros(trainers, int))
             np.add.at(busy[wave], src[pair[s.wave == wave]], 100)
     most = sum(int(b.max()) for b in busy.values())
-    assert most <= 1.1 * workers * replicas * 1000  # a sender's own bytes: hardly any wave waits for a crowded one
+    assert most <= 1.1 * workers * replicas * 1000  # a source's own bytes: hardly any wave waits for a crowded one
 
 
 @pytest.mark.parametrize("readers", [[(0, 2), (1, 3)], [(0, 1), (2, 3)], [(0, 1, 2, 3)] * 2])
 @pytest.mark.parametrize("crumbs", [False, True])
-def test_takers_of_replicas_never_turn_to_one_sender(readers, crumbs):
-    """Readers: the senders of each taker. Two replicas, four senders. crumbs: the first taker also has a little of all others."""
+def test_destinations_of_replicas_never_turn_to_one_source(readers, crumbs):
+    """Readers: the sources of each worker. Two replicas, four sources. crumbs: the first worker also has a little of all others."""
     begin, turns = [], []
     for replica in range(2):
-        nbytes = {(sender, 4 + k): 1000 for k, some in enumerate(readers) for sender in some}
+        nbytes = {(source, 4 + k): 1000 for k, some in enumerate(readers) for source in some}
         if crumbs:
-            nbytes = {**{(sender, 4): 5 for sender in range(4)}, **nbytes}
+            nbytes = {**{(source, 4): 5 for source in range(4)}, **nbytes}
         src, dst = np.array(sorted(nbytes)).T
         sizes = np.array([nbytes[p] for p in sorted(nbytes)])
         s = schedule(src, dst, sizes, message=100, per_rank=105, unit=5, rotation=replica, rotations=2)
-        for taker, some in enumerate(readers):
-            mine = dst == 4 + taker
+        for worker, some in enumerate(readers):
+            mine = dst == 4 + worker
             order = src[mine][np.argsort(s.turn[mine])].tolist()
             assert len(set(s.turn[mine].tolist())) == len(order) and set(order[: len(some)]) == set(some)
             turns.append(order[: len(some)])

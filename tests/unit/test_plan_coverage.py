@@ -27,9 +27,9 @@ from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import Fill, Fragment, Span, TensorSpec
 
 
-def violations(catalog, sources, takers, options=None) -> tuple[str, ...]:
+def violations(catalog, sources, destinations, options=None) -> tuple[str, ...]:
     with pytest.raises(CoverageError, match="nothing was moved") as e:
-        plan_replica(catalog, sources, takers, options or PlanOptions())
+        plan_replica(catalog, sources, destinations, options or PlanOptions())
     return e.value.violations
 
 
@@ -74,22 +74,22 @@ def test_all_violations_come_at_once():
     catalog = Catalog(tuple(TensorSpec(n, (4,), "int8") for n in "abcd"))
     held = source(catalog, [dense(n, (4,), "int8", offset=4 * i) for i, n in enumerate("acd")], {"w": 16})
     wanted = [dense("a", (4,), "int8"), dense("b", (4,), "int8", offset=2)]
-    taker = destination(catalog, wanted, {"w": 32}, footprint=[Span("w", 0, 10)], reads=["a", "b"])
-    bad = violations(catalog, [held], [taker])
+    worker = destination(catalog, wanted, {"w": 32}, footprint=[Span("w", 0, 10)], reads=["a", "b"])
+    bad = violations(catalog, [held], [worker])
     assert [v.split(":")[0] for v in bad] == ["b [0", "c", "d", "w bytes 2..4", "w bytes 6..10"]
     assert "a [0:4]" in bad[3] and "b [0:4]" in bad[3]
-    excused = violations(catalog, [held], [taker], PlanOptions(drop=("c", "d*")))
+    excused = violations(catalog, [held], [worker], PlanOptions(drop=("c", "d*")))
     assert excused == (bad[0], *bad[3:])  # drop excuses c and d, and nothing else
 
 
 def experts(read: int = 4):
     catalog = Catalog(tuple(TensorSpec(f"layers.0.experts.{i}.w", (2,), "int8") for i in range(4)))
     held = [dense(s.name, (2,), "int8", offset=2 * i) for i, s in enumerate(catalog.specs)]
-    taker = destination(catalog, held[:read], {"w": 8}, footprint=[Span("w", 0, 2 * read)])
-    return catalog, [source(catalog, held, {"w": 8})], [taker]
+    worker = destination(catalog, held[:read], {"w": 8}, footprint=[Span("w", 0, 2 * read)])
+    return catalog, [source(catalog, held, {"w": 8})], [worker]
 
 
-def test_single_experts_without_a_taker_are_named_by_their_checkpoint_names():
+def test_single_experts_without_a_worker_are_named_by_their_checkpoint_names():
     assert plan_replica(*experts()).summary.nbytes == 8
     bad = violations(*experts(read=2))
     assert [v.split(":")[0] for v in bad] == ["layers.0.experts.2.w", "layers.0.experts.3.w"]
@@ -97,10 +97,10 @@ def test_single_experts_without_a_taker_are_named_by_their_checkpoint_names():
         assert plan_replica(*experts(read=2), PlanOptions(drop=drop)).summary.nbytes == 4
 
 
-def test_classes_of_equal_takers_are_reported_once():
-    catalog, sources, (taker,) = experts()
+def test_classes_of_equal_destinations_are_reported_once():
+    catalog, sources, (worker,) = experts()
     lost = replace(sources[0], table=sources[0].table.take(np.arange(0)))
-    (line,) = violations(catalog, [lost], [taker, replace(taker, rank=1)])
+    (line,) = violations(catalog, [lost], [worker, replace(worker, rank=1)])
     assert "and 1 like it" in line
 
 
@@ -300,8 +300,8 @@ def test_a_tensor_cut_differently_by_its_holders_is_still_shared_by_all():
 
     boxes = [whole((64, 64)), Box((0, 0), (64, 40)), Box((0, 24), (64, 40)), Box((10, 10), (50, 50))]
     sources = [holder(*b) for b in enumerate(boxes)]
-    taker = destination(catalog, [dense("t", (64, 64), "int64")], {"w": 1 << 15})
-    assert plan_replica(catalog, sources, [taker], PlanOptions(align_bytes=8)).summary.imbalance <= 1.01
+    worker = destination(catalog, [dense("t", (64, 64), "int64")], {"w": 1 << 15})
+    assert plan_replica(catalog, sources, [worker], PlanOptions(align_bytes=8)).summary.imbalance <= 1.01
 
 
 # ---- bytes

@@ -1,4 +1,4 @@
-"""Senders chosen over links: as good as the linear programme, never worse than without links, the same on every rank.
+"""Sources chosen over links: as good as the linear programme, never worse than without links, the same on every rank.
 Fabrics: the links of a path, and the file that describes them. Needs no torch.
 """
 
@@ -70,7 +70,7 @@ def test_each_demand_is_divided_once_and_wholly_and_the_same_way_every_time(prob
 @given(st.integers(1, 3), st.integers(1, 4), st.lists(st.integers(20_000, 90_000), min_size=1, max_size=4), st.data())
 @quick
 def test_no_replica_of_the_trainer_idles(hosts, gpus, units, data):
-    """Trainers that all hold everything, and takers to which all of them are equally far: equal work for all."""
+    """Trainers that all hold everything, and destinations to which all of them are equally far: equal work for all."""
     replicas, per = data.draw(st.integers(1, 3)), max(gpus, len(units))
     fabric = Fabric.uniform(hosts + replicas, per, nvlink=400 * G, nic=50 * G, cross_rail="spine")
     trainers = tuple(h * per + g for h in range(hosts) for g in range(gpus))
@@ -127,15 +127,15 @@ def planned_row(name: str):
         m = replace(m, dense_layers=min(m.dense_layers, 1), experts=of.ep)
     catalog = m.catalog()
     sources = [trainer(m, of, r).trainer(catalog, r) for r in range(of.world)]
-    takers = [engine(m, EngineParallel(tp=workers), r).engine(catalog, r) for r in range(workers)]
-    return make_draft(catalog, sources, takers, PlanOptions()), replicas
+    destinations = [engine(m, EngineParallel(tp=workers), r).engine(catalog, r) for r in range(workers)]
+    return make_draft(catalog, sources, destinations, PlanOptions()), replicas
 
 
 def demands_of(draft) -> list[Demand]:
     s = draft.stream
     ends = np.append(s.start, int(s.nbytes.sum()))
     groups = zip(s.group_first[:-1].tolist(), s.group_first[1:].tolist(), s.group_holders, s.group_destinations)
-    return [Demand(h, t, -(-int(ends[b] - ends[a]) // UNIT)) for a, b, h, takers in groups for t in takers]
+    return [Demand(h, t, -(-int(ends[b] - ends[a]) // UNIT)) for a, b, h, destinations in groups for t in destinations]
 
 
 LONG = pytest.mark.slow  # HiGHS alone takes ten seconds
@@ -171,8 +171,8 @@ def test_plans_over_links_move_the_same_bytes_to_the_same_places(world, data):
     others = [tuple(mine[i : i + workers]) for i in range(0, fabric.gpus - workers + 1, workers)]
     site = Site(fabric, tuple(data.draw(every)[:trainers]), tuple(others))
     world.options = replace(world.options, hosts=(), site=site, replica=data.draw(st.integers(0, len(others) - 1)))
-    sources, takers = world.sources(), world.destinations()
-    plan = plan_replica(world.catalog, sources, takers, world.options)
+    sources, destinations = world.sources(), world.destinations()
+    plan = plan_replica(world.catalog, sources, destinations, world.options)
     out, _ = execute(plan, world)
     for w, side in enumerate(world.workers):
         want = world.expected(side)
@@ -181,18 +181,18 @@ def test_plans_over_links_move_the_same_bytes_to_the_same_places(world, data):
     t = plan.tables
     shares = zip(t.share_src, t.share_dst, t.share_end - t.share_begin)
     assert plan.summary.remote_bytes == sum(int(n) for s, d, n in shares if hosts[s] != hosts[d])
-    again = Drafts().plan(world.catalog, sources, takers, world.options)
+    again = Drafts().plan(world.catalog, sources, destinations, world.options)
     assert (again.key, again.digest, again.summary) == (plan.key, plan.digest, plan.summary)
 
 
 @given(worlds(), st.integers(0, 3), st.integers(0, 3))
 @few
 def test_plans_of_one_draft_are_the_plans_made_alone(world, one, other):
-    drafts, sources, takers = Drafts(), world.sources(), world.destinations()
+    drafts, sources, destinations = Drafts(), world.sources(), world.destinations()
     for rotation in (one, other, one):
         options = replace(world.options, rotation=rotation)
-        shared = drafts.plan(world.catalog, sources, takers, options)
-        alone = plan_replica(world.catalog, sources, takers, options)
+        shared = drafts.plan(world.catalog, sources, destinations, options)
+        alone = plan_replica(world.catalog, sources, destinations, options)
         assert (shared.key, shared.digest, shared.summary) == (alone.key, alone.digest, alone.summary)
 
 
@@ -238,7 +238,7 @@ TWO = Fabric(
         (0, 2, "a island 0 out, a island 1 in", None),
         (4, 7, "b GPU 0 out, b GPU 3 in", None),
         (0, 5, "a NIC of GPU 0,1 (rail 0) out, b NIC of GPU 0,1 (rail 0) in", None),
-        # No GPU of rail 1 in the sender's island: over the spine in any case.
+        # No GPU of rail 1 in the source's island: over the spine in any case.
         (0, 6, "a NIC of GPU 0,1 (rail 0) out, b NIC of GPU 2,3 (rail 1) in, rail 0 up, rail 1 down", None),
         (5, 3, "b NIC of GPU 2,3 (rail 1) out, a NIC of GPU 2,3 (rail 1) in, b GPU 1 out, b GPU 2 in",
          "b NIC of GPU 0,1 (rail 0) out, a NIC of GPU 2,3 (rail 1) in, rail 0 up, rail 1 down"),

@@ -64,18 +64,18 @@ def job(rows: int, trainers: int, workers: int, pad: int = 0):
         return [Fragment("t", (w * rows, 0), (rows, 1024), "w", 0, (2048, 2), "bfloat16")]
 
     held = [dense("t", shape, "bfloat16")], {"w": 2048 * shape[0]}
-    takers = [destination(catalog, part(w), {"w": (rows + pad) * 2048}, w, fills=fills) for w in range(workers)]
-    return catalog, [source(catalog, *held, r) for r in range(trainers)], takers
+    destinations = [destination(catalog, part(w), {"w": (rows + pad) * 2048}, w, fills=fills) for w in range(workers)]
+    return catalog, [source(catalog, *held, r) for r in range(trainers)], destinations
 
 
 @pytest.mark.parametrize("local", [1 << 32, 0])
 def test_one_pair_between_hosts_by_hand(local):
     """8 MiB in messages of 1 MiB over one NIC: packed ahead, unpacked behind, the rest in a row. Copies are free without a rate."""
-    catalog, sources, takers = job(4096, 1, 1, pad=1024)
+    catalog, sources, destinations = job(4096, 1, 1, pad=1024)
     fabric = Fabric.uniform(2, 1, nvlink=400 * G, nic=1 << 30, local=local)
     site = Site(fabric, (0,), ((1,),))
     options = PlanOptions(bucket_bytes=1 << 20, site=site)
-    p = predict([plan_replica(catalog, sources, takers, options)], site, costs=Costs(1e-3, 5e-3))
+    p = predict([plan_replica(catalog, sources, destinations, options)], site, costs=Costs(1e-3, 5e-3))
     one, copy, fill = 2**20 / 2**30, *((n / local if local else 0.0) for n in (1 << 20, 2 << 20))
     assert p.floor_s == pytest.approx(8 * one) == pytest.approx(p.lockstep_s)
     assert (p.pull_s, p.pulled_bytes, p.nbytes) == (0.0, 0, 8 << 20)
@@ -86,19 +86,19 @@ def test_one_pair_between_hosts_by_hand(local):
 
 
 def test_inside_an_island_bytes_are_pulled_at_the_port_rate_and_nothing_is_packed():
-    catalog, sources, takers = job(4096, 2, 2)
+    catalog, sources, destinations = job(4096, 2, 2)
     fabric = Fabric.uniform(1, 4, nvlink=1 << 30, nic=0, local=1 << 20)
     site = Site(fabric, (0, 1), ((2, 3),))
-    p = predict([plan_replica(catalog, sources, takers, PlanOptions(site=site))], site, costs=FREE)
+    p = predict([plan_replica(catalog, sources, destinations, PlanOptions(site=site))], site, costs=FREE)
     assert p.pulled_bytes == p.nbytes == 16 << 20 and p.wire_s == p.pack_s == p.unpack_s == 0
     assert p.transfer_s == p.pull_s == p.floor_s == pytest.approx((8 << 20) / 2**30)
 
 
-def test_replicas_share_the_senders_nics():
-    catalog, sources, takers = job(4096, 1, 1)
+def test_replicas_share_the_sources_nics():
+    catalog, sources, destinations = job(4096, 1, 1)
     fabric = Fabric.uniform(5, 1, nvlink=400 * G, nic=1 << 30)
     site = Site(fabric, (0,), ((1,), (2,), (3,), (4,)))
-    plans = [plan_replica(catalog, sources, takers, PlanOptions(site=site, replica=r)) for r in range(4)]
+    plans = [plan_replica(catalog, sources, destinations, PlanOptions(site=site, replica=r)) for r in range(4)]
     alone, together = predict(plans[:1], site, costs=FREE), predict(plans, site, costs=FREE)
     assert together.floor_s == pytest.approx(4 * alone.floor_s)
     assert together.transfer_s == pytest.approx(4 * alone.transfer_s)

@@ -176,7 +176,7 @@ def test_any_change_of_the_inputs_changes_the_digest():
         {"root": "v"},
         {"rows": 4},
     ]
-    takers = [{"bits": b"\0\1"}, {"pad": 17}, {"keep": "other"}]
+    destinations = [{"bits": b"\0\1"}, {"pad": 17}, {"keep": "other"}]
     options = [
         {"bucket_bytes": 1 << 20},
         {"wave_bytes": 1 << 28},
@@ -186,7 +186,7 @@ def test_any_change_of_the_inputs_changes_the_digest():
         {"rotation": 1},
         {"align_bytes": 64},
     ]
-    made = [plan(trainer(**f)) for f in firsts] + [plan(None, worker(**t)) for t in takers]
+    made = [plan(trainer(**f)) for f in firsts] + [plan(None, worker(**t)) for t in destinations]
     made += [plan(**o) for o in options] + [plan(None, worker(), worker(1))]
     made += [plan_replica(CATALOG, [trainer()], [worker()])]
     assert len({p.digest for p in made}) == len(made) == 18
@@ -199,16 +199,16 @@ def test_what_is_no_input_does_not_change_the_digest():
     assert trainer(0, "h").digest() == trainer(3, "g").digest() and worker(0).digest() == worker(1).digest()
 
 
-def test_senders_share_a_tensor_that_all_of_them_hold():
+def test_sources_share_a_tensor_that_all_of_them_hold():
     catalog = Catalog((TensorSpec("big", (64, 1024), "bfloat16"),))
     inputs = ([dense("big", (64, 1024), "bfloat16")], {"w": 1 << 17})
     sources = [source(catalog, *inputs, r) for r in range(4)]
-    takers = [destination(catalog, *inputs, r) for r in range(3)]
-    s = plan_replica(catalog, sources, takers).summary
+    destinations = [destination(catalog, *inputs, r) for r in range(3)]
+    s = plan_replica(catalog, sources, destinations).summary
     assert s.imbalance <= 1.01 and s.nbytes == 3 << 17 and s.broadcast_bytes == 3 << 17
-    for last, remote in (("c", 0), ("d", 1 << 17)):  # a holder on the taker's host sends, where there is one
+    for last, remote in (("c", 0), ("d", 1 << 17)):  # a holder on the worker's host sends, where there is one
         hosts = PlanOptions(hosts=("a", "b", "b", "c", "a", "b", last))
-        assert plan_replica(catalog, sources, takers, hosts).summary.remote_bytes == remote
+        assert plan_replica(catalog, sources, destinations, hosts).summary.remote_bytes == remote
 
 
 def test_inputs_that_do_not_belong_together_are_refused_by_name():

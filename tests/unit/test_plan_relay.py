@@ -12,36 +12,36 @@ from xfer.plan.program import Op, Program, row_wire_bytes
 from xfer.plan.relay import GRAIN
 
 
-def one_destination(seed: int, senders: int, rows: int):
-    """Rows into rank `senders` from the ranks below it, and the storages of all."""
+def one_destination(seed: int, sources: int, rows: int):
+    """Rows into rank `sources` from the ranks below it, and the storages of all."""
     rng = np.random.default_rng(seed)
-    programs, storages = random_world(rng, senders + 1, 1, rows)
-    table = programs[senders].rows
-    return table[(table["dst"] == senders) & (table["src"] != senders)], storages
+    programs, storages = random_world(rng, sources + 1, 1, rows)
+    table = programs[sources].rows
+    return table[(table["dst"] == sources) & (table["src"] != sources)], storages
 
 
 @settings(deadline=None)
 @given(
-    seed=st.integers(0, 2**32), senders=st.integers(1, 3), k=st.integers(1, 5), parts=st.integers(1, 6), data=st.data()
+    seed=st.integers(0, 2**32), sources=st.integers(1, 3), k=st.integers(1, 5), parts=st.integers(1, 6), data=st.data()
 )
-def test_every_destination_ends_with_what_it_would_have_pulled_alone(seed, senders, k, parts, data):
-    rows, storages = one_destination(seed, senders, 40)
-    takers = [senders + i for i in range(k)]
-    programs = relay(rows, takers, parts)
-    alone = apply_world([Program(senders, 1, rows)], storages)
-    world = [*storages[:senders], *([s.copy() for s in storages[senders]] for _ in takers)]
-    # As far ahead of each other as a relay lets them: a part needs the same part of the taker before.
+def test_every_destination_ends_with_what_it_would_have_pulled_alone(seed, sources, k, parts, data):
+    rows, storages = one_destination(seed, sources, 40)
+    destinations = [sources + i for i in range(k)]
+    programs = relay(rows, destinations, parts)
+    alone = apply_world([Program(sources, 1, rows)], storages)
+    world = [*storages[:sources], *([s.copy() for s in storages[sources]] for _ in destinations)]
+    # As far ahead of each other as a relay lets them: a part needs the same part of the worker before.
     ended = [0] * k
     while ended[-1] < parts:
         j = data.draw(st.sampled_from([i for i in range(k) if ended[i] < (ended[i - 1] if i else parts)]))
         now = programs[j].rows
         fills = now["op"] == Op.FILL
         now = now[(now["wave"] == ended[j] + j) & ~fills | fills]
-        world = apply_world([Program(takers[j], 1, now)], world)
+        world = apply_world([Program(destinations[j], 1, now)], world)
         ended[j] += 1
-    for j, taker in enumerate(takers):
-        for got, want in zip(world[taker], alone[senders], strict=True):
-            assert np.array_equal(got, want), f"taker {j}"
+    for j, worker in enumerate(destinations):
+        for got, want in zip(world[worker], alone[sources], strict=True):
+            assert np.array_equal(got, want), f"worker {j}"
 
 
 @settings(deadline=None)
@@ -54,6 +54,6 @@ def test_each_rank_sends_each_byte_once_and_parts_are_even(seed, k, parts):
     assert direct == row_wire_bytes(rows).sum() and (moved[0]["src"] < 2).all()
     for j, r in enumerate(moved[1:], 1):
         assert (r["src"] == 1 + j).all() and (r["wave"] >= j).all() and (r["wave"] < j + parts).all()
-    assert len(set(relayed)) <= 1  # in the takers' dtypes
+    assert len(set(relayed)) <= 1  # in the destinations' dtypes
     some = [int(row_wire_bytes(r := moved[0][moved[0]["wave"] == p]).sum()) for p in range(parts)]
     assert max(some) - min(some) <= 2 * GRAIN * 8

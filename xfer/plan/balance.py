@@ -37,7 +37,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class SourceShare:
     """Units `begin <= u < end` of demand number `demand` are sent by `source`."""
 
     demand: int
@@ -46,7 +46,7 @@ class Share:
     end: int
 
 
-def balance(demands: Sequence[Demand], sources: int) -> list[Share]:
+def balance(demands: Sequence[Demand], sources: int) -> list[SourceShare]:
     """Shares, sorted by (demand, begin), that divide each demand completely. The same input gives the same shares."""
     pools: dict[tuple[tuple[int, ...], int], list[int]] = defaultdict(list)
     for i, d in enumerate(demands):
@@ -117,7 +117,7 @@ def _fill(load: np.ndarray, units: int, cost: int) -> np.ndarray:
     return out
 
 
-def hand_out(holders: Sequence[int], amount: np.ndarray, destinations: list[tuple[int, int]]) -> list[Share]:
+def hand_out(holders: Sequence[int], amount: np.ndarray, destinations: list[tuple[int, int]]) -> list[SourceShare]:
     """Destinations in order take from holders in order: few sources a destination, and few destinations a source."""
     out = []
     at, left = 0, int(amount[0]) if len(amount) else 0
@@ -128,6 +128,6 @@ def hand_out(holders: Sequence[int], amount: np.ndarray, destinations: list[tupl
                 at += 1
                 left = int(amount[at])
             n = min(units - done, left)
-            out.append(Share(demand, holders[at], done, done + n))
+            out.append(SourceShare(demand, holders[at], done, done + n))
             done, left = done + n, left - n
     return out

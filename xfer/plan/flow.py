@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xfer.plan.balance import Demand, Share, balance, hand_out
+from xfer.plan.balance import Demand, SourceShare, balance, hand_out
 from xfer.plan.fabric import MAX_PATH, Links
 
 GAP = 1.002
@@ -58,7 +58,7 @@ class Flow:
         worse = _busiest(p, self._amount, links, unit) > _busiest_of(blind, demands, sources, workers, links, unit)
         self._blind = blind if worse else None
 
-    def shares(self, replica: int) -> list[Share]:
+    def shares(self, replica: int) -> list[SourceShare]:
         """Shares of one row of `workers`, sorted by (demand, begin); they divide each demand completely."""
         if self._blind is not None:
             return self._blind
@@ -232,7 +232,7 @@ def _busiest(p: _Problem, amount: np.ndarray, links: Links, unit: int) -> float:
 
 
 def _busiest_of(
-    shares: Sequence[Share],
+    shares: Sequence[SourceShare],
     demands: Sequence[Demand],
     sources: np.ndarray,
     workers: np.ndarray,

@@ -15,7 +15,7 @@ import numpy as np
 
 from xfer.errors import LayoutError
 from xfer.plan import columns as col
-from xfer.plan.balance import Demand, Share, balance
+from xfer.plan.balance import Demand, SourceShare, balance
 from xfer.plan.draft import Draft, make_draft
 from xfer.plan.explain import PlanSummary
 from xfer.plan.flow import Flow
@@ -173,7 +173,7 @@ class Deal:
             return self._rows
         return self._columns(self._flow.shares(self._alike.index(options.replica)), options.align_bytes)
 
-    def _columns(self, shares: Sequence[Share], unit: int) -> _Shares:
+    def _columns(self, shares: Sequence[SourceShare], unit: int) -> _Shares:
         demand = np.array([s.demand for s in shares], np.int64)
         src = np.array([s.source for s in shares], np.int32)
         dst = np.array([d.destination for d in self._demands], np.int32)[demand]
