@@ -109,7 +109,6 @@ class ReplicaRefit:
     calls: int = 0  # update calls that did not bring its workers together
     astray: set[int] = field(default_factory=set)  # workers that have yet to enter the last of those, and leave it
     unread: dict[int, m.Armed] = field(default_factory=dict)  # workers that could not read a layout with their catalog
-    owing: set[Client] = field(default_factory=set)  # ranks that were told Go and have not said Done
     totals: Totals = field(default_factory=Totals)
     committed: set[int] = field(default_factory=set)
     stopped: dict[int, bool] = field(default_factory=dict)  # worker -> whether live bytes were written
@@ -199,14 +198,12 @@ class ReplicaRefit:
         self.armed.clear()
         self.unread.clear()
 
-    def begin(self, trainers: frozenset[Client]) -> None:
+    def begin(self) -> None:
         """Bytes move from here on. The workers are told here, the trainers by the refit, for all replicas that begin together."""
         co, r, refit = self.refit.coordinator, self.replica, self.refit
         self.readers = {
             i: m.Reader(c.label, c.hello.host, c.hello.pid) for i, c in r.workers.items() if i not in r.follows
         }
-        self.owing = set(trainers)
-        self.owing.update(r.workers.values())
         self.to(Phase.MOVING)
         self.epoch = r.epoch
         broadcast(r.workers.values(), refit.go([self], tells=relays.tells(refit, self)))
@@ -403,7 +400,8 @@ class ReplicaRefit:
         if self.phase is Phase.ARMING:
             return self._arming_for()
         if self.phase is Phase.MOVING:
-            return [self._moving(c) for c in self.refit.coordinator.domain(r) if c in self.owing]
+            ranks, owed = self.refit.coordinator.domain(r), self.refit.owed
+            return [self._moving(c) for c in ranks if owed.owes(c, r.index)]
         if self.phase is Phase.COMMITTING:
             return [f"replica {r.index} worker {w}: installing" for w in range(r.size) if w not in self.committed]
         return [f"replica {r.index} controller: resuming"] if self.phase is Phase.SETTLING else []

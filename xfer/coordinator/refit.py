@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from xfer import logs
@@ -26,10 +27,73 @@ if TYPE_CHECKING:
 logger = logging.getLogger("xfer")
 
 
+class Owed:
+    """Which ranks have not said `Done` for which replicas.
+
+    Ranks are numbered as in the domain of a replica: trainers, then its workers. A set of replicas is an integer with bit `r`
+    for replica `r`. Each replica is watched at the first rank that owes it, so a `Done` concerns only the replicas that are
+    watched at its sender. The work of a refit thus grows with the number of ranks, not with the pairs of a rank and a replica.
+    """
+
+    def __init__(self, trainers: int, replicas: int):
+        self._trainers, self._replicas = trainers, replicas
+        self._owed = [0] * trainers
+        self._watched = [0] * trainers
+
+    def rank(self, client: Client) -> int:
+        h = client.hello
+        return h.index if h.role == "trainer" else self._trainers + h.index
+
+    def begin(self, replicas: Sequence[Replica]) -> None:
+        """All ranks of these replicas are told Go."""
+        more = self._trainers + max(r.size for r in replicas) - len(self._owed)
+        self._owed += [0] * more
+        self._watched += [0] * more
+        some = sum(1 << r.index for r in replicas)
+        for i in range(self._trainers):
+            self._owed[i] |= some
+        for r in replicas:
+            for i in range(self._trainers, self._trainers + r.size):
+                self._owed[i] |= 1 << r.index
+        self._watched[0] |= some
+
+    def owes(self, client: Client, replica: int) -> bool:
+        i = self.rank(client)
+        return i < len(self._owed) and bool(self._owed[i] >> replica & 1)
+
+    def done(self, client: Client, replicas: tuple[int, ...]) -> list[int]:
+        """Note what a rank has done.
+
+        Returns:
+            The replicas that no rank owes any more.
+
+        Raises:
+            ProtocolError: a replica does not exist.
+        """
+        i, some = self.rank(client), _bits(replicas, self._replicas)
+        if i >= len(self._owed):
+            return []
+        left = self._watched[i] & some
+        self._owed[i] &= ~some
+        self._watched[i] &= ~some
+        while left and i + 1 < len(self._owed):
+            i += 1
+            here = left & self._owed[i]
+            self._watched[i] |= here
+            left &= ~here
+        return [r for r in range(left.bit_length()) if left >> r & 1]
+
+
+@lru_cache(maxsize=256)
+def _bits(replicas: tuple[int, ...], count: int) -> int:
+    """Return the set of these replicas. The trainers of a large job name the same ones."""
+    if (last := max(replicas, default=0)) >= count:
+        raise ProtocolError(f"a rank speaks of replica {last}, which does not exist")
+    return sum(1 << r for r in set(replicas))
+
+
 class Refit:
     """All replicas in one refit.
-
-    Its work grows with the number of ranks: what has to be done for each pair of a trainer and a replica is a set operation.
 
     Args:
         number: which refit of the session this is, from 1.
@@ -55,7 +119,7 @@ class Refit:
         # The deadline of a prepared refit begins again with the first call: engines are armed for both.
         self.armed_s = deadline_s + (coordinator.options.deadline_s if prepared else 0.0)
         self._go_at = 0.0  # when replicas that can begin no longer wait for others
-        self._owing: dict[int, set[Client]] = {}  # by replica: ReplicaRefit.owing
+        self.owed = Owed(coordinator.options.trainers, coordinator.options.replicas)
         self._undrained = 0  # how many of `parts` may be read from
         self._to_tell: list[int] = []  # replicas for which trainers are not told Drained yet
         self._arm_at = self.began + (0.0 if prepared else coordinator.refits.arm_after)
@@ -69,7 +133,6 @@ class Refit:
             r.stage(co.now)
             r.plan_s = r.link_s = 0.0
         self.open = self._undrained = len(self.parts)
-        self._owing = {r: part.owing for r, part in self.parts.items()}
         for part in self.parts.values():
             r = part.replica
             if r.controller is None:
@@ -186,27 +249,19 @@ class Refit:
             ProtocolError: the message names a replica that does not exist or, from a worker, that is not its own.
         """
         h, parts = client.hello, self.parts
-        if h.role == "worker":
-            if msg.replicas != (h.replica,):
-                raise ProtocolError(f"{client.label} speaks for replicas {msg.replicas[:8]}")
+        worker = h.role == "worker"
+        if worker and msg.replicas != (h.replica,):
+            raise ProtocolError(f"{client.label} speaks for replicas {msg.replicas[:8]}")
+        if worker:
             parts[h.replica].read(h.index)
-        owing, ended = self._owing, []
-        try:
-            for x in msg.moved:
-                if client in owing[x.replica]:
-                    parts[x.replica].totals.add(client, x)
-            for r in msg.replicas:  # the only loop over pairs of a trainer and a replica
-                left = owing[r]
-                left.discard(client)
-                if not left:
-                    ended.append(parts[r])
-        except KeyError as e:
-            raise ProtocolError(f"{client.label} speaks of replica {e}, which does not exist") from None
-        for part in ended:
+        for x in msg.moved:
+            if self.owed.owes(client, x.replica):
+                parts[x.replica].totals.add(client, x)
+        for part in [parts[r] for r in self.owed.done(client, msg.replicas)]:
             if part.phase is Phase.MOVING:
                 part.decide()
                 self._changed(part)
-        if h.role == "worker":
+        if worker:
             self._changed(parts[h.replica])
 
     def advance(self) -> None:
@@ -220,15 +275,15 @@ class Refit:
         able = [part for part in list(self.arming.values()) if self._able(part)]
         if not able or not self._all_there(able):
             return
-        begun, trainers = [], frozenset(co.trainers.values())
+        begun = []
         for part in able:
             if relays.may_begin(self, part):
-                part.begin(trainers)
-                self._owing[part.replica.index] = part.owing
+                part.begin()
                 begun.append(part)
             else:
                 relays.look_again(self, part)
         if begun:
+            self.owed.begin([part.replica for part in begun])
             # Trainers after workers, and the trainer of this process last: its threads would take the interpreter from the coordinator.
             together = tuple(part.replica.index for part in begun) if co.options.gathers else ()
             broadcast([co.trainers[i] for i in sorted(co.trainers, reverse=True)], self.go(begun, together))
@@ -399,7 +454,9 @@ class Refit:
             return "training"
         if h.index not in self.drained:
             return "draining"
-        moving = any(part.phase is Phase.MOVING and client in part.owing for part in self.parts.values())
+        moving = any(
+            part.phase is Phase.MOVING and self.owed.owes(client, part.replica.index) for part in self.parts.values()
+        )
         return "moving" if moving else "waiting"
 
 
