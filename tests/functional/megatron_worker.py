@@ -25,7 +25,7 @@ import torch.distributed as dist  # noqa: E402
 
 from examples.common.train_loop import Trainer  # noqa: E402
 from xfer.errors import XferError  # noqa: E402
-from xfer.participants.drain import begin_drain  # noqa: E402
+from xfer.participants.refit import begin_drain  # noqa: E402
 from xfer.trace.traced import TrainerLayout  # noqa: E402
 from xfer.trainers.megatron import MegatronTrainer  # noqa: E402
 

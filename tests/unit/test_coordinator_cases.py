@@ -67,7 +67,7 @@ def call(job: Job, *ranks: int, verify: bool = True, deadline_s: float = 60.0, v
 def says(message: object) -> str:
     """All lines of the errors in a message, or in an outcome and the replicas' parts of it."""
     errors = [message.error] if isinstance(message, m.Failed | m.Refused | m.Outcome) else []
-    errors += [o.error for o in getattr(message, "outcomes", ())]
+    errors += [o.failure for o in getattr(message, "outcomes", ())]
     return "\n".join(str(e.error()) for e in errors if e is not None)
 
 
@@ -392,7 +392,7 @@ def test_exports_that_disagree_end_the_refit_and_not_the_session(seed):
     for _ in range(2):
         t._changed = {"specs": pack_specs(odd, [])}
         assert committed(job) == [False] and "t0" in says(t.outcome)
-        assert isinstance(t.outcome.outcomes[0].error.error(), LayoutError)
+        assert isinstance(t.outcome.outcomes[0].error, LayoutError)
     t._changed = {"specs": specs(0)}
     assert committed(job) == GOOD
 

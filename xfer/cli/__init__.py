@@ -61,7 +61,7 @@ def status(
         client = RendezvousClient(rendezvous, token, "observer", deadline_s=timeout)
         while True:
             client.send(m.StatusAsk())
-            reply = client.take((m.StatusReply,), time.monotonic() + timeout, "a status")
+            reply = client.take(time.monotonic() + timeout, "a status", m.StatusReply)
             if watch:
                 console.clear()
             _print_status(console, reply)

@@ -76,7 +76,7 @@ class Totals:
     unpack_s: float = 0.0
     verify_s: float = 0.0
     bytes_in: dict[int, int] = field(default_factory=dict)  # worker -> bytes
-    routes: dict[str, m.RouteBytes] = field(default_factory=dict)
+    routes: dict[str, m.RouteTaken] = field(default_factory=dict)
     sent: dict[int, int] = field(default_factory=lambda: defaultdict(int))  # worker -> checksum by the trainers
     live: dict[int, int] = field(default_factory=dict)  # worker -> checksum of its live bytes
     held: dict[int, bytes] = field(default_factory=dict)  # trainer -> digests of bytes that others hold too
@@ -85,9 +85,9 @@ class Totals:
         self.pack_s, self.wire_s = max(self.pack_s, x.pack_s), max(self.wire_s, x.wire_s)
         self.unpack_s, self.verify_s = max(self.unpack_s, x.unpack_s), max(self.verify_s, x.verify_s)
         for r in x.routes:  # bytes add up, the seconds of the slowest rank count
-            old = self.routes.get(r.route, m.RouteBytes(r.route, 0, 0.0))
-            self.routes[r.route] = m.RouteBytes(r.route, old.nbytes + r.nbytes, max(old.seconds, r.seconds))
-        sums = [(c.worker, int.from_bytes(c.value, "little")) for c in x.checksums]
+            old = self.routes.get(r.route, m.RouteTaken(r.route, 0, 0.0))
+            self.routes[r.route] = m.RouteTaken(r.route, old.bytes + r.bytes, max(old.seconds, r.seconds))
+        sums = [(c.worker, c.total) for c in x.checksums]
         if client.hello.role == "worker":
             self.bytes_in[client.hello.index] = x.bytes_in
             self.live.update(sums)
@@ -457,7 +457,7 @@ class ReplicaRefit:
         lines = exports.differences(held, catalog) if held and catalog is not None else []
         return [*lines, exports.HOLDERS_ADVICE] if lines else []
 
-    def outcome(self) -> m.OutcomeMsg:
+    def outcome(self) -> m.ReplicaOutcome:
         """The result of this replica, for the trainers' reports."""
         s, ok, refit, r, t = self.said, self.error is None, self.refit, self.replica, self.totals
         per_worker = tuple(t.bytes_in[i] for i in sorted(r.workers) if i in t.bytes_in)
@@ -476,7 +476,7 @@ class ReplicaRefit:
             serves = s.version
         else:  # None: nothing, or not known yet
             serves = None if self.dirty or r.unsettled else r.version
-        return m.OutcomeMsg(
+        return m.ReplicaOutcome(
             replica=r.index,
             committed=ok and s is not None,
             serving=s is not None and s.serving,
@@ -488,7 +488,7 @@ class ReplicaRefit:
             phases=phases,
             verified=self.verified,
             dirty=self.dirty and not ok,
-            error=None if ok else m.WireError.of(self.error or UNKNOWN, "rendezvous"),
+            failure=None if ok else m.WireError.of(self.error or UNKNOWN, "rendezvous"),
             routes=tuple(t.routes[k] for k in sorted(t.routes)),
             readers=tuple(self.readers.values()),
         )

@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from xfer.errors import ProtocolError, XferError, from_wire
+from xfer.plan.explain import size
 
 WIRE_VERSION = 19
 """Sent in the challenge (rendezvous/channel.py), before any message that another version could not decode."""
@@ -427,13 +428,31 @@ class Checksum(Record, frozen=True):
     worker: Count
     value: Annotated[bytes, Meta(min_length=8, max_length=8)]
 
+    @classmethod
+    def of(cls, worker: int, total: int) -> Checksum:
+        return cls(worker, (total % (1 << 64)).to_bytes(8, "little"))
 
-class RouteBytes(Record, frozen=True):
-    """Bytes that one route moved, and its seconds. Routes run beside each other."""
+    @property
+    def total(self) -> int:
+        return int.from_bytes(self.value, "little")
+
+
+class RouteTaken(Record, frozen=True):
+    """The bytes that one route brought. Routes run concurrently.
+
+    Attributes:
+        route: "peer", "nccl", "gloo", "relay" or "packed".
+        bytes: Bytes of all workers.
+        seconds: Seconds of the slowest worker.
+    """
 
     route: Name
-    nbytes: Bytes64
+    bytes: Bytes64
     seconds: Seconds
+
+    def __str__(self) -> str:
+        rate = f" at {self.bytes / self.seconds / 1e9:.1f} GB/s" if self.seconds else ""
+        return f"{self.route}: {self.bytes:,} bytes in {self.seconds * 1e3:.2f} ms{rate}"
 
 
 class Moved(Record, frozen=True):
@@ -450,7 +469,7 @@ class Moved(Record, frozen=True):
     unpack_s: Seconds = 0.0
     verify_s: Seconds = 0.0
     checksums: Annotated[tuple[Checksum, ...], Meta(max_length=65536)] = ()
-    routes: Annotated[tuple[RouteBytes, ...], Meta(max_length=8)] = ()
+    routes: Annotated[tuple[RouteTaken, ...], Meta(max_length=8)] = ()
     held: Blob = b""
 
     @property
@@ -572,8 +591,25 @@ class Reader(Record, frozen=True):
     pid: Count
 
 
-class OutcomeMsg(Record, frozen=True):
-    """The result of one replica in one refit. `participants/report.py` explains the clocks of the seconds."""
+class ReplicaOutcome(Record, frozen=True):
+    """The outcome of a refit on one replica.
+
+    Attributes:
+        replica: Its number.
+        committed: Whether it committed this refit.
+        serving: Whether its engine serves.
+        version: The version that it serves now; None if it serves nothing.
+        transfer_s: Seconds on the transfer clock (participants/report.py).
+        outage_s: Seconds on the outage clock.
+        bytes_moved: Bytes that all its workers received.
+        bytes_per_worker: The same by worker.
+        phases: (name, seconds) of the calls to its engine.
+        verified: Whether checksums were compared and equal.
+        dirty: Whether it holds bytes of two versions.
+        failure: The encoded `error`.
+        routes: Bytes by route.
+        readers: Workers that began to read trainers' storages and did not say that they ended.
+    """
 
     replica: Count
     committed: bool
@@ -586,9 +622,27 @@ class OutcomeMsg(Record, frozen=True):
     phases: Annotated[tuple[tuple[Name, Seconds], ...], Meta(max_length=64)] = ()
     verified: bool = False
     dirty: bool = False
-    error: WireError | None = None
-    routes: Annotated[tuple[RouteBytes, ...], Meta(max_length=8)] = ()
-    readers: Annotated[tuple[Reader, ...], Meta(max_length=65536)] = ()  # they began and did not say that they ended
+    failure: WireError | None = None
+    routes: Annotated[tuple[RouteTaken, ...], Meta(max_length=8)] = ()
+    readers: Annotated[tuple[Reader, ...], Meta(max_length=65536)] = ()
+
+    @property
+    def error(self) -> XferError | None:
+        """Why it did not commit; None if it did."""
+        return self.failure.error() if self.failure is not None else None
+
+    def __str__(self) -> str:
+        serves = "serves nothing" if self.version is None else f"serves version {self.version!r}"
+        moved = f"{size(self.bytes_moved)} in {self.transfer_s * 1e3:.1f} ms, outage {self.outage_s * 1e3:.1f} ms"
+        if not self.committed:
+            moved = "unknown why" if self.error is None else self.error.line()
+        verified = ", verified" if self.verified else ""
+        return (
+            f"replica {self.replica} {'committed' if self.committed else 'did not commit'}, {serves}: {moved}{verified}"
+        )
+
+    def __repr__(self) -> str:
+        return f"<ReplicaOutcome: {self}>"
 
 
 class Outcome(WireMessage, frozen=True):
@@ -599,7 +653,7 @@ class Outcome(WireMessage, frozen=True):
 
     attempt: Count
     version: Label
-    outcomes: Annotated[tuple[OutcomeMsg, ...], Meta(max_length=65536)]
+    outcomes: Annotated[tuple[ReplicaOutcome, ...], Meta(max_length=65536)]
     error: WireError | None = None
     void: bool = False
 

@@ -306,11 +306,11 @@ class DirectPlane:
             time.perf_counter() - began, sums, self._by_route(routed), held,
         )  # fmt: skip
 
-    def _by_route(self, routed: routes.Routed) -> tuple[m.RouteBytes, ...]:
+    def _by_route(self, routed: routes.Routed) -> tuple[m.RouteTaken, ...]:
         r, wire = routed.report, "nccl" if self.side.device.type == "cuda" else "gloo"
         pulled = "relay" if routed.place is not None and routed.place.follows else "peer"
         some = ((pulled, r.pulled_bytes, r.pull_s), (wire, r.p2p_bytes, r.p2p_s))
-        return tuple(m.RouteBytes(name, n, seconds) for name, n, seconds in some if n)
+        return tuple(m.RouteTaken(name, n, seconds) for name, n, seconds in some if n)
 
     # ---- close
 

@@ -139,5 +139,5 @@ class DirectTrainer:
         out = []
         for worker, value in enumerate(self._sums.values(go.replicas[0], plan, go.attempt)):
             value ^= int(faults.wants("trainer", self.index, "checksum"))
-            out.append(m.Checksum(worker, (value % (1 << 64)).to_bytes(8, "little")))
+            out.append(m.Checksum.of(worker, value))
         return tuple(out), self._sums.shared(go.replicas[0], plan, go.attempt)

@@ -114,7 +114,7 @@ class DirectWorker:
         out: tuple[m.Checksum, ...] = ()
         if go.verify:
             value = self._sum() ^ int(faults.wants("worker", self.index, "checksum"))
-            out = (m.Checksum(self.index, (value % (1 << 64)).to_bytes(8, "little")),)
+            out = (m.Checksum.of(self.index, value),)
             if self._constants is None or self._constants[0] is not plan:
                 self._constants = plan, Constants(plan.program.rows, self._roots)
             if wrong := self._constants[1].wrong():

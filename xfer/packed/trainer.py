@@ -181,7 +181,7 @@ class TrainerPlane(PackedPlane):
         if go.verify and sends:
             total ^= int(faults.wants("trainer", self.side.index, "checksum"))
             workers = [r - self._first_worker for r in self._mine] if self._shared else range(self._workers)
-            sums = tuple(m.Checksum(w, total.to_bytes(8, "little")) for w in workers)
+            sums = tuple(m.Checksum.of(w, total) for w in workers)
         return m.Moved(
             self.replica, bytes_out=nbytes, pack_s=max(0.0, feed.seconds - source.built_s), wire_s=wire_s,
             verify_s=source.agreed_s + source.built_s, checksums=sums,

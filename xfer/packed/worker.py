@@ -164,8 +164,8 @@ class WorkerPlane(PackedPlane):
                 self._buffers = Buffers(2, self.side.device)
         model.synchronize()
         total = arrivals.total ^ int(go.verify and faults.wants("worker", self.side.index, "checksum"))
-        sums = (m.Checksum(self.side.index, total.to_bytes(8, "little")),) if go.verify else ()
-        carried = (m.RouteBytes("packed", nbytes, arrivals.seconds),)
+        sums = (m.Checksum.of(self.side.index, total),) if go.verify else ()
+        carried = (m.RouteTaken("packed", nbytes, arrivals.seconds),)
         return m.Moved(
             self.replica, bytes_in=nbytes, wire_s=arrivals.seconds, unpack_s=load_s, checksums=sums, routes=carried
         )

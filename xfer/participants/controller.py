@@ -256,7 +256,7 @@ class Controller:
     def _serve(self, party: RendezvousClient) -> None:
         while not self._closing.is_set():
             try:
-                message = party.take((m.Arm, m.Failed, m.ReplicaReady), time.monotonic() + 3600.0, "the next refit")
+                message = party.take(time.monotonic() + 3600.0, "the next refit", m.Arm, m.Failed, m.ReplicaReady)
                 if isinstance(message, m.Arm):
                     with quick_turns():
                         lost = self._refit(party, message)
@@ -358,7 +358,7 @@ class Controller:
                 "deadline_s": self.deadline_s, "keep": list(self._keep),
             }, self.deadline_s + STOP_GRACE_S)  # fmt: skip
             until = time.monotonic() + STOP_GRACE_S
-            message = party.take((m.ReplicaReady, m.Failed), until, "the replica's plan")
+            message = party.take(until, "the replica's plan", m.ReplicaReady, m.Failed)
             if isinstance(message, m.Failed):
                 self._kept_from = message.error.error()
         except Exception as e:
@@ -488,11 +488,15 @@ class Controller:
         try:
             while True:
                 message = party.take(
-                    (m.Commit, m.Settle, m.Failed, m.Decided, m.CallAgain),
                     due + STOP_GRACE_S + SETTLE_GRACE_S,
                     "the decision",
-                    lambda x: isinstance(x, m.Failed) or x.attempt == arm.attempt,
-                    due,
+                    m.Commit,
+                    m.Settle,
+                    m.Failed,
+                    m.Decided,
+                    m.CallAgain,
+                    match=lambda x: isinstance(x, m.Failed) or x.attempt == arm.attempt,
+                    due=due,
                 )
                 if isinstance(message, m.Decided):
                     visit.wind_up()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from xfer.rendezvous.client import RendezvousClient
 
 
+@dataclass(eq=False)
 class Stop:
     """Tells running work to end. One per epoch of a lane; set from any thread.
 
@@ -31,8 +32,7 @@ class Stop:
         error: The reason to stop; None: continue.
     """
 
-    def __init__(self) -> None:
-        self.error: XferError | None = None
+    error: XferError | None = None
 
     def stopped(self) -> bool:
         """Whether the work has to stop."""

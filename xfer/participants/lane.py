@@ -310,8 +310,7 @@ class Lane:
         until, said, planned = time.monotonic() + go.deadline_s + GO_GRACE_S, time.monotonic(), self._planned()
         nbytes, stop = planned.bytes_in + planned.bytes_out, self._now
         if go.attempt <= self._given_up[0]:
-            stop = Stop()
-            stop.error = self._given_up[1]
+            stop = Stop(self._given_up[1])
 
         def progress(wave: int, done: int) -> None:
             nonlocal said

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,20 +19,24 @@ from xfer.background import LOOK_S, BackgroundCall
 from xfer.coordinator import messages as m
 from xfer.coordinator.deadlines import CALL_GRACE_S, STOP_GRACE_S
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
-from xfer.participants import computing, faults, readers
+from xfer.participants import computing, faults
 from xfer.participants.arguments import Call
-from xfer.participants.drain import begin_drain
-from xfer.participants.report import RefitReport, ReplicaOutcome
+from xfer.participants.report import RefitReport
 from xfer.participants.timeline import mark
+from xfer.rendezvous.client import host_identity
+from xfer.transport.peer import DRAIN_S
 
 if TYPE_CHECKING:
     from xfer.participants.lane import Lane
-    from xfer.participants.trainer import TrainerSession
+    from xfer.participants.trainer import Source, TrainerSession
 
 logger = logging.getLogger("xfer")
 
 _LAST_S = 1.0
 """Seconds of the bound that a rank without an outcome keeps for stopping its own lanes."""
+READERS_S = DRAIN_S + 1.0
+"""Seconds to wait for the end of workers that may still read: a worker that lost its connection stops its pull by itself within
+`DRAIN_S`; a killed one ends sooner."""
 
 
 class RefitCall:
@@ -224,7 +228,7 @@ class RefitCall:
 
     def _late(self, why: str) -> DeadlineExceeded:
         try:  # the coordinator has the same deadline and knows which ranks have not called
-            told = [o.error.error() for o in self._outcome().outcomes if o.error is not None]
+            told = [o.error for o in self._outcome().outcomes if o.error is not None]
         except XferError as e:
             told = [e]
         lines = dict.fromkeys(line for e in told for line in (e.violations or (e.message,)))
@@ -246,7 +250,7 @@ class RefitCall:
             if not in_time or self._is_over():
                 return False
             if asked():
-                message = self.party.take((m.CatalogMsg, m.Outcome), self.until, "the catalog")
+                message = self.party.take(self.until, "the catalog", m.CatalogMsg, m.Outcome)
                 if isinstance(message, m.CatalogMsg):
                     self._answer(message)
                 else:
@@ -269,10 +273,7 @@ class RefitCall:
         while True:
             try:
                 message = self.party.take(
-                    (m.Outcome, m.CatalogMsg, m.Failed),
-                    self.ends - _LAST_S,
-                    "the outcome of this refit",
-                    due=self.until,
+                    self.ends - _LAST_S, "the outcome of this refit", m.Outcome, m.CatalogMsg, m.Failed, due=self.until
                 )
             except (DeadlineExceeded, PeerLost) as e:
                 raise self._untold(e) from e
@@ -342,7 +343,7 @@ class RefitCall:
                 drained=False,
             )
         self._quarantine_if_read(outcome)
-        report = self._report(outcome.version, tuple(ReplicaOutcome.of(o) for o in outcome.outcomes))
+        report = self._report(outcome.version, outcome.outcomes)
         if report.committed:  # if fewer replicas than wanted committed, the call raises below
             self.session.version = outcome.version
         report.raise_unless(self.call.want)
@@ -356,8 +357,8 @@ class RefitCall:
             if (lane := self.session.lanes.get(o.replica)) is not None and self._pulled(lane)
             for r in o.readers
         ]
-        seconds = min(readers.GRACE_S, max(_LAST_S, self.ends - time.monotonic()))
-        if some and (left := readers.still_reading(some, seconds)):
+        seconds = min(READERS_S, max(_LAST_S, self.ends - time.monotonic()))
+        if some and (left := still_reading(some, seconds)):
             self.session.side.keep_alive()
             raise PeerLost(
                 "workers may still read this rank's parameters: do not write or free them before those have ended",
@@ -372,7 +373,7 @@ class RefitCall:
         return version if attempt == self.number else self.call.version
 
     def _report(
-        self, version: int | str | None, outcomes: tuple[ReplicaOutcome, ...], pending: bool = False
+        self, version: int | str | None, outcomes: tuple[m.ReplicaOutcome, ...], pending: bool = False
     ) -> RefitReport:
         planned = [
             (lane.plane, facts) for lane in list(self.session.lanes.values()) if (facts := lane.facts) is not None
@@ -388,3 +389,53 @@ class RefitCall:
             sum(facts.kept_bytes for _, facts in planned),
             pending,
         )
+
+
+def begin_drain(
+    source: Source, label: str, register: Callable[[BackgroundCall[None]], None] = lambda _: None
+) -> BackgroundCall[None]:
+    """Start a drain of `source`. `register` is given the call before it starts.
+
+    With parameter gathers in flight, a drain ends only when all data-parallel peers call too, and nothing interrupts a
+    collective. So it runs in the background.
+    """
+
+    def drain() -> None:
+        faults.point("trainer", source.rank, "drain")
+        source.drain()
+
+    return BackgroundCall(drain, source.device, label, "the trainer's parameters could not be made whole", register)
+
+
+def still_reading(readers: Sequence[m.Reader], seconds: float) -> list[str]:
+    """Wait until these workers are dead, which may still read a trainer's storages after a failed refit.
+
+    A worker that pulls sends `Done`, or `Stopped` once its pull is drained. One that sends neither has died or lost its
+    connection: a dead process reads nothing, a living one may still read. Only processes of this host can be checked, which
+    is enough: a pull does not leave a host. `host_identity()` identifies a host, so containers that share a name but not
+    their process ids must set XFER_HOST.
+
+    Args:
+        readers: The suspected workers.
+        seconds: How long to wait.
+
+    Returns:
+        One line for each reader that may still be alive.
+    """
+    until = time.monotonic() + seconds
+    left = list(readers)
+    while left:
+        left = [r for r in left if r.host != host_identity() or _alive(r.pid)]
+        if not left or time.monotonic() > until:
+            break
+        time.sleep(0.01)
+    return [f"{r.label} (host {r.host}, pid {r.pid})" for r in left]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as f:
+            state = f.read().rsplit(b")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state not in (b"Z", b"X")  # a zombie has no memory and no device context

@@ -9,96 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from xfer.coordinator import messages as m
-from xfer.errors import RefitFailed, XferError
+from xfer.coordinator.messages import ReplicaOutcome
+from xfer.errors import RefitFailed
 from xfer.logs import counted
 from xfer.plan.explain import size
-
-
-@dataclass(frozen=True, slots=True)
-class RouteTaken:
-    """The bytes that one route brought to all workers of a replica. Routes run concurrently.
-
-    Attributes:
-        route: "peer", "nccl", "gloo" or "relay".
-        bytes: Bytes of all workers.
-        seconds: Seconds of the slowest worker.
-    """
-
-    route: str
-    bytes: int
-    seconds: float
-
-    def __str__(self) -> str:
-        rate = f" at {self.bytes / self.seconds / 1e9:.1f} GB/s" if self.seconds else ""
-        return f"{self.route}: {self.bytes:,} bytes in {self.seconds * 1e3:.2f} ms{rate}"
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaOutcome:
-    """The outcome of a refit on one replica.
-
-    Attributes:
-        replica: Its number.
-        committed: Whether it committed this refit.
-        serving: Whether its engine serves.
-        version: The version that it serves now; None if it serves nothing.
-        transfer_s: Seconds on the transfer clock.
-        outage_s: Seconds on the outage clock.
-        bytes_moved: Bytes that all its workers received.
-        bytes_per_worker: The same by worker.
-        phases: (name, seconds) of the calls to its engine.
-        verified: Whether checksums were compared and equal.
-        dirty: Whether it holds bytes of two versions.
-        error: Why it did not commit; None if it did.
-        routes: Bytes by route.
-    """
-
-    replica: int
-    committed: bool
-    serving: bool
-    version: int | str | None
-    transfer_s: float
-    outage_s: float
-    bytes_moved: int
-    bytes_per_worker: tuple[int, ...]
-    phases: tuple[tuple[str, float], ...]
-    verified: bool
-    dirty: bool
-    error: XferError | None
-    routes: tuple[RouteTaken, ...] = ()
-
-    def __str__(self) -> str:
-        serves = "serves nothing" if self.version is None else f"serves version {self.version!r}"
-        moved = f"{size(self.bytes_moved)} in {self.transfer_s * 1e3:.1f} ms, outage {self.outage_s * 1e3:.1f} ms"
-        if not self.committed:
-            moved = "unknown why" if self.error is None else self.error.line()
-        verified = ", verified" if self.verified else ""
-        return (
-            f"replica {self.replica} {'committed' if self.committed else 'did not commit'}, {serves}: {moved}{verified}"
-        )
-
-    def __repr__(self) -> str:
-        return f"<ReplicaOutcome: {self}>"
-
-    @classmethod
-    def of(cls, o: m.OutcomeMsg) -> ReplicaOutcome:
-        """Decode the coordinator's message."""
-        return cls(
-            o.replica,
-            o.committed,
-            o.serving,
-            o.version,
-            o.transfer_s,
-            o.outage_s,
-            o.bytes_moved,
-            o.bytes_per_worker,
-            o.phases,
-            o.verified,
-            o.dirty,
-            o.error.error() if o.error else None,
-            tuple(RouteTaken(r.route, r.nbytes, r.seconds) for r in o.routes),
-        )
 
 
 @dataclass(frozen=True, slots=True)

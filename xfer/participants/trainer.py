@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -22,12 +23,10 @@ from xfer.coordinator import messages as m
 from xfer.coordinator.deadlines import STOP_GRACE_S, TOLD_S
 from xfer.coordinator.packing import pack_specs, unpack_one
 from xfer.coordinator.state import Options, told
-from xfer.errors import DeadlineExceeded, RebindError, XferError
+from xfer.errors import DeadlineExceeded, RebindError, Unsupported, XferError
 from xfer.participants import computing, timeline
 from xfer.participants.arguments import Labels, checked_call
 from xfer.participants.data_plane import NewTrainerSide
-from xfer.participants.drain import refuse_running
-from xfer.participants.entry import Entry
 from xfer.participants.lane import Lane
 from xfer.participants.refit import RefitCall
 from xfer.participants.report import RefitReport
@@ -83,6 +82,61 @@ class Computes(Source, Protocol):
         """
 
 
+class Entry:
+    """Admits calls to a trainer rank's session: one thread at a time, and none after `close`.
+
+    A refused call raises Unsupported, not PeerLost: no peer is gone, so calling again would not help.
+
+    Args:
+        where: This rank, for errors.
+
+    Attributes:
+        closed: Whether the session is closed. A call that is inside then ends with its connection.
+    """
+
+    def __init__(self, where: str) -> None:
+        self.closed = False
+        self._where, self._inside = where, threading.Lock()
+
+    def refuse_closed(self, call: str) -> None:
+        """Raise Unsupported if the session is closed. `call` is quoted in the error."""
+        if self.closed:
+            raise Unsupported(
+                f"{call} was called after this session was closed, on this rank itself",
+                [
+                    "close it on every trainer rank and call xfer.connect() again there, and xfer.serve() for each engine"
+                ],
+                where=self._where,
+            )
+
+    @contextlib.contextmanager
+    def alone(self, call: str) -> Iterator[None]:
+        """Admit one call. Raises Unsupported if the session is closed or another thread is inside."""
+        self.refuse_closed(call)
+        with self.if_free() as free:
+            if not free:
+                raise Unsupported(
+                    f"{call} was called while another thread of this rank is inside xfer",
+                    ["call it from one thread at a time; all ranks must make the same calls in the same order"],
+                    where=self._where,
+                )
+            yield
+
+    @contextlib.contextmanager
+    def if_free(self) -> Iterator[bool]:
+        """Yield whether no call was inside; if so, none is admitted until the end of the context."""
+        free = self._inside.acquire(blocking=False)
+        try:
+            yield free
+        finally:
+            if free:
+                self._inside.release()
+
+    def locked(self) -> bool:
+        """Whether a call is inside."""
+        return self._inside.locked()
+
+
 class TrainerSession:
     """One connected trainer rank. `xfer.connect` makes it.
 
@@ -116,7 +170,7 @@ class TrainerSession:
         self._relay = options.relay
         self.pending: RefitCall | None = None
         self._before: RefitReport | None = None  # report of a pending call, until the next report includes it
-        self._busy = Entry()
+        self._busy = Entry(f"trainer {source.rank}")
         self._stale = False  # the last attempt to read the layout again failed
         self._specs = b""
         # Specs and inventory that the coordinator knows. None: the coordinator answers the specs with a catalog first.
@@ -179,7 +233,7 @@ class TrainerSession:
         self._party.send(m.Specs(self._specs))
         self.has_told(self._specs, b"")
         first = self._party.take(
-            (m.CatalogMsg, m.Failed), until + TOLD_S, "the catalog: other trainer ranks have not connected yet",
+            until + TOLD_S, "the catalog: other trainer ranks have not connected yet", m.CatalogMsg, m.Failed,
             match=lambda x: isinstance(x, m.CatalogMsg) or x.ends(wait),
         )  # fmt: skip
         if isinstance(first, m.Failed):
@@ -193,9 +247,11 @@ class TrainerSession:
                 try:
                     # Rank 0 gives up first: it knows which clients were rejected.
                     message = self._party.take(
-                        (m.ReplicaReady, m.Failed, m.CatalogMsg),
                         until if self._server is not None else until + TOLD_S,
                         f"replicas {missing} have not joined; is xfer.serve() running for them?",
+                        m.ReplicaReady,
+                        m.Failed,
+                        m.CatalogMsg,
                     )
                 except DeadlineExceeded as e:
                     # Send the error before this rank leaves; otherwise the others would learn only that it has left.
@@ -237,10 +293,8 @@ class TrainerSession:
         # The coordinator has the same deadline and knows which ranks are missing.
         self._party.wait_for(pointless, time.monotonic() + TOLD_S)
         if pointless():
-            now = time.monotonic()
-            raise self._party.take(
-                (m.Failed,), now + TOLD_S, "the names of ranks that do not take part", lambda x: x.ends(wait)
-            ).error.error()
+            until, why = time.monotonic() + TOLD_S, "the names of ranks that do not take part"
+            raise self._party.take(until, why, m.Failed, match=lambda x: x.ends(wait)).error.error()
         raise DeadlineExceeded(
             "layouts are read by all ranks together (probe=), and not all took part",
             ["call xfer.connect() on every trainer rank, with the same probe="],
@@ -274,7 +328,7 @@ class TrainerSession:
 
     def prepare(self) -> None:
         """Arm the engines for the next refit now; they stop serving until it has run."""
-        self._busy.refuse_closed("prepare()", self._party.label)
+        self._busy.refuse_closed("prepare()")
         self._party.send(m.Prepare(self.attempt + 1))
 
     def refit(
@@ -287,7 +341,7 @@ class TrainerSession:
         deadline_s: float | None = None,
     ) -> RefitReport:
         """See `xfer.nccl_xfer_refit`."""
-        with self._busy.alone("nccl_xfer_refit()", self._party.label):
+        with self._busy.alone("nccl_xfer_refit()"):
             try:
                 self._finish_pending()
                 call = checked_call(
@@ -394,7 +448,7 @@ class TrainerSession:
 
     def release(self) -> None:
         """See `Session.release`."""
-        with self._busy.alone("release()", self._party.label):
+        with self._busy.alone("release()"):
             self._release()
 
     def _release(self) -> None:
@@ -403,13 +457,19 @@ class TrainerSession:
             raise DeadlineExceeded(
                 "a transfer of this rank is still running", self.side.warn(()), where=self._party.label
             )
-        refuse_running((self.drain, self.computing), until, self._party.label)
+        for call in (self.drain, self.computing):
+            if call is not None and not call.ended(until):
+                raise DeadlineExceeded(
+                    "a background call of an earlier refit has not ended, and uses this rank's parameters",
+                    ["other ranks take part in it, and one has not done its part yet: call again when it has"],
+                    where=self._party.label,
+                )
         self._releases += 1
         self._party.send(m.Release(self._releases))
         kept: list[m.Outcome | m.Failed] = []
         try:
             while True:
-                message = self._party.take((m.Released, m.Outcome, m.Failed), until, "every worker to unmap")
+                message = self._party.take(until, "every worker to unmap", m.Released, m.Outcome, m.Failed)
                 if not isinstance(message, m.Released):
                     kept.append(message)
                 elif message.number == self._releases:
@@ -427,7 +487,7 @@ class TrainerSession:
 
     def explain(self) -> str:
         """See `Session.explain`."""
-        self._busy.refuse_closed("explain()", self._party.label)
+        self._busy.refuse_closed("explain()")
         lanes = [
             f"replica {r}\n{lane.plane.explain()}" for r, lane in sorted(self.lanes.items()) if lane.facts is not None
         ]

@@ -186,13 +186,13 @@ class WorkerSession:
         party.on_lane = partial(self._lane, party)
         self._side = self._new_side(party.welcome.route, self.adapter, party, self.replica, self.index)
         self.adapter.drop = (*self.adapter.drop, *party.welcome.drop)
-        first = party.take((m.CatalogMsg, m.Failed), until, "the catalog: trainers have not connected yet")
+        first = party.take(until, "the catalog: trainers have not connected yet", m.CatalogMsg, m.Failed)
         if isinstance(first, m.Failed):
             raise first.error.error()
         self._read(party, first)
         while True:
             message = party.take(
-                (m.ReplicaReady, m.Failed, m.CatalogMsg), until, "a plan: another rank is still reading its layout"
+                until, "a plan: another rank is still reading its layout", m.ReplicaReady, m.Failed, m.CatalogMsg
             )
             if isinstance(message, m.Failed):
                 raise message.error.error()
@@ -281,9 +281,13 @@ class WorkerSession:
             self._told = self.side.inventory
         while True:
             message = party.take(
-                (m.Commit, m.Abort, m.CallAgain, m.Failed, m.CatalogMsg),
                 due + STOP_GRACE_S,
                 "the decision of this refit",
+                m.Commit,
+                m.Abort,
+                m.CallAgain,
+                m.Failed,
+                m.CatalogMsg,
                 due=due,
             )
             if isinstance(message, m.CatalogMsg):

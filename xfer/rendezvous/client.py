@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Protocol, TypeVar, overload
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -376,51 +376,19 @@ class RendezvousClient:
                 inbox.queue.remove(x)
         return found[-1] if found else None
 
-    # Overloads for several types: from a tuple of types mypy would infer their base class, not their union.
-
-    @overload
-    def take(
-        self, kinds: tuple[type[M]], until: float, what: str, match: Callable[[M], bool] = ..., due: float | None = ...
-    ) -> M: ...
-
-    @overload
     def take(
         self,
-        kinds: tuple[type[M], type[M2]],
         until: float,
         what: str,
-        match: Callable[[M | M2], bool] = ...,
-        due: float | None = ...,
-    ) -> M | M2: ...
-
-    @overload
-    def take(
-        self,
-        kinds: tuple[type[M], type[M2], type[M3]],
-        until: float,
-        what: str,
-        match: Callable[[M | M2 | M3], bool] = ...,
-        due: float | None = ...,
-    ) -> M | M2 | M3: ...
-
-    @overload
-    def take(
-        self,
-        kinds: tuple[type[M], type[M2], type[M3], type[M4], type[M5]],
-        until: float,
-        what: str,
-        match: Callable[[M | M2 | M3 | M4 | M5], bool] = ...,
-        due: float | None = ...,
-    ) -> M | M2 | M3 | M4 | M5: ...
-
-    def take(
-        self,
-        kinds: tuple[type[M], ...],
-        until: float,
-        what: str,
-        match: Callable[[M], bool] = lambda _: True,
+        kind: type[M],
+        kind2: type[M2] | None = None,
+        kind3: type[M3] | None = None,
+        kind4: type[M4] | None = None,
+        kind5: type[M5] | None = None,
+        *,
+        match: Callable[[M | M2 | M3 | M4 | M5], bool] = lambda _: True,
         due: float | None = None,
-    ) -> M:
+    ) -> M | M2 | M3 | M4 | M5:
         """Return the next inbox message of these kinds. Other messages are dropped.
 
         A coordinator whose process is stopped or stuck keeps its connections. So it is asked from monotonic time `due` on,
@@ -429,6 +397,7 @@ class RendezvousClient:
         Args:
             until: monotonic time.
             what: what the caller waits for, quoted in errors.
+            kind: the type of the message. The others too; a tuple of types would have no type of its own.
             match: whether to return a message of these kinds.
 
         Raises:
@@ -436,6 +405,7 @@ class RendezvousClient:
             DeadlineExceeded: no such message came, or the coordinator did not answer for SILENCE_S.
             XferError: the coordinator refused this process.
         """
+        kinds = tuple(k for k in (kind, kind2, kind3, kind4, kind5) if k is not None)
         due, asked, wait = until - SILENCE_S if due is None else due, 0.0, 0.0
         while True:
             try:  # first without waiting: the message may be here for long
