@@ -261,25 +261,47 @@ class ReplicaRefit:
 
     # ---- back
 
-    def fail(self, error: XferError, by: Client | None = None) -> None:
-        """End this replica's part because of `error`. The only way to fail, except for the loss of a process.
+    def fail(self, error: XferError, by: Client | None = None, gone: bool = False) -> None:
+        """End this replica's part because of `error`.
 
-        Before the decision the replica aborts. After it nothing can be taken back: a worker that fails while it installs
-        leaves the replica torn. Errors of other processes do not count then, since only the workers are needed.
+        Before the decision the replica aborts. After it nothing can be taken back: a worker that does not install leaves the
+        replica torn, and errors of other processes do not count, since only the workers are needed.
+
+        Args:
+            by: the process that reported the error.
+            gone: a process of the replica is gone, which ends its part in any phase. Its other processes have been told.
         """
-        if self.phase is Phase.COMMITTING and by is not None and by.hello.role == "worker":
-            return self._torn(error)
-        if self.phase not in (Phase.ARMING, Phase.MOVING):
+        co, r, before = self.refit.coordinator, self.replica, self.phase
+        if gone:
+            if self.over and self.error is None:
+                return
+            if isinstance(self.error, EngineLost):  # the controller reported first that something died; this names it
+                self.error = PeerLost(error.message, (*error.violations, str(self.error)), where=error.where)
+            self.error = self.error or error
+            if self.over:
+                return
+            co.stop_ranks(r, error)
+            r.tell(m.Settle(self.refit.number, True, m.WireError.of(error, "rendezvous")))
+            self.dirty = before is not Phase.ARMING
+            self.to(Phase.OVER)
+            co.soon(self.refit.finish_if_over)
+        elif before is Phase.COMMITTING and by is not None and by.hello.role == "worker":
+            self.error, r.relink = error, True
+            return self._settle(True)
+        elif before in (Phase.ARMING, Phase.MOVING):
+            self.dirty, self.error = before is Phase.MOVING, error
+            self.to(Phase.ABORTING)
+            if self.told or not r.phase.before_ready:  # else it goes on joining: nothing of this refit has reached it
+                r.relink = True
+                if r.phase.opening:
+                    r.phase, r.error = ReplicaPhase.FAILED, error  # the next refit plans again
+                co.stop_ranks(r, error)
+            if by is not None and isinstance(error, PeerLost):
+                self.why_until = min(co.now + CAUSE_S, self.refit.until)
+            co.at(co.now + STOP_GRACE_S, self._stop_late, of=self.refit)
+            self._stopped()
+        else:
             return
-        co, r = self.refit.coordinator, self.replica
-        self.dirty, self.error = self.phase is Phase.MOVING, error
-        self.to(Phase.ABORTING)
-        if self.told or not r.phase.before_ready:
-            self._break(error)  # else the replica goes on joining: nothing of this refit has reached it
-        if by is not None and isinstance(error, PeerLost):
-            self.why_until = min(co.now + CAUSE_S, self.refit.until)
-        co.at(co.now + STOP_GRACE_S, self._stop_late, of=self.refit)
-        self._stopped()
         relays.fallen(self.refit, self, error)
         self.refit.advance_soon()
 
@@ -291,34 +313,6 @@ class ReplicaRefit:
         if self.why_until and not isinstance(error, PeerLost):
             self.error, self.why_until = error, 0.0
 
-    def lost(self, error: XferError) -> None:
-        """A process of the replica is gone. Its other processes have been told."""
-        co, r = self.refit.coordinator, self.replica
-        if self.over and self.error is None:
-            return
-        if isinstance(self.error, EngineLost):  # the controller reported first that something died; this names it
-            self.error = PeerLost(error.message, (*error.violations, str(self.error)), where=error.where)
-        self.error = self.error or error
-        if self.over:
-            return
-        wire = m.WireError.of(error, "rendezvous")
-        broadcast(co.domain(r), m.Abort(r.index, self.refit.number, r.epoch, wire))
-        if r.controller is not None:
-            r.controller.send(m.Settle(self.refit.number, True, wire))
-        self.dirty = self.phase is not Phase.ARMING
-        self.to(Phase.OVER)
-        relays.fallen(self.refit, self, error)
-        self.refit.advance_soon()
-        co.soon(self.refit.finish_if_over)
-
-    def _break(self, error: XferError) -> None:
-        """Abort: a blocked rank is freed by breaking the communicator, which is never used again."""
-        co, r = self.refit.coordinator, self.replica
-        r.relink = True
-        if r.phase.opening:
-            r.phase, r.error = ReplicaPhase.FAILED, error  # the next refit plans again
-        broadcast(co.domain(r), m.Abort(r.index, self.refit.number, r.epoch, m.WireError.of(error, "rendezvous")))
-
     def worker_stopped(self, client: Client, msg: m.Stopped) -> None:
         """After an abort: this worker will write nothing of this refit any more."""
         self.stopped[client.hello.index] = msg.dirty
@@ -327,7 +321,9 @@ class ReplicaRefit:
         self._stopped()
         if self.phase is Phase.COMMITTING:
             version = self.refit.version
-            self._torn(EngineLost(f"{client.label} left its call before it had installed version {version!r}"))
+            self.fail(
+                EngineLost(f"{client.label} left its call before it had installed version {version!r}"), by=client
+            )
 
     def _stopped(self) -> None:
         if self.phase is Phase.ABORTING and all(w in self.stopped for w in self.armed if w in self.replica.workers):
@@ -340,20 +336,12 @@ class ReplicaRefit:
 
     def _install_late(self) -> None:
         if self.phase is Phase.COMMITTING:
-            self._torn(
-                DeadlineExceeded(
-                    f"replica {self.replica.index} did not install version {self.refit.version!r} "
-                    f"within {STOP_GRACE_S:.0f} s of the decision",
-                    [f"waiting for {w}" for w in self.waiting_for()],
-                )
+            r, late = self.replica, f"replica {self.replica.index} did not install version {self.refit.version!r}"
+            error = DeadlineExceeded(
+                f"{late} within {STOP_GRACE_S:.0f} s of the decision", [f"waiting for {w}" for w in self.waiting_for()]
             )
+            self.fail(error, by=next(c for i, c in r.workers.items() if i not in self.committed))
             self.refit.finish_if_over()
-
-    def _torn(self, error: XferError) -> None:
-        """Decided, but not installed by every worker: the replica may hold two versions and must not be resumed."""
-        self.error, self.dirty = error, True
-        self.replica.relink = True
-        self._settle(True)
 
     def _settle(self, dirty: bool) -> None:
         self.dirty = dirty or self.replica.dirty  # torn by an earlier refit, which this one did not repair
@@ -383,7 +371,7 @@ class ReplicaRefit:
         def never() -> None:
             if self.phase is Phase.SETTLING or r.unsettled == refit.number:
                 late = f"replica {r.index} was not back in service {SETTLE_GRACE_S:.0f} s after the decision"
-                co.lose(r, EngineLost(late, stuck))
+                co.fail(r, EngineLost(late, stuck), gone=True)
                 refit.finish_if_over()
 
         co.at(max(co.now, refit.until) + ANSWER_GRACE_S, unsettled, of=refit)

@@ -16,6 +16,7 @@ from typing import Any
 from xfer import logs
 from xfer.coordinator import failures, relays
 from xfer.coordinator import messages as m
+from xfer.coordinator.commit import ReplicaRefit
 from xfer.coordinator.deadlines import hold_s
 from xfer.coordinator.events import Connected, Disconnected, Effect, Event, Mark, Received, Timers, Unproven
 from xfer.coordinator.exports import Silence, refuse_untrained
@@ -108,9 +109,8 @@ class Coordinator:
         try:
             action(*args)
         except Exception as e:  # after a bug here, no process may have to wait for its deadline
-            self.fail_job(
-                e if isinstance(e, XferError) else XferError(f"the coordinator failed: {type(e).__name__}: {e}")
-            )
+            own = XferError(f"the coordinator failed: {type(e).__name__}: {e}")
+            self.fail(self, e if isinstance(e, XferError) else own)
 
     @property
     def wake_at(self) -> float | None:
@@ -273,9 +273,9 @@ class Coordinator:
             replica = self.replicas.get(h.replica)
             if h.role == "trainer":
                 self.met.add(h.index)
-                self.fail_job(error)
+                self.fail(self, error)
             elif replica is not None and replica.phase is ReplicaPhase.JOINING:
-                self.lose(replica, error)
+                self.fail(replica, error, gone=True)
 
     def _leave(self, client: Client, _: m.Leave) -> None:
         client.left = True
@@ -299,7 +299,7 @@ class Coordinator:
         )
         if h.role == "trainer":
             self.trainers.pop(h.index, None)
-            return self.fail_job(lost, left=client.left)
+            return self.fail(self, lost, left=client.left)
         replica = self.replicas[h.replica]
         if h.role == "controller" and replica.controller is client:
             replica.controller = None
@@ -311,48 +311,89 @@ class Coordinator:
         if replica.phase is not ReplicaPhase.LOST:
             how = logging.INFO if client.left else logging.WARNING
             logger.log(how, "xfer: replica %d takes part no more: %s", replica.index, lost.message)
-        self.lose(replica, replica.error if gave_up and replica.error is not None else lost)
+        self.fail(replica, replica.error if gave_up and replica.error is not None else lost, gone=True)
 
-    # ---- failures of the widest scopes; failures.py has the others
+    # ---- failures
 
-    def fail_job(self, error: XferError, left: bool = False) -> None:
-        """End the running refit and all later ones: a trainer is gone, or the coordinator itself failed.
+    def fail(
+        self,
+        scope: Coordinator | Refit | ReplicaRefit | Replica,
+        error: XferError,
+        by: Client | None = None,
+        gone: bool = False,
+        left: bool = False,
+    ) -> None:
+        """End what can no longer succeed, and tell the processes that wait for it. The only way to fail.
 
-        `left`: the trainer left on purpose.
+        Args:
+            scope: This coordinator: the job, with the running refit and all later ones. A refit: the parts of all replicas
+                that are not decided; or one of these parts. A replica: its joining, plan or link, and its part in the refit.
+            by: the process that reported the error.
+            gone: a process of the replica is gone. It takes no part until a new controller joins with its number.
+            left: the trainer that the job has lost left on purpose.
         """
-        self.failure = self.failure or error
-        if self.refit is not None:
-            self.refit.fail(error)
-        for r in self.replicas.values():
-            if r.phase.opening:
-                self.planning.abort(r, error)
-        broadcast(self.clients, m.Failed(m.WireError.of(error, "rendezvous"), left=left))
+        refit = self.refit
+        if isinstance(scope, Coordinator):
+            self.failure = self.failure or error
+            if refit is not None:
+                self.fail(refit, error)
+            for r in self.replicas.values():
+                if r.phase.opening:
+                    self.stop_ranks(r, error)
+            broadcast(self.clients, m.Failed(m.WireError.of(error, "rendezvous"), left=left))
+        elif isinstance(scope, Replica):
+            self._end(scope, error, by, gone)
+        elif refit is not None:
+            for part in scope.parts.values() if isinstance(scope, Refit) else [scope]:
+                part.fail(error, by)
+            refit.finish_if_over()
 
-    def lose(self, replica: Replica, error: XferError) -> None:
-        """A process of this replica is gone: the replica takes no part until a new controller joins with its number."""
-        if replica.phase is ReplicaPhase.LOST:
+    def _end(self, r: Replica, error: XferError, by: Client | None, gone: bool) -> None:
+        """Replica `r` cannot go on: one of its processes is gone, or it got no plan or link, or a process cannot join."""
+        refit, before = self.refit, r.phase
+        part = refit.parts[r.index] if refit is not None else None
+        if before is ReplicaPhase.LOST:
             return
-        opening, replica.phase, replica.error = replica.phase.opening, ReplicaPhase.LOST, error
-        if self.refit is not None:
-            self.refit.lost(replica, error)
-        relays.left(self, replica)
-        if opening:
-            self.planning.abort(replica, error)
-        said = m.Failed(m.WireError.of(error, "rendezvous"), replica=replica.index)
-        broadcast(replica.processes(), said)
-        replica.controller, replica.workers, replica.inventories, replica.version = None, {}, {}, None
-        replica.unsettled = 0
-        if self.refit is None:
-            broadcast(self.trainers.values(), said)
+        if gone:
+            r.phase, r.error = ReplicaPhase.LOST, error
+            if part is not None:
+                part.fail(error, gone=True)
+            relays.left(self, r)
+            waiting, unheard = r.processes(), part is None  # else the outcome tells the trainers
+        else:
+            r.phase, r.error = ReplicaPhase.FAILED, error
+            unheard = part is None or part.over
+            if before.opening:  # processes that were told of the refit have joined, and hear of the abort
+                waiting = [] if refit is not None and refit.has_told(r) else r.processes()
+            else:  # workers of a ready replica have joined: they would take this message for the end of a later refit
+                some = r.processes() if before is ReplicaPhase.JOINING else [r.controller]
+                waiting = [c for c in some if c is not None and c is not by]
+        if before.opening:
+            self.stop_ranks(r, error)
+        told = m.Failed(m.WireError.of(error, "rendezvous"), replica=r.index)
+        broadcast(waiting, told)
+        if gone:
+            r.controller, r.workers, r.inventories, r.version, r.unsettled = None, {}, {}, None, 0
+        elif part is not None and not unheard:
+            self.fail(part, error, None if before.opening else by)
+        if unheard:
+            broadcast(self.trainers.values(), told)
+
+    def stop_ranks(self, replica: Replica, error: XferError) -> None:
+        """Stop the ranks that plan, link or move for this replica. Freeing a blocked one breaks the link for good."""
+        number = self.refit.number if self.refit is not None else 0
+        abort = m.Abort(replica.index, number, replica.epoch, m.WireError.of(error, "rendezvous"))
+        broadcast(self.domain(replica), abort)
 
     def _check_trainers(self) -> None:
         missing = [i for i in range(self.options.trainers) if i not in self.specs]
         if missing and self.failure is None:
-            self.fail_job(
+            self.fail(
+                self,
                 DeadlineExceeded(
                     f"not all of {self.options.trainers} trainer ranks connected within {self.options.deadline_s:.0f} s",
                     [*map(self._why_missing, missing), *self.rejected.lines()],
-                )
+                ),
             )
 
     def _why_missing(self, i: int) -> str:
@@ -364,13 +405,8 @@ class Coordinator:
         if replica.phase is ReplicaPhase.JOINING and self.now >= replica.until:
             missing = [f"worker {i}" for i in range(replica.size) if i not in replica.inventories]
             missing += [f"trainer {i}" for i in range(self.options.trainers) if i not in self.trainer_inventories]
-            self.lose(
-                replica,
-                DeadlineExceeded(
-                    f"replica {replica.index} did not finish joining within {self.options.deadline_s:.0f} s",
-                    [f"no layout yet from {x}" for x in missing],
-                ),
-            )
+            late = f"replica {replica.index} did not finish joining within {self.options.deadline_s:.0f} s"
+            self.fail(replica, DeadlineExceeded(late, [f"no layout yet from {x}" for x in missing]), gone=True)
 
     # ---- catalog and layouts
 
@@ -380,7 +416,7 @@ class Coordinator:
             try:
                 self.make_catalog()
             except XferError as e:
-                self.fail_job(e)
+                self.fail(self, e)
 
     def make_catalog(self) -> bool:
         """Unite what the trainers export. Returns whether the catalog changed.
@@ -457,7 +493,7 @@ class Coordinator:
             self._respecified = set()
         except XferError as e:
             if self.refit is not None:
-                self.refit.fail(e)
+                self.fail(self.refit, e)
 
     def plan_if_complete(self, replica: Replica) -> None:
         """Plan a replica that joins, or that is making a plan which became stale, once all layouts that it needs are known."""

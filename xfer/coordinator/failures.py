@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from xfer.coordinator import messages as m
-from xfer.coordinator.state import ReplicaPhase, broadcast
+from xfer.coordinator.state import ReplicaPhase
 from xfer.errors import PlanMismatch, XferError
 
 if TYPE_CHECKING:
@@ -27,20 +27,17 @@ def heard(co: Coordinator, client: Client, msg: m.Failed) -> None:
     if _too_late(co, msg, whole):
         return
     if trainer and refit is not None and msg.attempt > refit.number:
-        return co.refits.failed_early(msg.attempt, error)
+        return co.refits.refuse(msg.attempt, error)
     if whole:
         return _whole(co, client, msg, error)
     replica = co.replicas[msg.replica if trainer else client.hello.replica]
     if _ended_before(co, replica, msg, error, trainer) or _explained(co, msg, error, [replica]):
         return
     joining = replica.phase in (ReplicaPhase.JOINING, ReplicaPhase.READY)
-    if replica.phase.opening:
-        co.planning.failed(replica, error)
-    concerned = refit is not None and refit.concerns(replica)
-    if not trainer and not msg.attempt and joining:  # in a refit, the replica's part in it has failed
-        _cannot_join(co, client, replica, error, concerned)
-    if refit is not None and concerned:
-        refit.fail(error, [replica], by=client)
+    if replica.phase.opening or not trainer and not msg.attempt and joining:
+        co.fail(replica, error, by=client)
+    elif refit is not None and refit.concerns(replica):
+        co.fail(refit.parts[replica.index], error, by=client)
     elif trainer and not msg.attempt and replica.controller is None:  # its process was to control this replica
         replica.error = error
 
@@ -53,11 +50,11 @@ def _whole(co: Coordinator, client: Client, msg: m.Failed, error: XferError) -> 
     if _explained(co, msg, error, replicas):
         return
     if refit is not None and any(refit.concerns(r) for r in replicas):
-        refit.fail(error, by=client)
+        co.fail(refit, error, by=client)
     elif msg.attempt:
-        co.refits.failed_early(msg.attempt, error)
+        co.refits.refuse(msg.attempt, error)
     else:
-        co.fail_job(error)
+        co.fail(co, error)
 
 
 def _explained(co: Coordinator, msg: m.Failed, error: XferError, replicas: list[Replica]) -> bool:
@@ -65,8 +62,9 @@ def _explained(co: Coordinator, msg: m.Failed, error: XferError, replicas: list[
     refit = co.refit
     if refit is None or msg.attempt != refit.number:
         return False
-    for r in replicas:
-        refit.because(r, error)
+    for part in [refit.parts[r.index] for r in replicas if refit.parts[r.index].why_until]:
+        part.because(error)
+        refit.finish_if_over()
     return co.refit is not refit
 
 
@@ -89,16 +87,3 @@ def _ended_before(co: Coordinator, replica: Replica, msg: m.Failed, error: XferE
         co.planning.postpone(replica, error)  # the trainer's layout changed while this replica joined
         return True
     return False
-
-
-def _cannot_join(co: Coordinator, client: Client, r: Replica, error: XferError, concerned: bool) -> None:
-    """A process of this replica gave up while joining, or a worker could not get its lock after planning.
-
-    `concerned`: a refit waits for the replica, and its outcome will tell the trainers.
-    """
-    joining, said = r.phase is ReplicaPhase.JOINING, m.Failed(m.WireError.of(error, "rendezvous"), replica=r.index)
-    r.phase, r.error = ReplicaPhase.FAILED, error
-    # Workers of a ready replica have joined: they would take this message for the end of a later refit.
-    broadcast((c for c in r.processes() if c is not client and (joining or c is r.controller)), said)
-    if not concerned:
-        broadcast(co.trainers.values(), said)

@@ -89,7 +89,7 @@ class Planning:
         if replica.pending:
             return
         if len(set(replica.digests.values())) > 1:
-            return self.failed(replica, _mismatch(replica))
+            return self.coordinator.fail(replica, _mismatch(replica))
         replica.digest = next(iter(replica.digests.values()))
         if replica.stale or self.let_go:
             replica.plan_s = replica.stage(self.coordinator.now)
@@ -150,7 +150,7 @@ class Planning:
         Trainers have released their storages, or have another layout than the plan. `error` ends the ranks that are linking.
         """
         if error is not None:
-            self.abort(replica, error)
+            self.coordinator.stop_ranks(replica, error)
             replica.stale = True
         replica.relink = True
         self._ready(replica)
@@ -164,8 +164,6 @@ class Planning:
             co.refit.arm(replica)
             co.refit.advance()
 
-    # ---- failing
-
     def _late(self, replica: Replica, epoch: int) -> None:
         if replica.epoch == epoch and replica.phase.opening:
             co = self.coordinator
@@ -177,27 +175,7 @@ class Planning:
                 f"replica {replica.index} is still {replica.phase.value} after {co.options.deadline_s:.0f} s",
                 [f"waiting for {w}" for w in waiting],
             )
-            self.failed(replica, error)
-
-    def failed(self, replica: Replica, error: XferError) -> None:
-        """A plan or link failed. The next refit plans again."""
-        co = self.coordinator
-        self.abort(replica, error)
-        replica.phase, replica.error = ReplicaPhase.FAILED, error
-        said = m.Failed(m.WireError.of(error, "rendezvous"), replica=replica.index)
-        if co.refit is None or not co.refit.has_told(replica):  # its processes are joining, and wait for the plan
-            broadcast(replica.processes(), said)
-        if co.refit is not None and co.refit.concerns(replica):
-            co.refit.fail(error, [replica])
-        else:
-            broadcast(co.trainers.values(), said)
-
-    def abort(self, replica: Replica, error: XferError) -> None:
-        """Stop the ranks that plan or link."""
-        co = self.coordinator
-        number = co.refit.number if co.refit else 0
-        abort = m.Abort(replica.index, number, replica.epoch, m.WireError.of(error, "rendezvous"))
-        broadcast(co.domain(replica), abort)
+            co.fail(replica, error)
 
     # ---- unmapping, before trainers free their storages
 

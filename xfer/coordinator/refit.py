@@ -17,7 +17,7 @@ from xfer.coordinator.commit import Phase, ReplicaRefit
 from xfer.coordinator.deadlines import ARM_AHEAD_S, TOGETHER_S
 from xfer.coordinator.messages import Label
 from xfer.coordinator.state import ReplicaPhase, broadcast
-from xfer.errors import DeadlineExceeded, EngineLost, PlanMismatch, ProtocolError, VerificationError, XferError
+from xfer.errors import DeadlineExceeded, EngineLost, PlanMismatch, ProtocolError, VerificationError
 
 if TYPE_CHECKING:
     from xfer.coordinator.coordinator import Coordinator
@@ -191,7 +191,7 @@ class Refit:
         self.entered[client.hello.index] = msg
         if len(self.entered) == co.options.trainers:
             if odd := differences(self.entered):
-                self.fail(PlanMismatch("trainer ranks asked for different refits; nothing was moved", odd))
+                co.fail(self, PlanMismatch("trainer ranks asked for different refits; nothing was moved", odd))
             self.finish_if_over()  # no replica was there to begin with
 
     def ready(self, client: Client, msg: m.Ready) -> None:
@@ -222,7 +222,7 @@ class Refit:
         told = {i: r.sample for i, r in self.drained.items() if r.sample and r.generation == co.generation}
         if told and co.catalog is not None and (bad := exports.differences(told, co.catalog)):
             why = "trainers hold different bytes of one tensor; nothing was moved"
-            self.fail(VerificationError(why, [*bad, exports.HOLDERS_ADVICE]))
+            co.fail(self, VerificationError(why, [*bad, exports.HOLDERS_ADVICE]))
 
     def handle(self, client: Client, msg: m.Armed | m.PartReady | m.Committed | m.Stopped | m.Settled) -> None:
         """A process of a replica said something about this refit."""
@@ -340,26 +340,6 @@ class Refit:
         """A replica is out of this refit, and others may have waited for it. For use inside of `advance`."""
         if self.coordinator.options.gathers or self.coordinator.options.relay:
             self.coordinator.soon(self.advance)
-
-    # ---- failing
-
-    def fail(self, error: XferError, replicas: Sequence[Replica] | None = None, by: Client | None = None) -> None:
-        """End the parts of these replicas (None: of all) that are not decided. `by`: the rank that raised."""
-        for part in self.parts.values():
-            if replicas is None or part.replica in replicas:
-                part.fail(error, by)
-        self.finish_if_over()
-
-    def because(self, replica: Replica, error: XferError) -> None:
-        """A rank says why it closed its connections."""
-        part = self.parts[replica.index]
-        if part.why_until:
-            part.because(error)
-            self.finish_if_over()
-
-    def lost(self, replica: Replica, error: XferError) -> None:
-        """A process of the replica is gone."""
-        self.parts[replica.index].lost(error)
 
     def _late(self) -> None:
         if self.coordinator.refit is not self or self.coordinator.now < self.until:

@@ -75,13 +75,13 @@ class Refits:
         if msg.attempt in self.finished:
             return client.send(self.finished[msg.attempt])
         if co.failure is not None:
-            return client.send(_failed(msg, co.failure))
+            return client.send(_refused(msg, co.failure))
         if running is not None and running.number > msg.attempt:
             late = ProtocolError(
                 f"{client.label} entered refit {msg.attempt}, which was over long before refit {running.number} began",
                 ["every trainer rank must call nccl_xfer_refit() the same number of times"],
             )
-            return client.send(_failed(msg, late))
+            return client.send(_refused(msg, late))
         if running is not None and running.number < msg.attempt:
             return self._wait(client, msg, came, running)
         left = msg.deadline_s - (co.now - came)
@@ -104,16 +104,10 @@ class Refits:
         """
         co = self.coordinator
         self._waiting.append(_Waiting(client, msg, came))
-        co.at(came + msg.deadline_s, lambda: self._give_up(msg), of=msg)
+        co.at(came + msg.deadline_s, lambda: self.use_up(self._too_late(msg)), of=msg)
         running.called = True
-        running.fail(
-            PeerLost(f"{client.label} has left refit {running.number}: it has called nccl_xfer_refit() again since"),
-            by=client,
-        )
-
-    def _give_up(self, msg: m.Enter) -> None:
-        if any(w.message is msg for w in self._waiting):  # else its refit has begun
-            self.use_up(self._too_late(msg))
+        left = f"{client.label} has left refit {running.number}: it has called nccl_xfer_refit() again since"
+        co.fail(running, PeerLost(left), by=client)
 
     def _too_late(self, msg: m.Enter) -> m.Outcome:
         before = self.coordinator.refit
@@ -121,7 +115,7 @@ class Refits:
             f"this refit could not begin by its deadline of {msg.deadline_s:.1f} s: the one before was still being undone",
             [f"waiting for {w}" for w in before.waiting_for()] if before is not None else [],
         )
-        return _failed(msg, error)
+        return _refused(msg, error)
 
     def ready(self, client: Client, msg: m.Ready) -> None:
         self.coordinator.take_changes(client, msg, msg.specs)
@@ -136,7 +130,7 @@ class Refits:
         elif running.number < msg.attempt:
             self._waiting.append(_Waiting(client, msg, came))
 
-    def failed_early(self, number: int, error: XferError) -> None:
+    def refuse(self, number: int, error: XferError) -> None:
         """A trainer raised before refit `number` began. Every rank that has entered it, or does later, gets the same error."""
         outcome = m.Outcome(number, None, (), m.WireError.of(error, "rendezvous"))
         running = self.coordinator.refit
@@ -197,5 +191,5 @@ class Refits:
                 self._ready(w.client, w.message, w.came)
 
 
-def _failed(msg: m.Enter, error: XferError) -> m.Outcome:
+def _refused(msg: m.Enter, error: XferError) -> m.Outcome:
     return m.Outcome(msg.attempt, msg.version, (), m.WireError.of(error, "rendezvous"))
