@@ -97,7 +97,8 @@ class Client:
     def lane(self, x) -> bool:
         m = self.place.m
         if isinstance(x, m.PlanInputs):
-            self.say(m.Planned(x.replica, x.epoch, "digest", 0.0))
+            more = (0.0,) if "seconds" in m.Planned.__struct_fields__ else ()
+            self.say(m.Planned(x.replica, x.epoch, "digest", *more))
         elif isinstance(x, m.OpenLink):
             self.say(m.LinkOpen(x.replica, x.epoch))
         elif isinstance(x, m.Go) and hasattr(x, "replicas"):
@@ -221,17 +222,22 @@ class Place:
         use(a.tree)
         try:
             from xfer.coordinator import messages as m
-            from xfer.coordinator import packing
             from xfer.rendezvous import channel
+
+            try:
+                from xfer.coordinator.layouts import pack_specs
+            except ImportError:  # e2eed4f and before
+                from xfer.coordinator.packing import pack_specs
         except ImportError:  # 1db6d82 and before
-            from xfer.session import channel, packing
+            from xfer.session import channel
             from xfer.session import messages as m
+            from xfer.session.packing import pack_specs
         from xfer.trace.catalog import Catalog
         from xfer.trace.fragment import TensorSpec
 
         self.m, self.magic, self.port, self.a, self.pipe = m, channel.MAGIC, port, a, pipe
         some = Catalog.union([("t", [TensorSpec("t", (4,), "bfloat16")])]).to_bytes()
-        self.specs = packing.pack_specs(some, []) if hasattr(packing, "pack_specs") else packing.pack([some])
+        self.specs = pack_specs(some, [])
         self.ready = self.gone = 0
         self.outcomes: list[tuple[int, int, float]] = []
 

@@ -37,8 +37,11 @@ import numpy as np  # noqa: E402
 from benchmarks.lib import command  # noqa: E402
 from benchmarks.lib.layouts import CONFIGS, ROWS, Model, engine, trainer  # noqa: E402
 from xfer.coordinator import messages as m  # noqa: E402
-from xfer.coordinator.layouts import LayoutExchange  # noqa: E402
-from xfer.coordinator.packing import pack, unpack_one  # noqa: E402
+from xfer.coordinator.layouts import (  # noqa: E402
+    LayoutExchange,
+    pack,
+    unpack_one,
+)
 from xfer.mesh.parallel import EngineParallel, TrainerParallel  # noqa: E402
 from xfer.plan.cache import PlanCache  # noqa: E402
 from xfer.plan.fabric import Fabric, Site  # noqa: E402

@@ -22,7 +22,7 @@ from xfer.coordinator import messages as m
 from xfer.coordinator.coordinator import Coordinator
 from xfer.coordinator.deadlines import CALL_GRACE_S, HOLD_S, SETTLE_GRACE_S, STOP_GRACE_S
 from xfer.coordinator.events import Close, Connected, Disconnected, Event, Received, Send, Tick
-from xfer.coordinator.packing import pack_specs
+from xfer.coordinator.layouts import pack_specs
 from xfer.coordinator.relays import ALL_PARTS
 from xfer.coordinator.state import Options
 from xfer.errors import PeerLost, PlanMismatch, XferError
@@ -153,7 +153,7 @@ class Lane:
                 message.trainers if o.role == "trainer" else message.workers
             ]
             self.planned_from = roll.inventories[o.index]
-            o.say(m.Planned(self.replica, message.epoch, self.plan, 0.0))
+            o.say(m.Planned(self.replica, message.epoch, self.plan))
         elif o.inventory() != self.planned_from:
             o.fail(
                 "its layout is not the one that the plan was made from", 0, self.replica, message.epoch, PlanMismatch

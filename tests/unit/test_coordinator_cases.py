@@ -17,8 +17,8 @@ from xfer.coordinator import deadlines
 from xfer.coordinator import messages as m
 from xfer.coordinator.commit import Phase
 from xfer.coordinator.coordinator import Coordinator
-from xfer.coordinator.events import Connected, Received, Send, Timers, Unproven
-from xfer.coordinator.packing import pack_specs
+from xfer.coordinator.events import Connected, Received, Send, Unproven
+from xfer.coordinator.layouts import pack_specs
 from xfer.coordinator.state import Options, ReplicaPhase, differences, told
 from xfer.errors import LayoutError, PlanMismatch
 from xfer.trace.catalog import Catalog
@@ -39,10 +39,15 @@ def until(job: Job, condition: Callable[[], object]) -> None:
         assert job.step(), "nothing happens any more"
 
 
+def met(*size: int) -> Job:
+    job = Job(*size)
+    job.run()
+    return job
+
+
 def served(trainers: int, replicas: int, workers: int, seed: int = 0) -> Job:
     """A job after its first refit."""
-    job = Job(trainers, replicas, workers, seed)
-    job.run()
+    job = met(trainers, replicas, workers, seed)
     assert committed(job) == [True] * replicas
     return job
 
@@ -62,6 +67,18 @@ def armed(job: Job) -> Callable[[], bool]:
 def call(job: Job, *ranks: int, verify: bool = True, deadline_s: float = 60.0, version: int | None = None) -> None:
     for i in ranks or range(len(job.trainers)):
         job.trainers[i].call(version, verify, deadline_s)
+
+
+def ran(job: Job, *ranks: int, **how) -> None:
+    """Some ranks call, and all happens that can happen without any time passing."""
+    call(job, *ranks, **how)
+    job.run()
+
+
+def mended(job: Job) -> None:
+    job.faults.clear()
+    job.after()
+    job.run()
 
 
 def says(message: object) -> str:
@@ -135,8 +152,7 @@ def test_processes_of_a_replica_that_fails_while_it_joins_hear_why_at_once(seed,
             until(job, armed(job))
             serve()
         job.run()
-    call(job, 1)
-    job.run()
+    ran(job, 1)
     engine = job.engines[1]
     assert engine.controller.kept_out and all(w.kept_out or w.joined for w in engine.workers) and job.now == began
     assert kind is m.ReplicaReady or all(w.kept_out for w in engine.workers)
@@ -169,16 +185,14 @@ def test_trainers_whose_layouts_all_change_while_a_replica_links_cost_it_one_lin
     for t in job.trainers:
         t.change("inventory")
         t.fail("this rank's layout is not the one that the plan was made from", 0, 1, epoch, PlanMismatch)
-    call(job)
-    job.run()
+    ran(job)
     assert [o.committed for o in job.trainers[0].outcome.outcomes] == [True, True]
     assert replica.epoch == epoch + 1
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_trainers_that_do_not_agree_what_to_gather_end_the_refit_and_not_a_link(seed, replicas):
-    job = Job(2, replicas, 1, seed)
-    job.run()
+    job = met(2, replicas, 1, seed)
     joins(job, replicas - 1, ReplicaPhase.LINKING)
     last = job.coordinator.replicas[replicas - 1]
     epoch = last.epoch
@@ -218,8 +232,7 @@ def test_workers_of_a_replicas_former_life_do_not_speak_for_its_present_one(seed
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_layout_that_changes_while_a_replica_is_planned_is_planned_again_at_once(seed, fails):
     """No rank answers for the old layout any more. `fails`: the refit in which a trainer told of it has failed by then."""
-    job = Job(2, 1, 2, seed)
-    job.run()
+    job = met(2, 1, 2, seed)
     joins(job, 0, ReplicaPhase.PLANNING)
     began, replica = job.now, job.coordinator.replicas[0]
     epoch = replica.epoch
@@ -277,11 +290,9 @@ def undoing(seed: int) -> Job:
 def test_a_call_that_comes_while_the_refit_before_is_undone_begins_when_it_has(seed, early):
     """The ranks that called first were refused, and the others with them."""
     job = undoing(seed)
-    call(job, *early)
-    job.run()
+    ran(job, *early)
     assert job.coordinator.refit.number == 2 and not any(job.trainers[i].outcome for i in early)
-    job.faults.clear()
-    job.after()
+    mended(job)
     until(job, lambda: job.coordinator.refit is None or job.coordinator.refit.number == 3)
     for i in {0, 1} - set(early):
         call(job, i)
@@ -291,8 +302,7 @@ def test_a_call_that_comes_while_the_refit_before_is_undone_begins_when_it_has(s
 
 def test_a_call_that_cannot_begin_by_its_deadline_says_what_was_still_undone(seed):
     job = undoing(seed)
-    call(job, 0, deadline_s=0.8)
-    job.run()
+    ran(job, 0, deadline_s=0.8)
     job.pass_time(0.8)
     job.run()
     call(job, 1)  # the same call, of a rank that comes later
@@ -305,46 +315,36 @@ def test_a_call_that_cannot_begin_by_its_deadline_says_what_was_still_undone(see
     job.trainers[1].fail("min_replicas=-1", job.trainers[1].attempt)
     job.run()
     assert "min_replicas=-1" in says(job.trainers[0].outcome), "it hears at once that another rank has failed in it"
-    job.faults.clear()
-    job.after()
+    mended(job)
     assert committed(job) == GOOD
 
 
 def test_a_rank_that_calls_anew_without_a_word_ends_the_call_that_it_left(seed):
     """It was interrupted before it had told anybody, and the others waited for it."""
     job = served(2, 1, 1, seed)
-    call(job, 1)
-    job.run()
+    ran(job, 1)
     job.trainers[0].attempt += 1
     call(job, 0)
     job.settle(2 * deadlines.CAUSE_S)
     assert "trainer 0 has left refit 2" in says(job.trainers[1].outcome)
-    call(job, 1)
-    job.run()
+    ran(job, 1)
     assert all(t.outcome.attempt == 3 and t.outcome.outcomes[0].committed for t in job.trainers)
 
 
-def test_a_rank_that_raises_while_no_replica_is_connected_ends_the_calls_of_the_others_at_once(seed):
-    job = served(3, 1, 1, seed)
-    leave(job, 0)
+@pytest.mark.parametrize("replicas", [0, 1, 2])
+def test_a_rank_that_raises_ends_the_refit_for_all_without_any_time_passing(seed, replicas):
+    """`replicas` 0: none is connected."""
+    job = served(3, max(1, replicas), 2, seed)
     job.faults[job.trainers[1], m.Ready] = True
-    call(job, 0)
-    job.run()
-    call(job, 1)
-    job.run()
-    call(job, 2)
-    job.run()
-    assert all("a gather failed" in says(t.outcome) for t in job.trainers)
-
-
-def test_a_rank_that_raises_ends_the_refit_for_all_without_any_time_passing(seed):
-    for replicas in (1, 2):
-        job = served(2, replicas, 2, seed)
-        job.faults[job.trainers[1], m.Ready] = True
-        began = job.now
-        call(job)
-        job.run()
-        assert all("a gather failed" in says(t.outcome) for t in job.trainers) and job.now == began
+    began = job.now
+    if replicas:
+        ran(job)
+    else:
+        leave(job, 0)
+        for i in range(3):
+            ran(job, i)
+    assert all("a gather failed" in says(t.outcome) for t in job.trainers) and job.now == began
+    if replicas:
         assert all(e.serving and not e.inside for e in job.engines)
         assert committed(job) == [True] * replicas
 
@@ -403,14 +403,11 @@ def test_exports_that_disagree_end_the_refit_and_not_the_session(seed):
 def test_a_prepare_while_the_last_refit_is_still_being_settled_is_kept_for_later(seed):
     job = served(2, 1, 1, seed)
     job.faults[job.engines[0].controller, m.Settled] = True
-    call(job)
-    job.run()
+    ran(job)
     job.trainers[0].say(m.Prepare(3))
     job.run()
     assert job.coordinator.failure is None and job.coordinator.refit.number == 2
-    job.faults.clear()
-    job.after()
-    job.run()
+    mended(job)
     assert job.coordinator.refit.number == 3 and not job.coordinator.refit.called
     assert committed(job) == GOOD
 
@@ -426,38 +423,27 @@ def test_a_call_that_comes_while_a_prepare_is_being_given_up_is_served(seed):
     call(job, 0)
     job.trainers[1].say(m.Prepare(2))  # while it is being given up, too
     job.run()
-    job.faults.clear()
-    job.after()
-    job.run()
-    call(job, 1)
-    job.run()
+    mended(job)
+    ran(job, 1)
     assert all(t.outcome.attempt == 3 and t.outcome.outcomes[0].committed for t in job.trainers)
 
 
-def test_a_refit_may_come_at_the_end_of_the_time_that_was_prepared_for(seed):
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_calls_own_deadline_counts_whatever_connects_was(seed, prepared):
+    """Also at the end of the time that was prepared for, and beyond the workers' grace."""
     job = served(1, 1, 1, seed)
-    job.trainers[0].say(m.Prepare(2))
-    job.trainers[0].slow = True
+    (t,) = job.trainers
+    t.slow = True
+    if prepared:
+        t.say(m.Prepare(2))
+        job.run()
+        job.pass_time(job.options.deadline_s - 1.0)
+        job.run()
+    ran(job, deadline_s=60.0 if prepared else 600.0)
+    job.pass_time(30.0 if prepared else 500.0)
+    t.ready()
     job.run()
-    job.pass_time(job.options.deadline_s - 1.0)
-    job.run()
-    call(job)
-    job.run()
-    job.pass_time(30.0)  # its drain takes it beyond the deadline of the prepare
-    job.trainers[0].ready()
-    job.run()
-    assert job.trainers[0].outcome.outcomes[0].committed
-
-
-def test_a_calls_own_deadline_may_be_longer_than_connects(seed):
-    job = served(1, 1, 1, seed)
-    job.trainers[0].slow = True
-    call(job, deadline_s=600.0)
-    job.run()
-    job.pass_time(500.0)  # beyond connect's deadline and the workers' grace
-    job.trainers[0].ready()
-    job.run()
-    assert job.trainers[0].outcome.outcomes[0].committed
+    assert t.outcome.outcomes[0].committed
 
 
 # ---- deaths and silence
@@ -471,8 +457,7 @@ def test_a_trainer_that_is_lost_while_workers_install_costs_the_next_refit_not_t
     job.run()
     assert all(t.outcome.outcomes[0].committed for t in job.trainers[:2])
     assert job.engines[0].serving and job.engines[0].contents == ["2"] * 2
-    call(job, 0, 1)
-    job.run()
+    ran(job, 0, 1)
     assert all("trainer 2" in says(t.outcome) for t in job.trainers[:2])
 
 
@@ -481,8 +466,7 @@ def test_with_no_replica_left_a_refit_fails_at_once(seed):
     job.end(job.engines[0].workers[0])
     job.run()
     assert job.engines[0].controller.kept_out, "it hears at once that its replica is lost"
-    call(job)
-    job.run()
+    ran(job)
     assert all("worker 0" in says(t.outcome) for t in job.trainers)
 
 
@@ -492,8 +476,7 @@ def test_trainers_do_not_wait_for_an_engine_that_comes_back_late_but_the_next_re
     job.faults[job.engines[0].controller, m.Settled] = True
     job.trainers[1].slow = fails
     began = job.now
-    call(job, deadline_s=1.0)
-    job.run()
+    ran(job, deadline_s=1.0)
     if fails:
         job.trainers[1].fail("boom", job.trainers[1].attempt)
     job.run()
@@ -501,12 +484,9 @@ def test_trainers_do_not_wait_for_an_engine_that_comes_back_late_but_the_next_re
     assert job.now <= began + 1.0 + deadlines.ANSWER_GRACE_S + 1.0
     assert all(("boom" if fails else "not back in service") in says(t.outcome) for t in job.trainers)
     job.trainers[1].slow = False
-    call(job)
-    job.run()
+    ran(job)
     assert not any(t.outcome for t in job.trainers)
-    job.faults.clear()
-    job.after()
-    job.run()
+    mended(job)
     assert all(t.outcome.outcomes[0].committed for t in job.trainers) and job.engines[0].serving
 
 
@@ -523,8 +503,7 @@ def test_a_refit_that_is_over_leaves_no_deadline_behind(seed):
     job = served(2, 1, 1, seed)
     left = len(job.coordinator.timers._heap)
     for _ in range(10):
-        call(job)
-        job.run()
+        ran(job)
     assert len(job.coordinator.timers._heap) <= left + 10  # one a refit looks whether its engine has come back
 
 
@@ -532,8 +511,7 @@ def test_the_transfer_clock_runs_from_readiness_to_decision_whatever_is_done_bet
     """Not from the first call, and not only while bytes move: a new plan is part of it, told as a phase of its own."""
     job = served(2, 1, 1, seed)
     job.trainers[1].slow = True
-    call(job)
-    job.run()
+    ran(job)
     job.pass_time(3.0)
     job.trainers[1].ready()
     job.run()
@@ -632,18 +610,3 @@ def test_all_arguments_in_which_ranks_differ_are_named():
     for name in ("replicas", "deadline_s", "bucket_bytes", "drop", "narrow"):
         assert any(line.startswith(f"{name} is ") and "trainer 0 has " in line for line in lines), (name, lines)
     assert all(len(line) < 600 for line in lines)
-
-
-# ---- timers
-
-
-def test_timers_come_in_order_and_what_is_over_is_let_go_of():
-    timers, said = Timers(), []
-    for when, of in ((3.0, None), (1.0, None), (2.0, "over"), (1.0, "there")):
-        timers.at(when, lambda when=when, of=of: said.append((when, of)), of)
-    timers.drop("over")
-    assert timers.next == 1.0
-    for action in timers.due(2.5):
-        action()
-    assert said == [(1.0, None), (1.0, "there")] and timers.next == 3.0
-    assert timers.due(2.9) == [] and len(timers.due(3.0)) == 1 and timers.next is None

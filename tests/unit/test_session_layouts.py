@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from tests.support.plan_worlds import worlds
 from xfer.coordinator import messages as m
-from xfer.coordinator.layouts import LayoutExchange, roll_digest
-from xfer.coordinator.packing import pack, unpack, unpack_one
+from xfer.coordinator.layouts import LayoutExchange, pack, roll_digest, unpack, unpack_one
 from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError
 from xfer.plan.options import PlanOptions
 from xfer.plan.planner import plan_replica
@@ -265,9 +264,7 @@ def test_packed_bytes_come_back_or_are_refused(parts, noise, data):
 
 
 def test_a_stream_that_grows_without_bound_is_refused(monkeypatch):
-    from xfer.coordinator import packing
-
-    monkeypatch.setattr(packing, "MAX_UNPACKED", 1 << 16)
+    monkeypatch.setattr("xfer.coordinator.layouts.MAX_UNPACKED", 1 << 16)
     assert len(unpack(pack([b"\0" * 60_000]), "x")[0]) == 60_000
     for bomb in (pack([b"\0" * (1 << 24)]), pack([b"\0" * 60_000] * 2)):
         with pytest.raises(ProtocolError, match="more than 65536"):

@@ -7,16 +7,15 @@ and does not import torch, so a test can drive it with a fake clock through any 
     messages     all control messages and their coding
     events       events, effects and timers
     coordinator  membership, and the handler of each message
-    state        clients, replicas and their phases, the options of the job, the rules of admission
+    state        clients, replicas and their phases, the store, the options of the job, the rules of admission
     planning     how a replica gets a plan and a data link; how trainers take their storages back
-    layouts      which rank needs which layout, each sent once (packing: their coding)
+    layouts      which rank needs which layout, each sent once; their coding
     refits       the queue of refits: prepared, running, finished
     refit        one refit: trainers enter, drain and are ready; replicas begin
     commit       one replica in a refit: its phases, the decision, the way back
     relays       chains of replicas that read from each other
     failures     what ends when a process reports an error
     exports      whether trainers agree on the bytes they hold, and whether training reaches the engines
-    keyvalue     the store in which communicators meet
     deadlines    all waits beyond the caller's deadline
     status       texts for people: `xfer status`, log lines, rejected connections
 """

@@ -20,15 +20,15 @@ from xfer.coordinator.commit import ReplicaRefit
 from xfer.coordinator.deadlines import hold_s
 from xfer.coordinator.events import Connected, Disconnected, Effect, Event, Mark, Received, Timers, Unproven
 from xfer.coordinator.exports import Silence, refuse_untrained
-from xfer.coordinator.keyvalue import KeyValues
-from xfer.coordinator.packing import pack, unpack_specs
+from xfer.coordinator.layouts import pack, unpack_specs
 from xfer.coordinator.planning import Planning
 from xfer.coordinator.refit import Refit
-from xfer.coordinator.refits import Refits
+from xfer.coordinator.refits import RefitQueue
 from xfer.coordinator.state import (
     STRANGER,
     Client,
     Ended,
+    KeyValues,
     Options,
     Replica,
     ReplicaPhase,
@@ -72,7 +72,7 @@ class Coordinator:
         self.clients: set[Client] = set()  # those that were welcomed
         self.hold_s = hold_s(options.trainers, options.replicas)
         self.rejected = Rejected()
-        self.store, self.planning, self.refits = KeyValues(), Planning(self), Refits(self)
+        self.store, self.planning, self.refits = KeyValues(), Planning(self), RefitQueue(self)
         self.timers = Timers()
         self._by_number: dict[int, Client] = {}
         self._effects: list[Effect] = []

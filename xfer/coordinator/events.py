@@ -6,7 +6,6 @@ import heapq
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Union
 
 from xfer.coordinator.messages import Message
 
@@ -68,8 +67,8 @@ class Mark:
     text: str
 
 
-Event = Union[Connected, Received, Disconnected, Unproven, Tick]  # noqa: UP007 (evaluated at run time on Python 3.10)
-Effect = Union[Send, Close, Mark]  # noqa: UP007
+Event = Connected | Received | Disconnected | Unproven | Tick
+Effect = Send | Close | Mark
 
 
 class Timers:

@@ -23,7 +23,7 @@ from msgspec import Meta, Struct
 from xfer.errors import ProtocolError, XferError, from_wire
 from xfer.plan.explain import size
 
-WIRE_VERSION = 19
+WIRE_VERSION = 20
 """Sent in the challenge (rendezvous/channel.py), before any message that another version could not decode."""
 MAX_FRAME = 1 << 30
 """Bytes of one control frame. All layouts of a thousand ranks take well below 1 MB."""
@@ -99,7 +99,6 @@ class Hello(WireMessage, frozen=True):
     replica: Count
     host: Name
     pid: Count
-    versions: Annotated[tuple[tuple[Name, Name], ...], Meta(max_length=64)] = ()
     settings: Annotated[tuple[tuple[Name, Name], ...], Meta(max_length=64)] = ()
     holds: Holds = "whole"  # worker
     session_open: bool = False  # worker: an earlier controller opened an update and did not finish it
@@ -191,7 +190,7 @@ class LayoutsAsk(WireMessage, frozen=True):
 
 
 class Layouts(WireMessage, frozen=True):
-    """Coordinator -> rank: the layouts that a roll names, each once, in order of first appearance (packing.py)."""
+    """Coordinator -> rank: the layouts that a roll names, each once, in order of first appearance (layouts.py)."""
 
     roll: Digest
     packed: Blob
@@ -204,7 +203,7 @@ class LayoutAsk(WireMessage, frozen=True):
 
 
 class Layout(WireMessage, frozen=True):
-    """Trainer or worker -> coordinator: the layout that was asked for (packing.py)."""
+    """Trainer or worker -> coordinator: the layout that was asked for (layouts.py)."""
 
     inventory: Digest
     packed: Blob
@@ -230,14 +229,11 @@ class PlanInputs(WireMessage, frozen=True):
 
 
 class Planned(WireMessage, frozen=True):
-    """Rank -> coordinator: my plan has this digest; `bytes_in` and `bytes_out` are what this rank receives and sends."""
+    """Rank -> coordinator: my plan has this digest."""
 
     replica: Count
     epoch: Count
     digest: Name
-    seconds: Seconds
-    bytes_in: Bytes64 = 0
-    bytes_out: Bytes64 = 0
 
 
 class OpenLink(WireMessage, frozen=True):
@@ -416,7 +412,6 @@ class Progress(WireMessage, frozen=True):
 
     replica: Count
     attempt: Count
-    phase: Name
     wave: Count
     bytes_done: Bytes64
     bytes_planned: Bytes64

@@ -31,7 +31,9 @@ class _Waiting:
     came: float
 
 
-class Refits:
+class RefitQueue:
+    """All refits of the session. See the module."""
+
     def __init__(self, coordinator: Coordinator):
         self.coordinator = coordinator
         self.finished: dict[int, m.Outcome] = {}

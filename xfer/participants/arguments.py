@@ -54,7 +54,7 @@ class Labels:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Arguments:
     """Checked arguments of `nccl_xfer_refit`.
 
     Attributes:
@@ -81,7 +81,7 @@ def checked_call(
     replicas: int,
     default_s: float,
     used: Labels,
-) -> Call:
+) -> Arguments:
     """Check the arguments of `nccl_xfer_refit`.
 
     Args:
@@ -117,7 +117,7 @@ def checked_call(
         bad += wrong_seconds("deadline_s", deadline_s)
     if bad or want is None or limit is None or not isinstance(wait, str):
         raise XferError("nccl_xfer_refit() was called with arguments that cannot work", bad)
-    return Call(label, verified, wait, want, limit)
+    return Arguments(label, verified, wait, want, limit)
 
 
 def wrong_seconds(name: str, value: object) -> list[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -22,6 +23,14 @@ from xfer.trace.traced import TrainerLayout
 
 if TYPE_CHECKING:
     from xfer.rendezvous.client import RendezvousClient
+
+
+class Change(str, Enum):
+    """What an adapter's `check` found since its last look: nothing, the same layout at other addresses, or another layout."""
+
+    SAME = "same"
+    MOVED = "moved"
+    CHANGED = "changed"
 
 
 @dataclass(eq=False)

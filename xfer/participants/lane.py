@@ -283,8 +283,7 @@ class Lane:
         if faults.wants(self._role, self._index, "digest"):
             digest = digest[::-1]
         self._now.check()
-        moved = facts.bytes_in, facts.bytes_out
-        self.party.send(m.Planned(self.replica, inputs.epoch, digest, self._planned_s, *moved))
+        self.party.send(m.Planned(self.replica, inputs.epoch, digest))
 
     def _open(self, order: m.OpenLink) -> None:
         faults.point(self._role, self._index, "link")
@@ -317,7 +316,7 @@ class Lane:
             now = time.monotonic()
             if now - said >= PROGRESS_S:
                 said = now
-                self.party.try_send(m.Progress(self.replica, go.attempt, "moving", wave, done, nbytes))
+                self.party.try_send(m.Progress(self.replica, go.attempt, wave, done, nbytes))
 
         mark(self.party.label, "go")
         moved = self.plane.run(go, stop, until, progress)

@@ -20,7 +20,7 @@ from xfer.coordinator import messages as m
 from xfer.coordinator.deadlines import CALL_GRACE_S, STOP_GRACE_S
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
 from xfer.participants import computing, faults
-from xfer.participants.arguments import Call
+from xfer.participants.arguments import Arguments
 from xfer.participants.report import RefitReport
 from xfer.participants.timeline import mark
 from xfer.rendezvous.client import host_identity
@@ -52,7 +52,7 @@ class RefitCall:
         ends: Monotonic time by which the call raises or returns.
     """
 
-    def __init__(self, session: TrainerSession, call: Call):
+    def __init__(self, session: TrainerSession, call: Arguments):
         self.session, self.party, self.call = session, session.party, call
         self.began, self.until = time.perf_counter(), time.monotonic() + call.seconds
         self.ends = self.until + CALL_GRACE_S

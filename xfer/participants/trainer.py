@@ -21,12 +21,12 @@ from xfer import logs
 from xfer.background import BackgroundCall
 from xfer.coordinator import messages as m
 from xfer.coordinator.deadlines import STOP_GRACE_S, TOLD_S
-from xfer.coordinator.packing import pack_specs, unpack_one
+from xfer.coordinator.layouts import pack_specs, unpack_one
 from xfer.coordinator.state import Options, told
 from xfer.errors import DeadlineExceeded, RebindError, Unsupported, XferError
 from xfer.participants import computing, timeline
 from xfer.participants.arguments import Labels, checked_call
-from xfer.participants.data_plane import NewTrainerSide
+from xfer.participants.data_plane import Change, NewTrainerSide
 from xfer.participants.lane import Lane
 from xfer.participants.refit import RefitCall
 from xfer.participants.report import RefitReport
@@ -65,7 +65,7 @@ class Source(Protocol):
         """Read the layout of the exported tensors on this rank."""
 
     def check(self) -> str:
-        """Return "same", "moved" (same layout, other addresses) or "changed"."""
+        """Return the value of a `Change` (data_plane.py): "same", "moved" or "changed"."""
 
     def rebind(self) -> Mapping[str, torch.Tensor]:
         """Return the tensors of the layout, by name, at their present addresses."""
@@ -397,13 +397,13 @@ class TrainerSession:
         Returns:
             (specs, inventory), each empty if the coordinator knows it (`has_told`).
         """
-        state = "changed" if self._stale else self.source.check()
-        if state == "same" and self._released:
-            state = "moved"  # perhaps not, but the storages were released
-        if state != "same":
+        change = Change.CHANGED if self._stale else Change(self.source.check())
+        if change is Change.SAME and self._released:
+            change = Change.MOVED  # perhaps not, but the storages were released
+        if change is not Change.SAME:
             self._stale = True
             self._released = False
-            if state == "moved":
+            if change is Change.MOVED:
                 self.layout = replace(self.layout, tensors=self.source.rebind())
                 self.side.rebind(self.layout.tensors)
             else:

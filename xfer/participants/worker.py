@@ -17,11 +17,11 @@ import torch
 
 from xfer.coordinator import messages as m
 from xfer.coordinator.deadlines import SILENCE_S, STOP_GRACE_S
+from xfer.coordinator.layouts import unpack_one
 from xfer.coordinator.messages import Label
-from xfer.coordinator.packing import unpack_one
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
 from xfer.participants import faults, timeline
-from xfer.participants.data_plane import DataPlane
+from xfer.participants.data_plane import Change, DataPlane
 from xfer.participants.lane import Lane
 from xfer.participants.timeline import mark
 from xfer.participants.turns import quick_turns
@@ -53,7 +53,7 @@ class Model(Protocol):
     """The live model of one worker, as a session uses it: an adapter itself, or a route's view of one."""
 
     def check(self) -> str:
-        """Return "same", "moved" (same layout, other addresses) or "changed". Raises if weights that stay as they are
+        """Return the value of a `Change` (data_plane.py). Raises if weights that stay as they are
         (`keep=`) are lost."""
 
     def choose_lock(self) -> str:
@@ -324,18 +324,18 @@ class WorkerSession:
             The inventory, empty if the coordinator knows it, and the error if the layout cannot be read. Such an error ends
             the attempt only if trainers publish no newer catalog; their catalog may come before or after this.
         """
-        state = self.model.check()  # in any case: it refuses lost kept weights, which `read` would accept
+        change = Change(self.model.check())  # in any case: it refuses lost kept weights, which `read` would accept
         if self._stale:
-            state = "changed"
+            change = Change.CHANGED
         newer = party.newest(m.CatalogMsg) if self._stale else None  # replaces the catalog that could not be read
         try:
             if newer is not None:
                 self._read(party, newer)
-            elif state == "moved":
+            elif change is Change.MOVED:
                 self._stale = True
                 self.side.rebind()
                 self._stale = False
-            elif state != "same" and self._catalog is not None:
+            elif change is Change.CHANGED and self._catalog is not None:
                 self._publish(self._catalog)
         except Exception as e:
             return b"", m.WireError.of(self._noted(e), party.label)

@@ -118,16 +118,21 @@ ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 """Keepalive in seconds: a host that vanished counts as gone after a minute, not after two hours, since its successor waits for that."""
 
 
+def prepare(sock: socket.socket) -> None:
+    """Make a connected socket non-blocking, without delay, and alive as long as its host is."""
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in ALIVE.items():
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 class Channel:
     """One authenticated connection. `send` may be called on any thread."""
 
     def __init__(self, sock: socket.socket, label: str):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in ALIVE.items():
-            if hasattr(socket, name):
-                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        sock.setblocking(False)
+        prepare(sock)
         self.label = label
         self._sock, self._lock = sock, threading.Lock()
         self._closed = threading.Event()

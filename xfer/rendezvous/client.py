@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import queue
 import socket
 import threading
@@ -42,12 +41,6 @@ _left: dict[tuple[str, str], str] = {}
 def host_identity() -> str:
     """Return the name of this host, since plans prefer sources on the same host. XFER_HOST overrides it."""
     return os.environ.get("XFER_HOST") or socket.gethostname()
-
-
-def versions() -> tuple[tuple[str, str], ...]:
-    import numpy
-
-    return (("python", platform.python_version()), ("torch", str(torch.__version__)), ("numpy", numpy.__version__))
 
 
 def data_plane(device: torch.device) -> tuple[tuple[str, str], ...]:
@@ -178,7 +171,7 @@ class RendezvousClient:
         self._news = threading.Condition()
         self._place = rendezvous, self.label
         hello = m.Hello(
-            role, index, size, replica, host_identity(), os.getpid(), versions(), settings, holds, session_open, version,
+            role, index, size, replica, host_identity(), os.getpid(), settings, holds, session_open, version,
             _left.get(self._place, ""),
         )  # fmt: skip
         self.channel, self.welcome = self._enter(rendezvous, token, hello, time.monotonic() + deadline_s, given_up)

@@ -14,8 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from xfer.coordinator import messages as m
-from xfer.coordinator.layouts import roll_digest
-from xfer.coordinator.packing import pack, unpack
+from xfer.coordinator.layouts import pack, roll_digest, unpack
 from xfer.errors import DeadlineExceeded, ProtocolError
 from xfer.plan.cache import PlanCache
 from xfer.plan.inventory import Inventory

@@ -30,7 +30,7 @@ from xfer.coordinator.events import Close, Connected, Disconnected, Event, Recei
 from xfer.coordinator.messages import MAX_FRAME, WireError, decode
 from xfer.coordinator.state import Ended, Options
 from xfer.errors import ProtocolError
-from xfer.rendezvous.channel import ALIVE, HANDSHAKE_S, MAGIC, NONCE, SEND_S, frame, listen, proof
+from xfer.rendezvous.channel import HANDSHAKE_S, MAGIC, NONCE, SEND_S, frame, listen, prepare, proof
 
 logger = logging.getLogger("xfer")
 GOODBYE_S = 2.0
@@ -272,12 +272,7 @@ class _Connection:
             OSError: it is gone already.
         """
         loop = self.server.loop
-        self.sock.setblocking(False)
-        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in ALIVE.items():
-            if hasattr(socket, name):
-                self.sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        prepare(self.sock)
         self.server.unproven[self] = time.monotonic()
         _open.add(self)
         self._limit = loop.call_later(HANDSHAKE_S, self.end, "it did not prove the token in time")
