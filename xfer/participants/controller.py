@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from enum import Enum, auto
+from enum import Enum
 from typing import Any
 
 from xfer import logs
@@ -37,14 +37,25 @@ UNKNOWN = "xfer:unknown"
 """Version text of an engine after a failed refit that wrote nothing, if its label before that is not known."""
 
 
-class _Unchanged(Enum):
-    """Default of `Controller._set`'s `version`, for which None is a value: the engine serves nothing."""
+class ControllerPhase(Enum):
+    """Phase of a controller. Its `error` and `torn` say what the engine may serve.
 
-    VERSION = auto()
+    JOINING -> READY        the engine's workers and the coordinator know each other
+    JOINING, READY -> OVER  the replica could not join, or the controller failed: no refit reaches it, and `error` says why
+    any -> CLOSED           by its owner
+    """
+
+    JOINING = "joining"
+    READY = "ready"
+    OVER = "over"
+    CLOSED = "closed"
 
 
 class _ClosedError(Exception):
     """The owner has closed the controller."""
+
+
+_UNCHANGED: Any = object()
 
 
 class Controller:
@@ -91,23 +102,20 @@ class Controller:
         self.refits = 0
         self._label: str | None = None  # the engine's own label, outside of refits
         self._unheard: m.Settle | None = None  # a decision that this controller made, since the coordinator was gone
-        self._kept_from: XferError | None = None  # why the replica could not join
         self._held = False  # whether the engine is paused so that the replica can join
         self._doing = "asking its engine how many workers it has"
         self._workers = 0
-        self._ready, self._closing = threading.Event(), threading.Event()
+        self._phase = ControllerPhase.JOINING
         self._changed = threading.Condition()
         self._party: RendezvousClient | None = None
         self._thread = threading.Thread(target=self._work, name=f"xfer-controller-{replica}", daemon=True)
         self._thread.start()
 
     def __repr__(self) -> str:
-        if self._closing.is_set():
-            state = "closed"
-        elif self.error is not None:
+        if self.error is not None and not self._closed:
             state = f"serves nothing: {self.error.line()}"
-        elif not self._ready.is_set():
-            state = "joining"
+        elif self._phase is not ControllerPhase.READY:
+            state = self._phase.value
         else:
             state = "no refit yet" if self.version is None else f"serves version {self.version!r}"
         return f"<Controller of replica {self.replica} at {self.rendezvous}: {state}>"
@@ -131,19 +139,14 @@ class Controller:
             Unsupported: The controller is closed, or the thread runs the engine's own loop.
             XferError: The reason why the replica could not join.
         """
-        self._may_wait("wait_ready")
-        self._refuse_closed("wait_ready()")
-        if not self._ready.wait(self.deadline_s if timeout_s is None else timeout_s):
-            raise DeadlineExceeded(f"replica {self.replica} is not ready", [self._why()])
-        self._refuse_closed("wait_ready()")
-        if self._kept_from is not None:
-            raise self._kept_from
+        self._refuse_waiting("wait_ready")
         with self._changed:
-            if self.error is not None and not self.torn:
+            seconds = self.deadline_s if timeout_s is None else timeout_s
+            if not self._changed.wait_for(lambda: self._phase is not ControllerPhase.JOINING, seconds):
+                raise DeadlineExceeded(f"replica {self.replica} is not ready", [self._why()])
+            self._refuse_closed("wait_ready()")
+            if self.error is not None and (self._phase is ControllerPhase.OVER or not self.torn):
                 raise self.error
-
-    def _may_wait(self, call: str) -> None:
-        self.handle.refuse_own_loop(call)
 
     def wait_version(self, version: int | str | None = None, timeout_s: float | None = None) -> int | str:
         """Wait until the replica serves a version. For owners of an engine that starts without weights. Not on an AsyncLLM's
@@ -161,16 +164,18 @@ class Controller:
             Unsupported: The controller is closed, or the thread runs the engine's own loop.
             XferError: The reason why no refit will come, as soon as there is one.
         """
-        self._may_wait("wait_version")
-        self._refuse_closed("wait_version()")
+        self._refuse_waiting("wait_version")
 
         def there() -> bool:
             return self.version is not None and (version is None or str(version) == str(self.version))
 
-        def over() -> XferError | None:  # the next refit repairs a torn replica, or one without weights yet
-            if self._closing.is_set():
-                return self._closed(f"was closed before {awaited} came")
-            return self._kept_from or (self.lost if self.torn or self.error is None else self.error)
+        def over() -> XferError | None:
+            if self._closed:
+                return self._closed_error(f"was closed before {awaited} came")
+            repaired = (
+                self.torn and self._phase is not ControllerPhase.OVER
+            )  # by the next refit, also one without weights yet
+            return self.lost if repaired or self.error is None else self.error
 
         awaited = "a version that a refit brought" if version is None else f"version {version!r}"
         seconds = self.deadline_s if timeout_s is None else timeout_s
@@ -185,14 +190,22 @@ class Controller:
                 [self._why()],
             )
 
-    def _closed(self, how: str) -> Unsupported:
+    @property
+    def _closed(self) -> bool:
+        return self._phase is ControllerPhase.CLOSED
+
+    def _closed_error(self, how: str) -> Unsupported:
         again = f"xfer.serve(…, replica={self.replica}) makes another; until then no refit reaches this engine"
         held = [] if self.error is None else [f"the engine was left so: {self.error}"]
         return Unsupported(f"replica {self.replica}: its controller {how}", [again, *held])
 
+    def _refuse_waiting(self, call: str) -> None:
+        self.handle.refuse_own_loop(call)
+        self._refuse_closed(f"{call}()")
+
     def _refuse_closed(self, call: str) -> None:
-        if self._closing.is_set():
-            raise self._closed(f"was closed by its owner: no {call} any more")
+        if self._closed:
+            raise self._closed_error(f"was closed by its owner: no {call} any more")
 
     def _why(self) -> str:
         """What this controller knows; quoted in timeout errors."""
@@ -225,17 +238,20 @@ class Controller:
 
     def close(self) -> None:
         """Leave the session. The engine keeps its weights and, if it serves, continues to serve."""
-        self._closing.set()
+        self._to(ControllerPhase.CLOSED)
         if self._party is not None:
             self._party.close()
-        self._ready.set()
-        with self._changed:
-            self._changed.notify_all()
         if self._held:
             with suppress(Unsupported):
-                self._may_wait("close")
+                self.handle.refuse_own_loop("close")
                 # Otherwise the process may end before it resumes an engine that it paused to join.
                 self._thread.join(STOP_GRACE_S)
+
+    def _to(self, phase: ControllerPhase) -> None:
+        """Change the phase. A closed controller stays closed."""
+        with self._changed:
+            self._phase = self._phase if self._closed else phase
+            self._changed.notify_all()
 
     # ---- its own thread
 
@@ -243,40 +259,35 @@ class Controller:
         try:
             with logs.while_waiting(lambda: f"replica {self.replica}: {self._doing}"):
                 party = self._join()
-            self._serve(party)
+            while not self._closed:
+                self._next(party)
+        except _ClosedError:
+            pass
+        except PeerLost as e:
+            if self._phase is ControllerPhase.JOINING:
+                self._down(e)
+            elif not self._closed:
+                self._lose(e, whole=True)
         except Exception as e:
-            self._kept_from = None if isinstance(e, _ClosedError) else self._down(e)
+            if not self._closed:
+                self._down(e)
         finally:
             if self._party is not None:
                 self._party.close()  # else the coordinator would keep the replica's place for a controller that has ended
-            self._ready.set()
-            with self._changed:
-                self._changed.notify_all()
 
-    def _serve(self, party: RendezvousClient) -> None:
-        while not self._closing.is_set():
-            try:
-                message = party.take(time.monotonic() + 3600.0, "the next refit", m.Arm, m.Failed, m.ReplicaReady)
-                if isinstance(message, m.Arm):
-                    with quick_turns():
-                        lost = self._refit(party, message)
-                    timeline.write(message.attempt, party.welcome.session)
-                    for failed in lost:
-                        self._lose(failed.error.error(), failed.replica < 0, failed.left)
-                elif isinstance(message, m.Failed):
-                    self._lose(message.error.error(), message.replica < 0, message.left)
-                else:
-                    self._ready.set()
-            except DeadlineExceeded:
-                continue
-            except PeerLost as e:
-                if not self._closing.is_set():
-                    self._lose(e, whole=True)
-                return
-            except Exception as e:
-                if not self._closing.is_set():
-                    self._down(e)
-                return
+    def _next(self, party: RendezvousClient) -> None:
+        """Do what the coordinator says next, if it says something."""
+        try:
+            message = party.take(time.monotonic() + 3600.0, "the next refit", m.Arm, m.Failed, m.ReplicaReady)
+        except DeadlineExceeded:
+            return
+        lost = [message] if isinstance(message, m.Failed) else []
+        if isinstance(message, m.Arm):
+            with quick_turns():
+                lost = self._refit(party, message)
+            timeline.write(message.attempt, party.welcome.session)
+        for failed in lost:
+            self._lose(failed.error.error(), failed.replica < 0, failed.left)
 
     def _lose(self, error: XferError, whole: bool, left: bool = False) -> None:
         """Note that the trainers are gone, or a worker of this replica.
@@ -298,9 +309,9 @@ class Controller:
                 logger.log(how, "xfer: replica %d goes on serving version %r: %s", self.replica, self.version, why)
         elif self.error is None or not whole:
             self._set(error=error, torn=self.torn and whole)
-        self._ready.set()
 
-    def _down(self, e: BaseException) -> XferError:
+    def _down(self, e: BaseException) -> None:
+        """End this controller because of an error."""
         error = e if isinstance(e, XferError) else EngineLost(f"{type(e).__name__}: {e}")
         logger.error("xfer: controller of replica %d: %s", self.replica, error)
         if self._party is not None:
@@ -308,47 +319,41 @@ class Controller:
         elif self._tell is not None:
             self._tell(error)
         self._set(error=error)
-        return error
+        self._to(ControllerPhase.OVER)
 
     def _set(
-        self,
-        error: XferError | None = None,
-        torn: bool | None = None,
-        version: int | str | None | _Unchanged = _Unchanged.VERSION,
+        self, error: XferError | None = None, torn: bool | None = None, version: int | str | None = _UNCHANGED
     ) -> None:
         """Set the state in one step: `wait_version` sees by `torn` whether `error` is final. `torn` None: unchanged."""
         with self._changed:
             self.error, self.torn = error, self.torn if torn is None else torn
-            if not isinstance(version, _Unchanged):
+            if version is not _UNCHANGED:
                 self.version = version
             self._changed.notify_all()
 
     def _join(self) -> RendezvousClient:
         self._workers = workers = self.handle.workers(self.deadline_s)
-        self._unless_closed()
-        self._doing = f"no answer from {self.rendezvous}; has trainer rank 0 called xfer.connect()?"
+        these = logs.counted(workers, "worker")
+        self._begin(f"no answer from {self.rendezvous}; has trainer rank 0 called xfer.connect()?")
         try:
             self._party = party = RendezvousClient(
                 self.rendezvous, self._token, "controller", size=workers, replica=self.replica, deadline_s=self.deadline_s,
-                given_up=self._closing.is_set,
+                given_up=lambda: self._closed,
             )  # fmt: skip
         except PeerLost:
-            self._unless_closed()
+            self._begin(self._doing)
             raise
-        self._unless_closed()
-        self._doing = (
-            f"waiting at {self.rendezvous} for trainers and for a plan, with {logs.counted(workers, 'worker')}"
-        )
+        self._begin(f"waiting at {self.rendezvous} for trainers and for a plan, with {these}")
         found = self.handle.get_version(self.deadline_s)
         self._label = UNKNOWN if found in (MIXED, PAUSED) else found
         held = self._held = self.handle.ranks_in_step(SETTLE_GRACE_S)
-        self._unless_closed()  # a later `close` waits for the rest of this function
+        self._begin(self._doing)  # a later `close` waits for the rest of this function
+        kept: XferError | None = None
         try:
+            if held and found != MIXED:
+                # Before the pause: if this controller dies in it, the next one sees that xfer paused.
+                self.handle.set_version(PAUSED, SETTLE_GRACE_S)
             if held:
-                if (
-                    found != MIXED
-                ):  # before the pause: if this controller dies in it, the next one sees that xfer paused
-                    self.handle.set_version(PAUSED, SETTLE_GRACE_S)
                 self.handle.pause(self.deadline_s)
             if found != MIXED:  # else a controller that died in a refit has done this, and vLLM's session may be open
                 self.handle.hand_over_drafter(self.deadline_s)
@@ -357,36 +362,35 @@ class Controller:
                 "rendezvous": self._engine_rendezvous, "token": self._token, "replica": self.replica, "workers": workers,
                 "deadline_s": self.deadline_s, "keep": list(self._keep),
             }, self.deadline_s + STOP_GRACE_S)  # fmt: skip
-            until = time.monotonic() + STOP_GRACE_S
-            message = party.take(until, "the replica's plan", m.ReplicaReady, m.Failed)
-            if isinstance(message, m.Failed):
-                self._kept_from = message.error.error()
+            message = party.take(time.monotonic() + STOP_GRACE_S, "the replica's plan", m.ReplicaReady, m.Failed)
+            kept = message.error.error() if isinstance(message, m.Failed) else None
         except Exception as e:
             with suppress(XferError):  # the first error counts
                 self._met(party, found, held)
-            if self._closing.is_set():
+            if self._closed:
                 raise _ClosedError from e
             raise
         self._met(party, found, held)
-        self._kept_from = self._kept_from or self._failed_since(party)
-        if self._kept_from is not None:
-            self._set(error=self._kept_from)
+        kept = kept or self._failed_since(party)
+        if kept is not None:
+            self._set(error=kept)
         else:
-            these = logs.counted(workers, "worker")
             logger.info("xfer: replica %d is ready at %s, with %s", self.replica, self.rendezvous, these)
         self._held = False
-        self._ready.set()
+        self._to(ControllerPhase.READY if kept is None else ControllerPhase.OVER)
         return party
+
+    def _begin(self, doing: str) -> None:
+        """Begin a step of joining. `doing` is logged if it takes long. Raises _ClosedError if the owner has closed."""
+        self._doing = doing
+        if self._closed:
+            raise _ClosedError
 
     def _failed_since(self, party: RendezvousClient) -> XferError | None:
         """The error of a worker after ReplicaReady: a worker may find no lock, and then fails and returns from init."""
         party.catch_up(SILENCE_S)
         said = [x for x in list(party.inbox.queue) if isinstance(x, m.Failed) and x.replica == self.replica]
         return said[0].error.error() if said else None
-
-    def _unless_closed(self) -> None:
-        if self._closing.is_set():
-            raise _ClosedError
 
     def _met(self, party: RendezvousClient, label: str | None, held: bool) -> None:
         """Take over what an earlier controller left: vLLM's update session, a pause and a label, bytes that must not be served.
@@ -442,46 +446,45 @@ class Controller:
     def _refit(self, party: RendezvousClient, arm: m.Arm) -> list[m.Failed]:
         """Run one attempt. Returns the messages about lost trainers or workers that arrived during it."""
         mark(party.label, "told to arm")
-        visit = _Visit(self.handle, party, self.replica, arm)
-        visit.open()
-        decision, lost = self._decision(party, arm, visit)
-        committed = isinstance(decision, m.Commit)
+        calls = _EngineCalls(self.handle, party, self.replica, arm)
+        calls.open()
+        decision, lost = self._decision(party, arm, calls)
         try:
-            visit.close(decision)
-            if isinstance(decision, m.Commit):
-                self.refits += 1
-                self._label = str(decision.version)
-                self._set(torn=False, version=decision.version)
-            elif visit.touched and decision.dirty:
-                self._tear(str(decision.error.error()), known=decision is not self._unheard)
-                party.try_send(m.Settled(arm.attempt, None, False, 0.0, visit.phases))
-                return lost
-            if self.torn and self.error is not None:  # as before this attempt, which wrote nothing
-                self._keep_out(self.error)
-                party.try_send(m.Settled(arm.attempt, None, False, 0.0, visit.phases))
-                return lost
-            visit.resume(None if committed else self._label)
-            mark(party.label, "its engine serves")
-            if committed:
-                logger.info(
-                    "xfer: replica %d serves version %r, outage %.1f ms",
-                    self.replica,
-                    self.version,
-                    visit.seconds * 1e3,
-                )
-            if not committed and self.error is not None and self.version is not None:
-                self._set()
-            # The engine serves: it must not stop if the trainers are gone, so this send raises nothing.
-            party.try_send(m.Settled(arm.attempt, self.version, True, visit.seconds, visit.phases))
+            serves = self._carry_out(calls, decision, party)
         except Exception as e:
             error = e if isinstance(e, XferError) else EngineLost(f"replica {self.replica}: {type(e).__name__}: {e}")
             logger.error("xfer: replica %d could not be brought back: %s", self.replica, error)
             self._keep_out(error)
-            party.try_send(m.Settled(arm.attempt, None, False, 0.0, visit.phases))
+            serves = False
+        # If the engine serves, it must not stop because the trainers are gone: this send raises nothing.
+        now = (self.version, True, calls.seconds) if serves else (None, False, 0.0)
+        party.try_send(m.Settled(arm.attempt, *now, calls.phases))
         return lost
 
+    def _carry_out(self, calls: _EngineCalls, decision: m.Commit | m.Settle, party: RendezvousClient) -> bool:
+        """Carry out a decision. Returns whether the engine serves."""
+        calls.close(decision)
+        if isinstance(decision, m.Commit):
+            self.refits += 1
+            self._label = str(decision.version)
+            self._set(torn=False, version=decision.version)
+        elif calls.touched and decision.dirty:
+            self._tear(str(decision.error.error()), known=decision is not self._unheard)
+            return False
+        if self.torn and self.error is not None:  # as before this attempt, which wrote nothing
+            self._keep_out(self.error)
+            return False
+        calls.resume(None if isinstance(decision, m.Commit) else self._label)
+        mark(party.label, "its engine serves")
+        if isinstance(decision, m.Commit):
+            outage = calls.seconds * 1e3
+            logger.info("xfer: replica %d serves version %r, outage %.1f ms", self.replica, self.version, outage)
+        elif self.version is not None:
+            self._set()
+        return True
+
     def _decision(
-        self, party: RendezvousClient, arm: m.Arm, visit: _Visit
+        self, party: RendezvousClient, arm: m.Arm, calls: _EngineCalls
     ) -> tuple[m.Commit | m.Settle, list[m.Failed]]:
         """Wait for the decision. Returns it, and the messages about lost trainers or workers that came before it."""
         due, lost = time.monotonic() + arm.deadline_s, list[m.Failed]()
@@ -499,9 +502,9 @@ class Controller:
                     due=due,
                 )
                 if isinstance(message, m.Decided):
-                    visit.wind_up()
+                    calls.wind_up()
                 elif isinstance(message, m.CallAgain):
-                    visit.call_again()
+                    calls.call_again()
                 elif isinstance(message, m.Failed):
                     lost.append(message)
                 else:
@@ -512,11 +515,12 @@ class Controller:
             return self._unheard, lost
 
 
-class _Visit:
+class _EngineCalls:
     """One attempt's calls to the engine: pause, start, update; after the decision finish, caches, resume.
 
     Attributes:
         touched: Whether an update session was opened; before that only the pause has to be undone.
+        phases: (name, seconds) of the calls so far.
     """
 
     def __init__(self, handle: EngineHandle, party: RendezvousClient, replica: int, arm: m.Arm):
@@ -530,12 +534,8 @@ class _Visit:
         self._decided = False
         # For the thread that calls `update`: whether to call it again.
         self._after: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._phases: list[tuple[str, float]] = []
+        self.phases: tuple[tuple[str, float], ...] = ()
         self._began = self._clock = time.perf_counter()
-
-    @property
-    def phases(self) -> tuple[tuple[str, float], ...]:
-        return tuple(self._phases)
 
     @property
     def seconds(self) -> float:
@@ -640,6 +640,6 @@ class _Visit:
 
     def _phase(self, name: str) -> None:
         now = time.perf_counter()
-        self._phases.append((name, now - self._clock))
+        self.phases += ((name, now - self._clock),)
         self._clock = now
         mark(self._party.label, f"{name} is over")
