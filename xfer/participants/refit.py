@@ -19,12 +19,10 @@ from xfer.background import LOOK_S, BackgroundCall
 from xfer.coordinator import messages as m
 from xfer.coordinator.deadlines import CALL_GRACE_S, STOP_GRACE_S
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
-from xfer.participants import computing, faults
+from xfer.participants import computing, faults, readers
 from xfer.participants.arguments import Arguments
 from xfer.participants.report import RefitReport
 from xfer.participants.timeline import mark
-from xfer.rendezvous.client import host_identity
-from xfer.transport.peer import DRAIN_S
 
 if TYPE_CHECKING:
     from xfer.participants.lane import Lane
@@ -34,9 +32,6 @@ logger = logging.getLogger("xfer")
 
 _LAST_S = 1.0
 """Seconds of the bound that a rank without an outcome keeps for stopping its own lanes."""
-READERS_S = DRAIN_S + 1.0
-"""Seconds to wait for the end of workers that may still read: a worker that lost its connection stops its pull by itself within
-`DRAIN_S`; a killed one ends sooner."""
 
 
 class RefitCall:
@@ -357,8 +352,8 @@ class RefitCall:
             if (lane := self.session.lanes.get(o.replica)) is not None and self._pulled(lane)
             for r in o.readers
         ]
-        seconds = min(READERS_S, max(_LAST_S, self.ends - time.monotonic()))
-        if some and (left := still_reading(some, seconds)):
+        seconds = min(readers.GRACE_S, max(_LAST_S, self.ends - time.monotonic()))
+        if some and (left := readers.still_reading(some, seconds)):
             self.session.side.keep_alive()
             raise PeerLost(
                 "workers may still read this rank's parameters: do not write or free them before those have ended",
@@ -405,37 +400,3 @@ def begin_drain(
         source.drain()
 
     return BackgroundCall(drain, source.device, label, "the trainer's parameters could not be made whole", register)
-
-
-def still_reading(readers: Sequence[m.Reader], seconds: float) -> list[str]:
-    """Wait until these workers are dead, which may still read a trainer's storages after a failed refit.
-
-    A worker that pulls sends `Done`, or `Stopped` once its pull is drained. One that sends neither has died or lost its
-    connection: a dead process reads nothing, a living one may still read. Only processes of this host can be checked, which
-    is enough: a pull does not leave a host. `host_identity()` identifies a host, so containers that share a name but not
-    their process ids must set XFER_HOST.
-
-    Args:
-        readers: The suspected workers.
-        seconds: How long to wait.
-
-    Returns:
-        One line for each reader that may still be alive.
-    """
-    until = time.monotonic() + seconds
-    left = list(readers)
-    while left:
-        left = [r for r in left if r.host != host_identity() or _alive(r.pid)]
-        if not left or time.monotonic() > until:
-            break
-        time.sleep(0.01)
-    return [f"{r.label} (host {r.host}, pid {r.pid})" for r in left]
-
-
-def _alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as f:
-            state = f.read().rsplit(b")", 1)[1].split()[0]
-    except OSError:
-        return False
-    return state not in (b"Z", b"X")  # a zombie has no memory and no device context
