@@ -18,7 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -27,6 +27,8 @@ from xfer.coordinator import messages as m
 from xfer.coordinator.commit import TRANSITIONS, Phase
 from xfer.coordinator.deadlines import TOGETHER_S
 from xfer.coordinator.events import Received
+from xfer.coordinator.refit import Owed
+from xfer.coordinator.state import Client, Replica
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
 SOON_S = 2 * TOGETHER_S
@@ -249,6 +251,32 @@ TestCoordinator.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.integers(1, 4), st.lists(st.integers(1, 3), min_size=1, max_size=4), st.randoms(use_true_random=True))
+def test_a_replica_is_done_when_its_last_rank_is(trainers, sizes, random):
+    """Against one set per replica; replicas begin in any batches, ranks end in any order and may repeat themselves."""
+    waiting = [Replica(r, size) for r, size in enumerate(sizes)]
+    clients = [Client(0, [], m.Hello("trainer", i, trainers, 0, "", 0)) for i in range(trainers)]
+    clients += [Client(0, [], m.Hello("worker", i, n, r, "", 0)) for r, n in enumerate(sizes) for i in range(n)]
+    owed, left = Owed(trainers, len(sizes)), dict[int, set[Client]]()
+    while waiting or left:
+        if waiting and random.random() < 0.3:
+            some = [waiting.pop() for _ in range(random.randint(1, len(waiting)))]
+            owed.begin(some)
+            left |= {
+                r.index: {c for c in clients if c.hello.role == "trainer" or c.hello.replica == r.index} for r in some
+            }
+        elif left:
+            c = random.choice(clients)
+            mine = [r for r in left if c.hello.role == "trainer" or c.hello.replica == r]
+            assert all(owed.owes(c, r) == (c in left[r]) for r in mine)
+            said = tuple(random.sample(mine, random.randint(0, len(mine))))
+            for r in said:
+                left[r].discard(c)
+            assert owed.done(c, said) == sorted(r for r, ranks in left.items() if not ranks)
+            left = {r: ranks for r, ranks in left.items() if ranks}
 
 
 def test_engines_serve_until_trainers_are_about_to_be_ready():
