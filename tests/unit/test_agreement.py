@@ -11,7 +11,6 @@ import os
 import threading
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
@@ -162,14 +161,6 @@ def test_ranks_with_different_digests_are_named():
     turn = itertools.count()
     ends = run([Rank(), Rank(), Rank(digest="b")], lambda alive: alive[next(turn) % len(alive)])
     assert all(isinstance(e, PlanMismatch) and e.violations == ("rank 2: differs from rank 0",) for e in ends)
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_the_first_word_stands(first):
-    shared = HashStore()
-    meetings = [Agreement(shared, "meeting", r, range(2)) for r in range(2)]
-    words = [meetings[r].refuse(RebindError(f"of rank {r}")) for r in (first, 1 - first)]
-    assert words == [f"RebindError\nof rank {first}"] * 2
 
 
 def test_nothing_is_left_of_the_ranks_that_came():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 from xfer import logs
 from xfer.coordinator import failures, relays
@@ -32,6 +32,7 @@ from xfer.coordinator.state import (
     Options,
     Replica,
     ReplicaPhase,
+    StoreCall,
     broadcast,
     differences,
     hello_violations,
@@ -517,20 +518,12 @@ class Coordinator:
             return self.take_changes(client, msg)  # that refit is over; the worker leaves it at its own deadline
         self.refit.handle(client, msg)
 
-    def _for_refit(self, client: Client, msg: m.PartReady | m.Committed | m.Stopped | m.Settled) -> None:
+    def _for_refit(self, client: Client, msg: m.Done | m.PartReady | m.Committed | m.Stopped | m.Settled) -> None:
         if self.refit is not None and msg.attempt == self.refit.number:  # else the answer comes too late
             self.refit.handle(client, msg)
 
-    def _done(self, client: Client, msg: m.Done) -> None:
-        if self.refit is not None and msg.attempt == self.refit.number:
-            self.refit.done(client, msg)
-
     def _progress(self, client: Client, msg: m.Progress) -> None:
         client.progress = msg
-
-    def prefix(self, client: Client) -> str:
-        """Return the prefix of the store keys that a client may use."""
-        return "" if client.hello.role == "trainer" else f"r{client.hello.replica}/"
 
 
 _TRAINER, _WORKER, _CONTROLLER = ("trainer",), ("worker",), ("controller",)
@@ -558,15 +551,11 @@ _RULES: dict[type[m.WireMessage], tuple[tuple[str, ...], _Handler]] = {
     m.Ready: (_TRAINER, lambda co, client, msg: co.refits.ready(client, msg)),
     m.Armed: (_WORKER, Coordinator._armed),
     m.PartReady: (_WORKER, Coordinator._for_refit),
-    m.Done: (_DOMAIN, Coordinator._done),
+    m.Done: (_DOMAIN, Coordinator._for_refit),
     m.Committed: (_WORKER, Coordinator._for_refit),
     m.Stopped: (_WORKER, Coordinator._for_refit),
     m.Settled: (_CONTROLLER, Coordinator._settled),
-    m.StoreSet: (_DOMAIN, lambda co, client, msg: co.store.set(msg, co.prefix(client))),
-    m.StoreGet: (_DOMAIN, lambda co, client, msg: co.store.get(client, msg, co.prefix(client))),
-    m.StoreAdd: (_DOMAIN, lambda co, client, msg: co.store.add(client, msg, co.prefix(client))),
-    m.StoreCompareSet: (_DOMAIN, lambda co, client, msg: co.store.compare_set(client, msg, co.prefix(client))),
-    m.StoreCheck: (_DOMAIN, lambda co, client, msg: co.store.check(client, msg, co.prefix(client))),
+    **{kind: (_DOMAIN, lambda co, client, msg: co.store.handle(client, msg)) for kind in get_args(StoreCall)},
 }
 """By message: the roles that may send it, and its handler. All other messages are sent by the coordinator only."""
 

@@ -224,9 +224,11 @@ class Refit:
             why = "trainers hold different bytes of one tensor; nothing was moved"
             co.fail(self, VerificationError(why, [*bad, exports.HOLDERS_ADVICE]))
 
-    def handle(self, client: Client, msg: m.Armed | m.PartReady | m.Committed | m.Stopped | m.Settled) -> None:
-        """A process of a replica said something about this refit."""
+    def handle(self, client: Client, msg: m.Armed | m.PartReady | m.Done | m.Committed | m.Stopped | m.Settled) -> None:
+        """A rank or a controller said something about this refit."""
         h = client.hello
+        if isinstance(msg, m.Done):
+            return self._done(client, msg)
         part = self.parts[h.replica]
         phase, readers = part.phase, len(part.readers)
         if isinstance(msg, m.Armed):
@@ -242,7 +244,7 @@ class Refit:
         if phase is not part.phase or readers != len(part.readers):
             self._changed(part)
 
-    def done(self, client: Client, msg: m.Done) -> None:
+    def _done(self, client: Client, msg: m.Done) -> None:
         """A rank has moved its part for some replicas.
 
         Raises:

@@ -69,11 +69,10 @@ class RefitQueue:
         elif running.abandoned or number > running.number:
             self._prepared = max(number, running.number + 1)  # after the one that is being settled
 
-    def enter(self, client: Client, msg: m.Enter) -> None:
-        self._enter(client, msg, self.coordinator.now)
-
-    def _enter(self, client: Client, msg: m.Enter, came: float) -> None:
+    def enter(self, client: Client, msg: m.Enter, came: float | None = None) -> None:
+        """A trainer calls. `came`: when its message came, if that was before the present event."""
         co, running = self.coordinator, self.coordinator.refit
+        came = co.now if came is None else came
         if msg.attempt in self.finished:
             return client.send(self.finished[msg.attempt])
         if co.failure is not None:
@@ -92,9 +91,8 @@ class RefitQueue:
             self.use_up(outcome)
             return client.send(outcome)
         self._begin(msg.attempt, left)
-        if (
-            co.refit is not None and not co.refit.abandoned
-        ):  # else its outcome is about to come, and the trainer calls for the next one
+        # If nobody called in time, the refit's outcome is about to come, and the trainer calls again.
+        if co.refit is not None and not co.refit.abandoned:
             co.refit.enter(client, msg)
 
     def _wait(self, client: Client, msg: m.Enter, came: float, running: Refit) -> None:
@@ -106,10 +104,14 @@ class RefitQueue:
         """
         co = self.coordinator
         self._waiting.append(_Waiting(client, msg, came))
-        co.at(came + msg.deadline_s, lambda: self.use_up(self._too_late(msg)), of=msg)
+        co.at(came + msg.deadline_s, lambda: self._expire(msg), of=msg)
         running.called = True
         left = f"{client.label} has left refit {running.number}: it has called nccl_xfer_refit() again since"
         co.fail(running, PeerLost(left), by=client)
+
+    def _expire(self, msg: m.Enter) -> None:
+        if any(w.message is msg for w in self._waiting):  # else its refit has begun at this same moment
+            self.use_up(self._too_late(msg))
 
     def _too_late(self, msg: m.Enter) -> m.Outcome:
         before = self.coordinator.refit
@@ -188,7 +190,7 @@ class RefitQueue:
             if w.client not in self.coordinator.trainers.values():
                 continue  # the trainer is gone, and no later refit can succeed
             if isinstance(w.message, m.Enter):
-                self._enter(w.client, w.message, w.came)
+                self.enter(w.client, w.message, w.came)
             else:
                 self._ready(w.client, w.message, w.came)
 

@@ -267,51 +267,45 @@ def _seat_violations(h: m.Hello, replica: Replica) -> list[str]:
     return [f"worker {h.index} of replica {h.replica} is connected already"] if h.index in replica.workers else []
 
 
-class KeyValues:
-    """The store in which communicators meet; rendezvous/store.py is the clients' half.
+StoreCall = m.StoreSet | m.StoreGet | m.StoreAdd | m.StoreCompareSet | m.StoreCheck
 
-    Each call checks its keys against the client's prefix and raises ProtocolError, which ends that connection.
-    """
+
+class KeyValues:
+    """The store in which communicators meet; rendezvous/store.py is the clients' half."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._parked: dict[str, list[tuple[Client, int]]] = defaultdict(list)
 
+    def handle(self, client: Client, msg: StoreCall) -> None:
+        """Carry out a call and answer it.
+
+        Raises:
+            ProtocolError: a key is not the client's, or `add` finds no number. It ends the connection.
+        """
+        prefix = "" if client.hello.role == "trainer" else f"r{client.hello.replica}/"
+        for key in msg.keys if isinstance(msg, m.StoreCheck) else (msg.key,):
+            m.check_store_key(key, prefix)
+        values = self._values
+        if isinstance(msg, m.StoreSet):
+            return self._put(msg.key, msg.value)
+        if isinstance(msg, m.StoreCheck):
+            return client.send(m.StoreReply(msg.call, flag=all(k in values for k in msg.keys)))
+        if isinstance(msg, m.StoreGet) and msg.key not in values:
+            return self._parked[msg.key].append((client, msg.call))
+        if isinstance(msg, m.StoreCompareSet) and msg.key not in values:
+            self._put(msg.key, msg.value)
+        if isinstance(msg, m.StoreAdd):
+            try:
+                self._put(msg.key, str(int(values.get(msg.key, b"0")) + msg.amount).encode())
+            except ValueError:
+                raise ProtocolError(f"store key {msg.key!r} does not hold a number") from None
+        return client.send(m.StoreReply(msg.call, values[msg.key]))
+
     def _put(self, key: str, value: bytes) -> None:
         self._values[key] = value
         for client, call in self._parked.pop(key, ()):
             client.send(m.StoreReply(call, value))
-
-    def set(self, msg: m.StoreSet, prefix: str) -> None:
-        m.check_store_key(msg.key, prefix)
-        self._put(msg.key, msg.value)
-
-    def get(self, client: Client, msg: m.StoreGet, prefix: str) -> None:
-        m.check_store_key(msg.key, prefix)
-        if msg.key in self._values:
-            client.send(m.StoreReply(msg.call, self._values[msg.key]))
-        else:
-            self._parked[msg.key].append((client, msg.call))
-
-    def add(self, client: Client, msg: m.StoreAdd, prefix: str) -> None:
-        m.check_store_key(msg.key, prefix)
-        try:
-            value = int(self._values.get(msg.key, b"0")) + msg.amount
-        except ValueError:
-            raise ProtocolError(f"store key {msg.key!r} does not hold a number") from None
-        self._put(msg.key, str(value).encode())
-        client.send(m.StoreReply(msg.call, str(value).encode()))
-
-    def compare_set(self, client: Client, msg: m.StoreCompareSet, prefix: str) -> None:
-        m.check_store_key(msg.key, prefix)
-        if msg.key not in self._values:
-            self._put(msg.key, msg.value)
-        client.send(m.StoreReply(msg.call, self._values[msg.key]))
-
-    def check(self, client: Client, msg: m.StoreCheck, prefix: str) -> None:
-        for key in msg.keys:
-            m.check_store_key(key, prefix)
-        client.send(m.StoreReply(msg.call, flag=all(k in self._values for k in msg.keys)))
 
     def forget(self, prefix: str) -> None:
         """Delete the values of an epoch that is over."""

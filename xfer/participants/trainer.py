@@ -311,14 +311,10 @@ class TrainerSession:
         self.side.read(self._catalog, self.layout)
 
     def _lane(self, replica: int) -> Lane | None:
-        return self.lanes.get(replica) or self._new_lane(replica)
-
-    def _new_lane(self, replica: int) -> Lane | None:
-        if not 0 <= replica < self.replicas:
-            return None
-        lane = Lane(self._party, "trainer", self.index, self.device, replica, self.side.plane(replica))
-        self.lanes[replica] = lane
-        return lane
+        if replica not in self.lanes and 0 <= replica < self.replicas:
+            plane = self.side.plane(replica)
+            self.lanes[replica] = Lane(self._party, "trainer", self.index, self.device, replica, plane)
+        return self.lanes.get(replica)
 
     # ---- refitting
 

@@ -390,7 +390,8 @@ class RendezvousClient:
         Args:
             until: monotonic time.
             what: what the caller waits for, quoted in errors.
-            kind: the type of the message. The others too; a tuple of types would have no type of its own.
+            kind: type of the message; `kind2` to `kind5` are further types. They are separate arguments, since type checkers
+                find no union in a tuple of types.
             match: whether to return a message of these kinds.
 
         Raises:
