@@ -17,13 +17,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from examples.common.ports import free_port
-from tests.support.world import REFIT, TOKEN, ToyEngine, ToySource, ToyTaker
-
-if TYPE_CHECKING:
-    from xfer.participants.trainer import TrainerSession
+from tests.support.world import REFIT, TOKEN, ToyEngine, ToySource, ToyTaker, trainer_session
+from xfer.errors import DeadlineExceeded, EngineLost
+from xfer.participants.controller import Controller
+from xfer.participants.trainer import TrainerSession
+from xfer.participants.worker import WorkerSession
+from xfer.routes import worker_side
 
 HOST_PULL = "XFER_TEST_HOST_PULL"
 """In the environment: workers read the trainers' memory themselves, as on GPUs, and routes are opened by exchange."""
@@ -82,8 +83,6 @@ def _serve_trainer(conn: Connection, made: Callable[..., TrainerSession], **more
 
 def _trainer(conn: Connection, rank: int, world: int, env: dict) -> None:
     os.environ.update(env)
-    from tests.support.world import trainer_session
-
     source, direct = ToySource(rank, world), dict(host_pull=HOST_PULL in os.environ, relay=RELAY in os.environ)
 
     def made(rendezvous: str, **args):
@@ -92,19 +91,9 @@ def _trainer(conn: Connection, rank: int, world: int, env: dict) -> None:
     _serve_trainer(conn, made, set=source.set, change=source.turn)
 
 
-def _worker(
-    conn: Connection,
-    engine: Connection,
-    rank: int,
-    world: int,
-    env: dict,
-    make: Callable[[int, int], ToyTaker] = ToyTaker,
-) -> None:
+def _worker(conn: Connection, engine: Connection, rank: int, world: int, env: dict, make=ToyTaker) -> None:
     """`conn`: the test's; `engine`: the controller's calls."""
     os.environ.update(env)
-    from xfer.participants.worker import WorkerSession
-    from xfer.routes import worker_side
-
     taker, session, busy = make(rank, world), None, threading.Lock()
 
     def init(info: dict):
@@ -147,8 +136,6 @@ class ProcessEngine(ToyEngine):
         return len(self._workers)
 
     def _on_all(self, call: str, info: dict, timeout: float) -> None:
-        from xfer.errors import DeadlineExceeded, EngineLost
-
         until = time.monotonic() + timeout
         try:
             for w in self._workers:
@@ -177,8 +164,6 @@ class ProcessEngine(ToyEngine):
 
 def _controller(conn: Connection, workers: list[Connection], env: dict) -> None:
     os.environ.update(env)
-    from xfer.participants.controller import Controller
-
     engine, controller = ProcessEngine(workers), None
 
     def serve(rendezvous: str, replica: int, deadline_s: float):
