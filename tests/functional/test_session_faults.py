@@ -105,12 +105,13 @@ def test_a_drain_that_waits_for_ranks_that_do_not_call_ends_at_the_deadline_and_
 def test_a_call_waits_for_the_gathers_that_the_last_one_left_behind():
     with World(trainers=2) as w:
         w.commits(1)
-        s, order = w.sources[0], []
-        s.drain = lambda: (time.sleep(1.5), order.append("old"))
+        s, order, gathered = w.sources[0], [], threading.Event()
+        s.drain = lambda: (gathered.wait(20), order.append("old"))
         text = "trainer 0: it has called, and is not ready: it finishes"
         out = w.fails(2, e.DeadlineExceeded, text, within=10, deadline_s=0.5)
         assert "do not train" in str(out[0]) and not order
         s.drain = lambda: order.append("new")
+        threading.Timer(0.3, gathered.set).start()
         w.commits(3)
         assert order == ["old", "new"]
 
