@@ -11,6 +11,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import msgspec
 import torch.distributed as dist
 
 from examples.common.ports import free_port
@@ -22,6 +23,7 @@ from xfer.packed import agree
 from xfer.packed.source import PackedSource
 from xfer.routes import Packed
 
+NUMBERS = msgspec.msgpack.Decoder(list[int])
 LIMIT = 512
 """Bytes of a bucket: some buckets for the small tensors of the world."""
 COLLECTIVE_S = 600.0
@@ -40,7 +42,7 @@ class Stream(ToyStream):
                 raise LayoutError(text)
             return []
 
-        agree.of_all_ranks(own, list[int], self.device)
+        agree.of_all_ranks(own, NUMBERS, self.device)
         return super().build(assembly)
 
     def tensors(self, group):

@@ -164,8 +164,8 @@ def test_ranks_that_can_map_each_others_storages_put_messages_together_alone(h, 
     for s in streams:
         s.read()
 
-    def told(make, kind, device):
-        return [msgspec.msgpack.decode(msgspec.msgpack.encode(s._own()), type=kind) for s in streams]
+    def told(make, decoder, device):
+        return [decoder.decode(msgspec.msgpack.encode(s._own())) for s in streams]
 
     def mapped(s, said):
         return {r: {i: o._roots[n] for i, n in enumerate(said[r].roots)} for r, o in enumerate(streams) if o is not s}
@@ -216,7 +216,7 @@ def test_rounds_that_the_trainers_group_cannot_carry_are_refused_on_all_ranks(mo
     for rank in range(2):
         stream = TensorStream(SimpleNamespace(rank=rank, world=2, device=torch.device(device)))
         stream.assembly = Assembly(rank == 0, 1 << 20)
-        said = [_Rank({}, [], r == 0, b"" if r else b"offer") for r in range(2)]
+        said = [_Rank((), (), (), r == 0, b"" if r else b"offer") for r in range(2)]
         part = Fragment("t", (0,), (4,), "w", 0, (1,), "uint8")
         stream._targets = (0,)
         stream._held = {"t": [places.HeldBox(((0,), (4,), (1,)), {0: part, 1: part})]}

@@ -8,6 +8,7 @@ import sys
 import threading
 from types import ModuleType, SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from xfer.trainers.dtensor import TensorTrainer
 from xfer.trainers.weight_source import weight_source
 
 CPU = torch.device("cpu")
+NUMBERS = msgspec.msgpack.Decoder(list[int])
 SPEC = TensorSpec("w", (4,), "float32")
 MOMENTS = ["the check", "the tasks", "plans agree"]
 
@@ -258,7 +260,7 @@ def refuse(why: str) -> list[int]:
 )
 def test_a_rank_that_fails_says_so_where_the_others_wait_for_it(two, make, kind, says):
     with pytest.raises(kind, match="trainer 0 failed to describe its exports") as e:
-        agree.of_all_ranks(make, list[int], CPU)
+        agree.of_all_ranks(make, NUMBERS, CPU)
     assert says in str(e.value) and len(two) == 2
 
 
@@ -266,7 +268,7 @@ def test_over_gloo_ranks_agree_in_memory_of_the_host(two):
     """Wherever their weights are. There is no GPU here, so a tensor on one could not be made."""
     cuda = torch.device("cuda")
     assert agree.largest([3, 1], cuda) == [3, 1]
-    assert agree.of_all_ranks(lambda: [1, 2], list[int], cuda) == [[1, 2], [1, 2]]
+    assert agree.of_all_ranks(lambda: [1, 2], NUMBERS, cuda) == [[1, 2], [1, 2]]
 
 
 def test_ranks_whose_plans_differ_all_refuse_unless_they_plan_anew(monkeypatch, two):

@@ -59,15 +59,15 @@ def any_rank(flag: bool, fingerprint: bytes, device: torch.device) -> bool:
     return bool(said)
 
 
-def of_all_ranks(make: Callable[[], T], kind: type[T], device: torch.device) -> list[T]:
+def of_all_ranks(make: Callable[[], T], decoder: msgspec.msgpack.Decoder[T], device: torch.device) -> list[T]:
     """Return the result of `make` of every rank, in rank order.
 
-    Values travel as msgpack and are decoded to exactly `kind`, because torch's own object collectives unpickle bytes from
+    Values travel as msgpack and are decoded to exactly one type, because torch's own object collectives unpickle bytes from
     sockets. If `make` raises on some rank, it still takes part, and every rank raises the same error, which names the rank.
 
     Args:
         make: Returns this rank's value.
-        kind: Type of the value.
+        decoder: Of the value's type. Made at import: two threads that describe one class at once crash the process.
         device: Device of this rank's tensors.
     """
     if alone():
@@ -100,4 +100,4 @@ def of_all_ranks(make: Callable[[], T], kind: type[T], device: torch.device) -> 
                 kind_of_error, text = XferError, f"{name}: {text}"
             raised = kind_of_error(f"trainer {r} failed to describe its exports: {text}")
             raise raised from (failure if r == rank else None)
-    return [msgspec.msgpack.decode(value, type=kind) for value, _, _ in said]
+    return [decoder.decode(value) for value, _, _ in said]

@@ -31,9 +31,6 @@ from xfer.trace.fragment import Fragment, TensorSpec
 if TYPE_CHECKING:
     from xfer.transport import peer
 
-_Told = tuple[list[int], list[int], list[int], str, int, int, list[int]]
-"""A fragment: origin, extent, steps, dtype, number of the storage, byte offset, byte strides."""
-
 
 def on_gpu(device: torch.device) -> bool:
     """Return whether copies run in Triton, by one launch each."""
@@ -59,16 +56,21 @@ class _Rank(msgspec.Struct, array_like=True):
     """One rank's description of its weights.
 
     Attributes:
-        tensors: Shape, dtype and fragments of each tensor, by name.
+        specs: The tensors that it exports.
+        fragments: Where it holds parts of them.
         roots: Names of the storages, by number.
         assembles: Whether the rank assembles messages.
         offer: How to map the storages; empty if they cannot be mapped.
     """
 
-    tensors: dict[str, tuple[list[int], str, list[_Told]]]
-    roots: list[str]
+    specs: tuple[TensorSpec, ...]
+    fragments: tuple[Fragment, ...]
+    roots: tuple[str, ...]
     assembles: bool
     offer: bytes
+
+
+_ranks = msgspec.msgpack.Decoder(_Rank)
 
 
 class TensorStream:
@@ -157,20 +159,19 @@ class TensorStream:
     def build(self, assembly: Assembly) -> tuple[TaskSize, ...]:
         self.assembly = assembly
         self._ways, self._slots, self._sources = {}, {}, []
-        said = agree.of_all_ranks(self._own, _Rank, self.device)
+        said = agree.of_all_ranks(self._own, _ranks, self.device)
         bad: list[str] = []
         specs: dict[str, TensorSpec] = {}
         held: dict[str, dict[places.Box, dict[int, Fragment]]] = {}
         for rank, theirs in enumerate(said):
-            for name, (shape, dtype, boxes) in theirs.tensors.items():
-                spec = specs.setdefault(name, TensorSpec(name, tuple(shape), dtype))
-                if (spec.shape, spec.dtype) != (tuple(shape), dtype):
-                    bad.append(f"{name}: trainer {rank} has {dtype}{shape}, another has {spec.dtype}{list(spec.shape)}")
-                known = held.setdefault(name, {})
-                for origin, extent, steps, own, root, offset, strides in boxes:
-                    box = (tuple(origin), tuple(extent), tuple(steps))
-                    f = Fragment(name, *box[:2], theirs.roots[root], offset, tuple(strides), own, box[2])
-                    known.setdefault(box, {})[rank] = f
+            for spec in theirs.specs:
+                known = specs.setdefault(spec.name, spec)
+                held.setdefault(spec.name, {})
+                if spec != known:
+                    here, there = (f"{x.dtype}{list(x.shape)}" for x in (spec, known))
+                    bad.append(f"{spec.name}: trainer {rank} has {here}, another has {there}")
+            for f in theirs.fragments:
+                held[f.tensor].setdefault((f.origin, f.extent, f.steps), {})[rank] = f
         if bad:
             raise PlanMismatch("trainer ranks hold different tensors under the same name", bad)
         for name, spec in specs.items():
@@ -186,19 +187,11 @@ class TensorStream:
     def _own(self) -> _Rank:
         if self._let_go:  # another rank's `release()` may have come after the last check
             self._roots, self._let_go = self.source.rebind(), False
-        roots = sorted({f.root for some in self._mine.values() for f in some})
-        number = {name: i for i, name in enumerate(roots)}
+        roots = tuple(sorted({f.root for some in self._mine.values() for f in some}))
+        fragments = tuple(f for some in self._mine.values() for f in some)
+        return _Rank(tuple(self._specs.values()), fragments, roots, self.assembly.here, self._offer(roots))
 
-        def told(f: Fragment) -> _Told:
-            return list(f.origin), list(f.extent), list(f.steps), f.dtype, number[f.root], f.offset, list(f.strides)
-
-        tensors = {
-            name: (list(spec.shape), spec.dtype, [told(f) for f in self._mine.get(name, ())])
-            for name, spec in self._specs.items()
-        }
-        return _Rank(tensors, roots, self.assembly.here, self._offer(roots))
-
-    def _offer(self, roots: list[str]) -> bytes:
+    def _offer(self, roots: Sequence[str]) -> bytes:
         self._unmap()
         self._export = None
         if self.world == 1 or not on_gpu(self.device):

@@ -16,6 +16,7 @@ from functools import partial
 from operator import is_
 from unittest import mock
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -48,6 +49,8 @@ from xfer.trainers.megatron import MegatronTrainer, _Followed
 _Row = tuple[str, list[int], str, bool]
 """A tensor: name, shape, dtype, and whether Bridge may give more rows of it, which Megatron has padded."""
 _Task = tuple[int, list[_Row], str | None]
+"""Number of a task, its tensors and its key."""
+_tasks = msgspec.msgpack.Decoder(list[_Task])
 
 
 class BridgeStream:
@@ -132,7 +135,7 @@ class BridgeStream:
     # ---- with all ranks
 
     def build(self, assembly: Assembly) -> tuple[TaskSize, ...]:
-        return self._merged(agree.of_all_ranks(self._rebuilt, list[_Task], self.device))
+        return self._merged(agree.of_all_ranks(self._rebuilt, _tasks, self.device))
 
     def _rebuilt(self) -> list[_Task]:
         """Build new tasks and return this rank's with their tensors. Collective: Bridge gathers the names of all stages."""
