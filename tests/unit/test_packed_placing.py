@@ -158,8 +158,8 @@ class Source:
 
 @settings(deadline=None, max_examples=EXAMPLES)
 @given(held(), st.integers(ALIGN, 2048), st.integers(0, RANKS - 1), st.booleans())
-def test_ranks_that_can_map_each_others_storages_put_messages_together_alone(h, limit, let_go, looks):
-    """Mapping is made up: it gives the tensors themselves."""
+def test_ranks_that_can_map_each_others_storages_assemble_messages_alone(h, limit, let_go, checks):
+    """Mappings are made up: they give the tensors themselves."""
     streams = [TensorStream(Source(h, r)) for r in range(RANKS)]
     for s in streams:
         s.read()
@@ -196,11 +196,10 @@ def test_ranks_that_can_map_each_others_storages_put_messages_together_alone(h, 
                     data = buffers.take(k, message.nbytes).fill_(0x77)
                     source.place(message, data)
                     assert torch.equal(data, expected(message, h)), (step, source.rank)
-            if step == 0:  # a framework frees what was mapped, and brings it back: all begin anew
+            if step == 0:  # a framework frees storages that were mapped, and brings them back: all ranks begin anew
                 sources[let_go].forget()
-                assert (
-                    not looks or sources[let_go].check() == "moved"
-                )  # or this rank had looked before another released
+                # With `checks` this rank checks after the release, else it had checked before another rank released.
+                assert not checks or sources[let_go].check() == "moved"
                 assert sources[let_go]._stale
                 for s in sources:  # as the ranks' all-reduce tells them
                     s._stale = True

@@ -12,18 +12,19 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
 
+from xfer.packed.agree import of_all_ranks
 from xfer.trace.fragment import Fragment, TensorSpec
 from xfer.trace.probe import NOT_MOVED, Digits, export_fragments
 from xfer.trace.slots import Slot
 from xfer.trainers.bridge_export import CheckpointNames, Cursor, forget_names
 
-T = TypeVar("T")
+_positions = msgspec.msgpack.Decoder(list[int])
+_sizes = msgspec.msgpack.Decoder(tuple[list[str], int])
 
 
 @dataclass
@@ -61,7 +62,7 @@ def probe_export(
     forget_names(model_bridge)
     tasks = model_bridge.build_conversion_tasks(names, list(chunks))
     wanted = [i for i, t in enumerate(tasks) if t is not None and (failing is None or t.global_param_name in failing)]
-    positions = sorted(set().union(*_of_all_ranks(wanted, list[int], device)))
+    positions = sorted(set().union(*of_all_ranks(lambda: wanted, _positions, device)))
     out = Probed()
     if not positions:
         return out
@@ -103,25 +104,11 @@ def probe_export(
     return out
 
 
-def _of_all_ranks(value: T, kind: type[T], device: torch.device) -> list[T]:
-    """Gather `value` of every rank, in rank order. Uses msgpack and decodes to exactly `kind`, since torch's object collectives
-    unpickle bytes from sockets."""
-    data = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, torch.tensor([len(data)], device=device))
-    sizes = [int(n) for n in lengths]
-    mine = torch.zeros(max(sizes), dtype=torch.uint8)
-    mine[: len(data)] = data
-    padded = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in sizes]
-    dist.all_gather(padded, mine.to(device))
-    return [msgspec.msgpack.decode(bytes(p[:n].cpu().numpy()), type=kind) for p, n in zip(padded, sizes)]
-
-
 def _agree(weights: Sequence[torch.Tensor], positions: int, device: torch.device) -> Digits:
     """Return digits that fit the parameters of all ranks, equal on all of them."""
     kinds = sorted({_dtype(w) for w in weights})
     largest = max((w.numel() for w in weights), default=1)
-    every = _of_all_ranks((kinds, largest), tuple[list[str], int], device)
+    every = of_all_ranks(lambda: (kinds, largest), _sizes, device)
     specs = [TensorSpec("", (largest,), kind) for kinds, largest in every for kind in kinds]
     fit = Digits.fit(specs)
     need = fit.offset_bits + (dist.get_world_size() * positions).bit_length()
