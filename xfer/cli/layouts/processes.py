@@ -169,9 +169,8 @@ class Tracer:
             self._keep(key, *found)
         catalog, inventories = found
         self._progress(of.task.side, len(inventories), len(inventories))
-        return TracedSide(
-            catalog, tuple(inventories[c].at(rank) for rank, c in enumerate(of.class_of)), len(inventories)
-        )
+        ranks = tuple(inventories[c].at(rank) for rank, c in enumerate(of.class_of))
+        return TracedSide(catalog, ranks, len(inventories))
 
     def _traced(self, of: _Processes, catalog: Catalog | None) -> tuple[Catalog, list[Inventory]]:
         """Reads one side's layouts. The first of its processes has checked the description already."""
@@ -183,7 +182,10 @@ class Tracer:
         else:
             for c in children:
                 c.say(go=True)
-        waiting = set(range(len(children)))
+        waiting, untold = (
+            set(range(len(children))),
+            set(range(len(children))),
+        )  # have not ended; have not told their specs
         while waiting:
             state = f"{done} of {len(firsts)} are done; does the framework of {of.python} start at all?"
             number, line = of.hear(f"the {side}'s ranks are not traced", state)
@@ -197,9 +199,9 @@ class Tracer:
             if "rank" in line:
                 done += 1
                 self._progress(side, done, len(firsts))
-            if side == "trainer" and "specs" in line:
-                children[number].ready = True
-                if all(c.ready for c in children):
+            if "specs" in line:
+                untold.discard(number)
+                if not untold:
                     catalog = _union(of.work, len(children))
                     of.say_catalog(catalog)
             if "done" in line:
@@ -344,7 +346,7 @@ class _Child:
     """One process. Its lines arrive in `said` as (number, line), and as (number, None) when the process has ended."""
 
     def __init__(self, python: str, task: TraceTask, work: Path, said: Queue[Line]):
-        self.ready, self._task = False, task
+        self._task = task
         job, self._log = work / f"{task.side}{task.number}.job", work / f"{task.side}{task.number}.log"
         job.write_bytes(msgspec.msgpack.encode(task))
         with open(self._log, "w") as log:

@@ -1,5 +1,0 @@
-"""Makes `python -m xfer.cli` the same as the `xfer` command."""
-
-from xfer.cli import main
-
-main()
