@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Union
 
 import msgspec
@@ -23,7 +24,8 @@ import numpy as np
 import torch
 
 from xfer.dtensor_claims import DESTINATION, SIDES, SOURCE, Claim, Layout, Local, Side, decode, layouts
-from xfer.dtensor_routes import HEAD, GroupState, digest, place_of, state_of
+from xfer.dtensor_meeting import digest
+from xfer.dtensor_routes import HEAD, GroupState, place_of, state_of
 from xfer.errors import LayoutError, PlanMismatch, Unsupported, XferError, from_wire
 from xfer.mesh.mesh_info import MeshInfo
 from xfer.mesh.placement import Placement, PlacementRecord, from_dtensor, from_torch
@@ -116,7 +118,9 @@ def xferdtensor(
     src = dst = None
     source = 0, 0
     try:
-        (one, src), (other, dst) = (_describe(what, *g, global_shape, state.group) for what, g in zip(SIDES, given))
+        (one, src), (other, dst) = (
+            _describe(what, *g, global_shape, state.meeting.group) for what, g in zip(SIDES, given)
+        )
         _refuse_pair(src, dst)
         claim = Claim(state.rank, socket.gethostname(), bool(narrow), peer, (one, other))
         if src is not None and (src.is_cuda if peer is None else peer):
@@ -173,7 +177,7 @@ def _describe(
     from torch.distributed.tensor import DTensor
 
     found_mesh: MeshInfo | None
-    found: tuple[Placement, ...] | None
+    found: Placements
     shape = None if shape is None else tuple(int(n) for n in shape)
     if isinstance(tensor, DTensor):
         found_mesh, found = from_dtensor(tensor)
@@ -192,14 +196,19 @@ def _describe(
         if (mesh is None) != (placements is None):
             raise LayoutError(f"{what}: give mesh and placements together, or neither (with a DTensor)")
         found_mesh = None if mesh is None else _mesh(mesh, group)
-        found = None if placements is None else from_torch(placements)
+        found = placements
     record = None if found_mesh is None else found_mesh.to_record()
-    kinds = None if found is None else tuple(PlacementRecord.of(p) for p in found)
+    kinds = None if found is None else _records(tuple(found))
     if tensor is None:
         return Side(record, kinds, shape), None
     if what == SIDES[SOURCE] and _overlaps_itself(tensor):
         tensor = tensor.detach().clone(memory_format=torch.contiguous_format)  # an expanded tensor: write it out
     return Side(record, kinds, shape, _local(what, tensor)), tensor.detach()
+
+
+@lru_cache(256)
+def _records(placements: tuple[Placement | TorchPlacement, ...]) -> tuple[PlacementRecord, ...]:
+    return tuple(PlacementRecord.of(p) for p in from_torch(placements))
 
 
 def _local(what: str, tensor: torch.Tensor) -> Local:
@@ -320,7 +329,9 @@ class Move:
 
 def _agree(claim: Claim, failure: Exception | None, state: GroupState, deadline: float) -> Move:
     """This rank's share of the plan that all ranks have. Raises `failure`, or the same kind of error on every rank."""
-    claims = [decode(rank, data) for rank, data in enumerate(state.gather(msgspec.msgpack.encode(claim), deadline))]
+    claims = [
+        decode(rank, data) for rank, data in enumerate(state.meeting.gather(msgspec.msgpack.encode(claim), deadline))
+    ]
     if failure is not None:
         raise failure
     _raise_told(claims)

@@ -1,13 +1,12 @@
-"""What the ranks of a process group keep between calls of `xferdtensor`: opened routes, a link. And how they meet.
+"""What the ranks of a process group keep between calls of `xferdtensor`: opened routes, a link.
 
 Routes are those of refits (transport/routes.py). They are kept by what all ranks say of a transfer, and bound to the
 addresses of the tensors of each call; they hold no memory of the caller but sources that other ranks have mapped.
-Not here: what ranks say, and the plan (dtensor.py).
+Not here: what ranks say, and the plan (dtensor.py); how it travels (dtensor_meeting.py).
 """
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import struct
 import time
@@ -21,7 +20,8 @@ import msgspec
 import torch
 
 from xfer.dtensor_claims import Claim
-from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError, Unsupported, XferError
+from xfer.dtensor_meeting import Meeting, digest
+from xfer.errors import PeerLost, ProtocolError, Unsupported, XferError
 from xfer.kernels import cuda_driver
 from xfer.transport import p2p
 from xfer.transport.routes import NoLink, find_ways, open_link
@@ -40,11 +40,8 @@ KEPT_BUFFER_BYTES = 512 << 20
 """Most bytes of message buffers that idle routes of one group keep on a device."""
 DIRECT_BYTES = {**p2p.DIRECT_BYTES, "cuda": 32 << 20}
 """Shorter dense rows are packed. A single tensor has few rows, so a message for each costs less than their copy (measured)."""
-MAX_SAID_BYTES = 64 << 20
 DRAIN_S = 5.0
 """Longest wait, after a failure, for kernels that still read or write."""
-EAGER_S = 0.5e-3
-"""Ranks that meet look for each other without a pause for so long."""
 
 
 class Routes:
@@ -103,37 +100,18 @@ class GroupState:
         self.routes: OrderedDict[bytes, Routes] = OrderedDict()
         self.links: list[Link] = []
         self.name = bytes(8)
-        self._group = weakref.ref(group)
+        self.meeting = Meeting(group)
         self._leaving: list[Routes] = []
         self._looked = 0
-
-    @property
-    def group(self) -> ProcessGroup:
-        group = self._group()
-        if group is None:
-            raise PeerLost("the process group was destroyed", where=self.labels[self.rank])
-        return group
 
     # ---- messages between ranks
 
     def exchange(self, data: bytes, deadline: float) -> list[bytes]:
-        """Do the same as `exchange_in`. When it returns, all ranks have closed the routes that this rank closed before it, which
-        are then freed."""
+        """As of `Meeting`. When it returns, all ranks have closed the routes that this rank closed before it, which are then freed."""
         leaving = len(self._leaving)
-        said = exchange_in(self.group, data, deadline)
+        said = self.meeting.exchange(data, deadline)
         del self._leaving[:leaving]
         return said
-
-    def some_rank(self, yes: bool, deadline: float) -> bool:
-        """Return whether some rank passes True; equal on all ranks."""
-        return any(any(said) for said in self.exchange(bytes([yes]), deadline))
-
-    def gather(self, data: bytes, deadline: float) -> list[bytes]:
-        """Gather bytes of any length from every rank, by rank."""
-        sizes = [int.from_bytes(n, "little") for n in self.exchange(len(data).to_bytes(8, "little"), deadline)]
-        if max(sizes) > MAX_SAID_BYTES:
-            raise ProtocolError(f"a rank sends {max(sizes)} bytes, at most {MAX_SAID_BYTES} are read")
-        return [d[:n] for d, n in zip(self.exchange(data.ljust(max(*sizes, 1), b"\0"), deadline), sizes)]
 
     def meet(self, claim: Claim, source: tuple[int, int], deadline: float) -> bytes:
         """Begin a call with all ranks.
@@ -161,6 +139,7 @@ class GroupState:
         if not any(self.name) or len({*names}) > 1:
             self.drop()
             self.name = fresh[0]
+            self.meeting.share_memory(deadline)
         self.close([k for k in self.routes if k[:8] in going])
         return digest(*said)
 
@@ -219,7 +198,7 @@ class GroupState:
         """
 
         def exchange(data: bytes, ranks: Iterable[int] = ()) -> dict[int, bytes]:
-            return dict(enumerate(self.gather(data, deadline)))
+            return dict(enumerate(self.meeting.gather(data, deadline)))
 
         device = torch.empty(0, device=kind).device  # with the number of the current one
         source = [] if src is None else [_bytes_under(src)]
@@ -228,8 +207,8 @@ class GroupState:
             link: Link = NoLink(self.rank, self.size, device, self.labels)
             if ways.wired:
                 there = [x for x in self.links if x.device == device]
-                if self.some_rank(not there, deadline):
-                    store = _store(self.group, f"xferdtensor/{self.name.hex()}/{key.hex()}")
+                if self.meeting.some_rank(not there, deadline):
+                    store = _store(self.meeting.group, f"xferdtensor/{self.name.hex()}/{key.hex()}")
                     left, why = max(0.001, deadline - time.monotonic()), ways.plan.refused
                     new = open_link(
                         store, self.rank, self.size, left, device, self.labels, refused=why, exchange=exchange
@@ -237,7 +216,7 @@ class GroupState:
                     there.insert(0, new)
                     self.links.insert(0, new)
                 link = there[0]
-            pulls = peer and self.some_rank(len(ways.pulled) > 0, deadline)
+            pulls = peer and self.meeting.some_rank(bool((ways.pulled["src"] != self.rank).any()), deadline)
         except BaseException:
             ways.mapping.close()
             raise
@@ -319,47 +298,6 @@ def _store(group: ProcessGroup, prefix: str) -> Store:
     except (KeyError, RuntimeError) as e:
         raise Unsupported(f"the group has no store at which its ranks could open a link: {e}") from None
     return PrefixStore(prefix, store)
-
-
-def exchange_in(group: ProcessGroup, data: bytes, deadline: float) -> list[bytes]:
-    """Gather bytes from every rank of the group, by rank.
-
-    Args:
-        group: Process group.
-        data: Bytes of this rank, equally many on all ranks.
-        deadline: A time.monotonic() value.
-
-    Raises:
-        DeadlineExceeded: Some ranks did not come.
-        PeerLost: A rank of the group is gone.
-    """
-    where = f"rank {group.rank()}"
-    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(_meeting_device(group))
-    everyone = [torch.empty_like(mine) for _ in range(group.size())]
-    began, pause = time.monotonic(), 0.0
-    try:
-        work = group.allgather([everyone], [mine])
-        while not work.is_completed():
-            now = time.monotonic()
-            if now > deadline:
-                raise DeadlineExceeded("not all ranks of the group entered xferdtensor in time", where=where)
-            if now - began > EAGER_S:  # no pause for peers that are there, little work for peers that are late
-                pause = min(max(1e-5, 2 * pause), 1e-3)
-            time.sleep(pause)
-        work.wait()
-    except RuntimeError as e:
-        raise PeerLost(f"a rank of the group is gone: {str(e).splitlines()[0]}", where=where) from e
-    return [bytes(t.numpy()) for t in torch.stack(everyone).cpu()]
-
-
-def _meeting_device(group: ProcessGroup) -> torch.device:
-    """The device on which small collectives of this group run: the CPU if the group can do that."""
-    kinds = {d.type for d in group._device_types}
-    return torch.device("cpu" if "cpu" in kinds or not kinds else kinds.pop())
-
-
-def digest(*data: bytes) -> bytes:
-    return hashlib.blake2b(b"".join(data), digest_size=16).digest()
 
 
 HEAD = struct.Struct("<8s8s8s16s")

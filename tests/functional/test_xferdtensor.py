@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from contextlib import contextmanager
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -281,22 +282,29 @@ def casts_follow_the_destination(rank):
 
 @case
 def a_warm_call_ships_new_values_after_one_small_exchange(rank):
-    from xfer import dtensor, dtensor_routes
+    from xfer import dtensor
     from xfer.mesh import MeshInfo, Shard
 
     mesh = MeshInfo.line("tp", range(4))
-    sizes = []
-    real = dtensor_routes.exchange_in
-    dtensor_routes.exchange_in = lambda group, data, deadline: sizes.append(len(data)) or real(group, data, deadline)
-    try:
-        for version in range(3):
-            src, got = torch.full((2, 8), float(10 * version + rank)), torch.zeros(8, 2)
+    for version in range(3):
+        src, got = torch.full((2, 8), float(10 * version + rank)), torch.zeros(8, 2)
+        with exchanges() as sizes:
             dtensor.xferdtensor(src, mesh, [Shard(0)], got, mesh, [Shard(1)], global_shape=(8, 8))
-            assert got[:, 0].tolist() == [10 * version + r for r in range(4) for _ in range(2)]
-            assert (len(sizes) > 1 and max(sizes) > 100) if version == 0 else (len(sizes) == 1 and sizes[0] < 64)
-            sizes.clear()
+        assert got[:, 0].tolist() == [10 * version + r for r in range(4) for _ in range(2)]
+        assert (len(sizes) > 1 and max(sizes) > 100) if version == 0 else sizes == [40]
+
+
+@contextmanager
+def exchanges():
+    """The bytes of each exchange between the ranks inside."""
+    from xfer.dtensor_meeting import Meeting
+
+    real, sizes = Meeting.exchange, []
+    Meeting.exchange = lambda self, data, deadline: sizes.append(len(data)) or real(self, data, deadline)
+    try:
+        yield sizes
     finally:
-        dtensor_routes.exchange_in = real
+        Meeting.exchange = real
 
 
 @contextmanager
@@ -351,14 +359,8 @@ def routes_are_kept_and_followed(rank):
     with reading(opened):
         move(src, got)
         opened.clear()
-        sizes, real = [], dtensor_routes.exchange_in
-        dtensor_routes.exchange_in = lambda group, data, deadline: (
-            sizes.append(len(data)) or real(group, data, deadline)
-        )
-        try:
+        with exchanges() as sizes:
             move(src, got)
-        finally:
-            dtensor_routes.exchange_in = real
         assert not opened and sizes == [40, 2], "a second call says so, moves, and hears that all have moved"
         move(src, torch.zeros_like(got))
         move(src, got)
@@ -547,20 +549,36 @@ def plans_that_differ_never_run(rank):
 
 
 @case
-def zz_a_rank_that_does_not_come_is_a_deadline(rank):
+def zz_ranks_that_do_not_come(rank):
+    """A late one is a deadline, at the first meeting and when the ranks know each other; one that died is lost at once."""
     from xfer.dtensor import xferdtensor
-    from xfer.errors import DeadlineExceeded
+    from xfer.errors import DeadlineExceeded, PeerLost
     from xfer.mesh import MeshInfo, Shard
 
-    group = dist.new_group([0, 1])
-    mesh = MeshInfo.line("x", [0, 1])
-    if rank == 0:
+    first, known = dist.new_group([0, 1]), dist.new_group([0, 1])
+    dying = dist.new_group([2, 3])
+    move = (
+        values((2,)),
+        MeshInfo.line("x", [0, 1]),
+        [Shard(0)],
+        torch.zeros(2),
+        MeshInfo.line("x", [0, 1]),
+        [Shard(0)],
+    )
+    if rank > 1:
+        xferdtensor(*move, dying)
+        if rank == 3:
+            return os._exit
+        raises(PeerLost, "rank 1 of the group is gone", *move, dying, timeout=60)
+        return None
+    xferdtensor(*move, known)
+    for group in (first, known):
         start = time.monotonic()
-        raises(
-            DeadlineExceeded, "", values((2,)), mesh, [Shard(0)], torch.zeros(2), mesh, [Shard(0)], group, timeout=0.5
-        )
-        assert 0.4 < time.monotonic() - start < 5
-    assert xferdtensor
+        if rank == 0:
+            raises(DeadlineExceeded, "not all ranks", *move, group, timeout=0.5)
+            assert 0.4 < time.monotonic() - start < 5
+    store = dist.distributed_c10d._get_default_store()
+    return store.set("late", "") if rank == 0 else store.wait(["late"], timedelta(seconds=60))
 
 
 # ---------------------------------------------------------------- running them
@@ -571,14 +589,18 @@ def rank_main(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     outcomes = {}
     for name, fn in CASES.items():
+        leave = None
         try:
-            fn(rank)
+            leave = fn(rank)
             outcomes[name] = ""
         except BaseException:
             outcomes[name] = f"rank {rank}: {traceback.format_exc()}"
         with open(f"{folder}/rank{rank}.json", "w") as f:
             json.dump(outcomes, f)
-        dist.monitored_barrier()
+        if leave:
+            leave(0)
+        if fn is not zz_ranks_that_do_not_come:
+            dist.monitored_barrier()
     sys.stdout.flush()
     os._exit(0)  # the last case leaves a collective behind that nobody will ever join
 

@@ -275,6 +275,13 @@ class Mapping(OpenedRoots[torch.Tensor]):
             except driver.DriverError as e:
                 self._why.setdefault(rank, f"storage {root}: {e}")
 
+    def own(self, roots: Sequence[torch.Tensor], wanted: Sequence[int]) -> None:
+        """Adds storages of this rank. As those of others, they are not held."""
+        self.roots[self.rank] = {
+            i: driver.tensor_at(roots[i].data_ptr(), roots[i].numel(), self.device) for i in wanted
+        }
+        self.here.add(self.rank)
+
     def read_into(self, rank: int, root: int, into: torch.Tensor) -> None:
         """Copies the first bytes of a storage, as many as `into` has (flat uint8), on the current stream."""
         into.copy_(self.roots[rank][root][: into.numel()], non_blocking=True)
@@ -353,9 +360,8 @@ def split(
     pulled = np.zeros(len(rows), bool)
     for taker, senders in taken.items():
         for sender, roots in senders.items():
-            if taker != sender:
-                mine = (rows["dst"] == taker) & (rows["src"] == sender) & (rows["op"] != Op.FILL)
-                pulled |= mine & np.isin(rows["src_root"], list(roots))
+            mine = (rows["dst"] == taker) & (rows["src"] == sender) & (rows["op"] != Op.FILL)
+            pulled |= mine & np.isin(rows["src_root"], list(roots))
     pulled[pulled] = takes(rows[pulled])
     return rows[pulled & (rows["dst"] == program.rank)], Program(program.rank, program.waves, rows[~pulled])
 

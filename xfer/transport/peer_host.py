@@ -99,6 +99,11 @@ class Mapping(peer.OpenedRoots[tuple[int, int]]):
                 raise ProtocolError(f"rank {rank} offers {len(offer.places) - 1} storages, storage {root} is asked for")
             found[root] = (offer.allocations[root].base, offer.allocations[root].nbytes)
 
+    def own(self, roots: Sequence[torch.Tensor], wanted: Sequence[int]) -> None:
+        """As of `peer.Mapping`."""
+        self.roots[self.rank] = {i: (roots[i].data_ptr(), roots[i].numel()) for i in wanted}
+        self.pids[self.rank] = os.getpid()
+
     def read_into(self, rank: int, root: int, into: torch.Tensor) -> None:
         """Copies the first bytes of a storage, as many as `into` has, into this contiguous tensor.
 

@@ -394,6 +394,8 @@ def find_ways(
     export = kind.Export(rank, roots if src_roots is None else src_roots, device) if takers else None
     offers = exchange(export.to_bytes() if export else b"", senders)
     mapping = kind.Mapping(rank, device)
+    if own := sorted({*rows["src_root"][(rows["src"] == rank) & (rows["dst"] == rank)].tolist()}):
+        mapping.own(roots if src_roots is None else src_roots, own)
     try:
         for sender in senders:
             if offers[sender]:
