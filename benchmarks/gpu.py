@@ -33,8 +33,7 @@ from torch.distributed import PrefixStore, TCPStore
 from benchmarks.lib import command
 from benchmarks.lib.layouts import MODELS, Model, View, all_ways, engine, overlap, trainer
 from benchmarks.lib.relay import open_relay, relay
-from xfer.kernels.bulk import Shape
-from xfer.kernels.long_runs import NOTHING, Rule
+from xfer.kernels.long_runs import Rule
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 from xfer.plan.planner import PlanOptions, plan_replica
 from xfer.plan.program import Program
@@ -237,8 +236,6 @@ class Bench:
             self.timed("peer" if "peer" not in self.result["ms"] else "peer again", lambda: peer.run(soon()), repeats)
         for also, how in self._others():
             self.timed(f"peer{also}", self._pulling(peer, **how), repeats)
-        for text in self.args.bulk:
-            self._bulk(peer, Shape(*map(int, text.split("x"))))
         if not self.shared and self.args.wire:
             free = self.free()
             link = open_group(PrefixStore("data", self.store), self.rank, self.size, 120.0, self.device)
@@ -331,14 +328,6 @@ class Bench:
             pull.finish(soon())
 
         return work
-
-    def _bulk(self, peer, shape: Shape) -> None:
-        name = (
-            f"bulk copies, {shape.stages} stages of {shape.stage >> 10} KiB, {shape.ahead} ahead, {shape.per_sm} blocks"
-        )
-        work = self._pulling(peer, bulk=shape, copied=NOTHING)
-        self.checked(name, work)
-        self.timed(name, work, self.args.repeats)
 
     def _nccl(self, link) -> None:
         peers = sorted({*self.source_bytes, *self.taken_bytes})
@@ -484,9 +473,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--cases", nargs="+", choices=sorted(CASES))
     p.add_argument("--repeats", type=int, default=10)
     p.add_argument("--sweep", nargs="*", type=float, default=[], help="also pull with N programs per multiprocessor")
-    p.add_argument(
-        "--bulk", nargs="*", default=[], help="also pull with bulk copies: STAGE bytes x STAGES x AHEAD x blocks"
-    )
     p.add_argument("--steps", nargs="*", type=int, default=[], help="also run p2p with these step sizes, MiB")
     p.add_argument("--buckets", nargs="*", type=int, default=[], help="also run p2p with these buckets and steps, MiB")
     p.add_argument(

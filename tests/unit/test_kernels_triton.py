@@ -23,8 +23,6 @@ from tests.support.row_worlds import apply_rows, byte_starts, random_rows, row
 from tests.support.sums import checksum_rows
 from tests.unit.test_kernels_checksum import fragments, random_tensor
 from xfer.kernels import checksum
-from xfer.kernels.bulk import Shape
-from xfer.kernels.long_runs import NOTHING
 from xfer.kernels.strided import moves
 from xfer.kernels.tiles import End, Turns, interleaved, plain_tables
 from xfer.kernels.torch_impl import TorchRows
@@ -113,20 +111,6 @@ def test_an_abort_word_ends_the_copy_early():
     abort.zero_()
     local.copy()
     assert torch.equal(target, source)
-
-
-@runs
-def test_bulk_copies_look_at_a_word_that_only_an_abort_sets():
-    """Their kernel reads one before every tile, whether there is somebody to abort it or not."""
-    source, target = flat(np.ones(64, np.uint8)), flat(np.zeros(64, np.uint8))
-    theirs = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    with patch("xfer.kernels.bulk.launch") as launch:
-        for abort in (None, theirs):
-            bound(
-                row((64,), src_dtype="uint8"), [target], "local", [source], bulk=Shape(), copied=NOTHING, abort=abort
-            ).copy()
-            *_, counter, word = launch.call_args.args
-            assert word is not counter and not word.any() and (abort is None or word is theirs)
 
 
 @runs

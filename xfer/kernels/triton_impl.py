@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from xfer.kernels import bulk, long_runs
+from xfer.kernels import long_runs
 from xfer.kernels.checksum import Sums
 from xfer.kernels.strided import StridedCopy, moves
 from xfer.kernels.tiles import (
@@ -164,7 +164,6 @@ class _Launch:
     tiles: torch.Tensor  # int64 [n, COLUMNS]
     counter: torch.Tensor  # int32 [1]
     programs: int
-    bulk: bulk.Shape | None = None
 
     def load(self, abort: torch.Tensor | None) -> None:
         """Compiles the kernel and loads it to the device, without moving anything. Loading a module can wait for all
@@ -178,9 +177,7 @@ class _Launch:
         self.counter.zero_()
         word = self.counter if abort is None else abort
         common = (src, dst, self.tiles, self.tiles.shape[0] if count is None else count, self.counter, word)
-        if self.bulk is not None:
-            bulk.launch(self.bulk, *common)
-        elif self.dtypes is None:
+        if self.dtypes is None:
             dtype, size, vec = _WORD[self.unit]
             _copy_tiles[(self.programs,)](
                 *common, dtype, size, vec, max(256, BLOCK_BYTES // self.unit if self.unit >= 8 else 2048), COLUMNS,
@@ -195,9 +192,7 @@ class TritonRows:
     """See `xfer.kernels.BoundRows`.
 
     turns: for side "local", in which order tiles are taken. abort: an int32 tensor of one word in the device's memory (reading host memory
-    for every tile was the bottleneck: 8 GB/s); kernels look
-    at it before every tile and leave when it is not 0. bulk: move tiles of 16-byte units by the bulk copy engine (bulk.py).
-    copied: for side "local" on CUDA, what a copy engine brings beside the kernels (long_runs.py); its copies do not look at the word.
+    for every tile was the bottleneck: 8 GB/s); kernels look at it before every tile and leave when it is not 0. copied: for side "local" on CUDA, what a copy engine brings beside the kernels (long_runs.py); its copies do not look at the word.
     summed: for side "local", of storages that nothing else writes: taken over as far as the kernel that copies most can (summed_copies.py).
     """
 
@@ -211,7 +206,6 @@ class TritonRows:
         turns: Turns | None = None,
         abort: torch.Tensor | None = None,
         programs: int | None = None,
-        bulk: bulk.Shape | None = None,
         copied: long_runs.Rule = long_runs.NOTHING,
         summed: Sums | TritonSums | None = None,
     ):
@@ -219,10 +213,9 @@ class TritonRows:
             raise ValueError(f"side must be src, dst or local, not {side!r}")
         check_rows(rows, side, roots, src_roots)
         self.side, self._turns, self._abort = side, turns, abort
-        self._bulk = bulk
         some = roots if len(roots) else src_roots
         self._device = some[0].device if len(some) else torch.device("cpu")
-        if abort is None and (bulk is not None or summed is not None):  # their kernels always look at one
+        if abort is None and summed is not None:  # its kernel always looks at one
             self._abort = torch.zeros(1, dtype=torch.int32, device=self._device)
         self._programs = programs or PROGRAMS_PER_SM * multiprocessors(self._device)
         left = src_roots if side == "local" else roots
@@ -259,7 +252,7 @@ class TritonRows:
     @property
     def recordable(self) -> bool:
         """Whether `move` does nothing but launch these kernels, so that a CUDA graph may stand for it."""
-        return self._twin is None and self._bulk is None
+        return self._twin is None
 
     @property
     def scratch_bytes(self) -> int:
@@ -354,7 +347,6 @@ class TritonRows:
                 torch.from_numpy(t.tiles).to(self._device),
                 torch.zeros(1, dtype=torch.int32, device=self._device),
                 max(1, min(self._programs, len(t.tiles))),
-                self._bulk if t.unit == 16 else None,
             )
             for t in tables
             if len(t.tiles)
@@ -368,7 +360,7 @@ class TritonRows:
         """The launch of 16-byte units, which then is in `_launches` no more, with sums in it. None where there is nothing for it."""
         from xfer.kernels.summed_copies import UNIT, SummedCopies, ordered
 
-        found = next((x for x in self._launches if x.unit == UNIT and x.bulk is None), None)
+        found = next((x for x in self._launches if x.unit == UNIT), None)
         if found is None:
             return None
         lending = summed.lend(lambda sums, group: ordered(found.tiles.cpu().numpy(), sums, group))
