@@ -191,9 +191,14 @@ class _Launch:
 class TritonRows:
     """See `xfer.kernels.BoundRows`.
 
-    turns: for side "local", in which order tiles are taken. abort: an int32 tensor of one word in the device's memory (reading host memory
-    for every tile was the bottleneck: 8 GB/s); kernels look at it before every tile and leave when it is not 0. copied: for side "local" on CUDA, what a copy engine brings beside the kernels (long_runs.py); its copies do not look at the word.
-    summed: for side "local", of storages that nothing else writes: taken over as far as the kernel that copies most can (summed_copies.py).
+    Args:
+        turns: For side "local", the order in which tiles are taken.
+        abort: An int32 tensor of one word in the device's memory (reading host memory before every tile held kernels down to
+            8 GB/s). Kernels look at it before every tile, and leave when it is not 0.
+        copied: For side "local" on CUDA, what a copy engine brings beside the kernels (long_runs.py). Its copies do not look at
+            the word.
+        summed: For side "local", sums of storages that nothing else writes. The kernel that copies most takes over those that it
+            can (summed_copies.py).
     """
 
     def __init__(
