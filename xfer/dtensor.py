@@ -4,8 +4,8 @@ Every rank describes the sides that it knows: mesh, placements, its local tensor
 compute the same plan with the planner of refits, and compare its digest. Then they open routes as a refit does
 (transport/routes.py) and run the plan: on CUDA a destination maps the sources' memory and reads it, NCCL carries what
 cannot be mapped; gloo carries CPU tensors. A call whose layouts and tensors were seen before only moves bytes.
-Not here: the rules that descriptions have to follow (dtensor_claims.py); how ranks meet, and what they keep between calls
-(dtensor_routes.py); models, engines, versions, commits.
+Not here: the rules that descriptions have to follow (dtensor_claims.py); how ranks meet (dtensor_exchange.py); what they keep
+between calls (dtensor_routes.py); models, engines, versions, commits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from xfer.dtensor_claims import DESTINATION, SIDES, SOURCE, Claim, Layout, Local, Side, decode, layouts
-from xfer.dtensor_meeting import digest
+from xfer.dtensor_exchange import digest
 from xfer.dtensor_routes import HEAD, GroupState, place_of, state_of
 from xfer.errors import LayoutError, PlanMismatch, Unsupported, XferError, from_wire
 from xfer.mesh.mesh_info import MeshInfo
@@ -71,8 +71,8 @@ def xferdtensor(
     what it holds of both sides. When the call returns, this rank's destination is complete, and no other rank reads
     this rank's source any more.
 
-    Ranks meet by small all-gathers over `group` (on the CPU where the group can do that, else on the GPU). The bytes
-    do not travel over `group`: on CUDA a destination maps the source's memory (CUDA IPC) and reads it, and what cannot
+    Ranks meet by small all-gathers: through memory where all are on one host and may read each other's, else over `group`
+    (on the CPU where the group can do that, else on the GPU). The bytes of the tensor do not travel over `group`: on CUDA a destination maps the source's memory (CUDA IPC) and reads it, and what cannot
     be mapped goes over a NCCL communicator of xfer's own, which the ranks open at the group's store when they first
     need it. CPU tensors go over a gloo group of xfer's own. All tensors of a call lie on one kind of device.
 
@@ -119,7 +119,7 @@ def xferdtensor(
     source = 0, 0
     try:
         (one, src), (other, dst) = (
-            _describe(what, *g, global_shape, state.meeting.group) for what, g in zip(SIDES, given)
+            _describe(what, *g, global_shape, state.ranks.group) for what, g in zip(SIDES, given)
         )
         _refuse_pair(src, dst)
         claim = Claim(state.rank, socket.gethostname(), bool(narrow), peer, (one, other))
@@ -330,7 +330,7 @@ class Move:
 def _agree(claim: Claim, failure: Exception | None, state: GroupState, deadline: float) -> Move:
     """This rank's share of the plan that all ranks have. Raises `failure`, or the same kind of error on every rank."""
     claims = [
-        decode(rank, data) for rank, data in enumerate(state.meeting.gather(msgspec.msgpack.encode(claim), deadline))
+        decode(rank, data) for rank, data in enumerate(state.ranks.gather(msgspec.msgpack.encode(claim), deadline))
     ]
     if failure is not None:
         raise failure

@@ -2,7 +2,7 @@
 
 Routes are those of refits (transport/routes.py). They are kept by what all ranks say of a transfer, and bound to the
 addresses of the tensors of each call; they hold no memory of the caller but sources that other ranks have mapped.
-Not here: what ranks say, and the plan (dtensor.py); how it travels (dtensor_meeting.py).
+Not here: what ranks say, and the plan (dtensor.py); how it travels (dtensor_exchange.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from xfer.dtensor_claims import Claim
-from xfer.dtensor_meeting import Meeting, digest
+from xfer.dtensor_exchange import RankExchange, digest
 from xfer.errors import PeerLost, ProtocolError, Unsupported, XferError
 from xfer.kernels import cuda_driver
 from xfer.transport import p2p
@@ -100,16 +100,16 @@ class GroupState:
         self.routes: OrderedDict[bytes, Routes] = OrderedDict()
         self.links: list[Link] = []
         self.name = bytes(8)
-        self.meeting = Meeting(group)
+        self.ranks = RankExchange(group)
         self._leaving: list[Routes] = []
         self._looked = 0
 
     # ---- messages between ranks
 
     def exchange(self, data: bytes, deadline: float) -> list[bytes]:
-        """As of `Meeting`. When it returns, all ranks have closed the routes that this rank closed before it, which are then freed."""
+        """As of `RankExchange`. When it returns, all ranks have closed the routes that this rank closed before it, which are then freed."""
         leaving = len(self._leaving)
-        said = self.meeting.exchange(data, deadline)
+        said = self.ranks.exchange(data, deadline)
         del self._leaving[:leaving]
         return said
 
@@ -139,7 +139,7 @@ class GroupState:
         if not any(self.name) or len({*names}) > 1:
             self.drop()
             self.name = fresh[0]
-            self.meeting.share_memory(deadline)
+            self.ranks.share_memory(deadline)
         self.close([k for k in self.routes if k[:8] in going])
         return digest(*said)
 
@@ -198,7 +198,7 @@ class GroupState:
         """
 
         def exchange(data: bytes, ranks: Iterable[int] = ()) -> dict[int, bytes]:
-            return dict(enumerate(self.meeting.gather(data, deadline)))
+            return dict(enumerate(self.ranks.gather(data, deadline)))
 
         device = torch.empty(0, device=kind).device  # with the number of the current one
         source = [] if src is None else [_bytes_under(src)]
@@ -207,8 +207,8 @@ class GroupState:
             link: Link = NoLink(self.rank, self.size, device, self.labels)
             if ways.wired:
                 there = [x for x in self.links if x.device == device]
-                if self.meeting.some_rank(not there, deadline):
-                    store = _store(self.meeting.group, f"xferdtensor/{self.name.hex()}/{key.hex()}")
+                if self.ranks.some_rank(not there, deadline):
+                    store = _store(self.ranks.group, f"xferdtensor/{self.name.hex()}/{key.hex()}")
                     left, why = max(0.001, deadline - time.monotonic()), ways.plan.refused
                     new = open_link(
                         store, self.rank, self.size, left, device, self.labels, refused=why, exchange=exchange
@@ -216,7 +216,7 @@ class GroupState:
                     there.insert(0, new)
                     self.links.insert(0, new)
                 link = there[0]
-            pulls = peer and self.meeting.some_rank(bool((ways.pulled["src"] != self.rank).any()), deadline)
+            pulls = peer and self.ranks.some_rank(bool((ways.pulled["src"] != self.rank).any()), deadline)
         except BaseException:
             ways.mapping.close()
             raise

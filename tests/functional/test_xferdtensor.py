@@ -297,14 +297,14 @@ def a_warm_call_ships_new_values_after_one_small_exchange(rank):
 @contextmanager
 def exchanges():
     """The bytes of each exchange between the ranks inside."""
-    from xfer.dtensor_meeting import Meeting
+    from xfer.dtensor_exchange import RankExchange
 
-    real, sizes = Meeting.exchange, []
-    Meeting.exchange = lambda self, data, deadline: sizes.append(len(data)) or real(self, data, deadline)
+    real, sizes = RankExchange.exchange, []
+    RankExchange.exchange = lambda self, data, deadline: sizes.append(len(data)) or real(self, data, deadline)
     try:
         yield sizes
     finally:
-        Meeting.exchange = real
+        RankExchange.exchange = real
 
 
 @contextmanager

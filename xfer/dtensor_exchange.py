@@ -36,7 +36,7 @@ _STAMP = struct.Struct("<Q16s")
 _SLOT = _STAMP.size + SHORT_BYTES
 
 
-class Meeting:
+class RankExchange:
     """All-gathers of bytes in a process group. All ranks call the same methods in the same order."""
 
     def __init__(self, group: ProcessGroup):
