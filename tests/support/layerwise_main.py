@@ -1,35 +1,92 @@
-"""One rank of plain torch training under a layer-wise optimizer; does what the test says on standard input (proc.obey)."""
+"""One rank of plain torch training under a layer-wise optimizer; does what the test says on standard input (proc.obey).
+
+`hazard` runs one of HAZARDS on all ranks. Each asserts on every rank what must be true there; a failed assertion is told to the test.
+"""
 
 from __future__ import annotations
 
+import math
 import os
+import random
 import signal
+import tempfile
 import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import layerwise_model as lm
 from tests.support import tcp_bytes
-from tests.support.layerwise_ends import (
-    aborted,
-    an_aborted_norm,
-    closed,
-    closed_beside_a_rank_that_failed,
-    drained_and_changed,
-    skipped_experts,
-)
-from tests.support.layerwise_pair import Pair
-from tests.support.layerwise_sources import refit_sources, refit_without_the_wrapper
-from tests.support.layerwise_unlike import buffers_of_their_own, different_ranks, fails_on_one_rank
-from tests.support.proc import emit, obey
-from xfer.errors import RebindError, StaleWeights, XferError
+from tests.support.layerwise_half import layers
+from tests.support.proc import PATIENCE, emit, obey
+from xfer.errors import PlanMismatch, StaleWeights, Unsupported, XferError
 from xfer.layerwise import LayerWiseOptimizer, ParamGroup, checkpoint
-from xfer.layerwise.gather import State
+from xfer.plan.inventory import engine_inventory, trainer_inventory
+from xfer.plan.planner import plan_replica
+from xfer.trace.catalog import Catalog
+from xfer.trace.fragment import Fragment, Root, Span
+from xfer.trainers.dtensor import TensorTrainer
+from xfer.trainers.layerwise import LayerWiseTrainer
 
 MODELS = {"plain": lm.Transformer, "mixed": lm.MixedTransformer}
+
+
+def everybody(mine: object) -> list:
+    """This value of all ranks."""
+    out: list = [None] * dist.get_world_size()
+    dist.all_gather_object(out, mine)
+    return out
+
+
+def sgd(net: nn.Module, lr: float = 0.1, **options) -> LayerWiseOptimizer:
+    return LayerWiseOptimizer(net, [ParamGroup(net.parameters(), torch.optim.SGD, {"lr": lr})], **options)
+
+
+class Pair:
+    """Two equal models on the same data: `net` under owners, `truth` stepped on every rank."""
+
+    def __init__(self, **options):
+        self.net, self.truth = lm.Transformer(), lm.Transformer()
+        self.ddp = [DistributedDataParallel(n) for n in (self.net, self.truth)]
+        options = {"bucket_bytes": 20_000, "deadline_s": 60.0, **options}
+        self.owners = LayerWiseOptimizer(self.ddp[0], lm.groups(self.net), **options)
+        self.everywhere = lm.everywhere(self.truth)
+        self.number = 0
+
+    def backward(self) -> None:
+        tokens = lm.batch(self.number, dist.get_rank())
+        self.number += 1
+        for ddp, optimizers in zip(self.ddp, ([self.owners], self.everywhere)):
+            for o in optimizers:
+                o.zero_grad()
+            lm.loss_of(ddp, tokens).backward()
+
+    def step(self) -> None:
+        for o in (self.owners, *self.everywhere):
+            o.step()
+
+    def steps(self, n: int) -> None:
+        for _ in range(n):
+            self.backward()
+            self.step()
+
+    def same(self) -> None:
+        self.owners.drain()
+        assert not self.stale()
+
+    def stale(self) -> list[str]:
+        """Names of parameters that are not those of `truth`."""
+        pairs = zip(self.net.named_parameters(), self.truth.parameters())
+        return [n for (n, a), b in pairs if not torch.equal(a, b)]
+
+    def states(self) -> set[str]:
+        return {b.state.value for b in self.owners.gather.buckets}
+
+
+# ---- training
 
 
 def train(how: str, steps: int, model: str = "plain", ddp: bool = True, **options) -> None:
@@ -47,230 +104,161 @@ def train(how: str, steps: int, model: str = "plain", ddp: bool = True, **option
         optimizers = [lm.Masters(net)] if model == "mixed" else lm.everywhere(net)
     losses, stale, digests = [], 0, {}
     for step in range(steps):
-        if how == "one":
-            loss = torch.stack([lm.loss_of(module, lm.batch(step, r)) for r in range(size)]).mean()
-        else:
-            loss = lm.loss_of(module, lm.batch(step, rank))
+        ranks = range(size) if how == "one" else [rank]
+        loss = torch.stack([lm.loss_of(module, lm.batch(step, r)) for r in ranks]).mean()
         for o in optimizers:
             o.zero_grad()
         loss.backward()
         for o in optimizers:
             o.step()
-        if how == "owners":
-            stale += not optimizer.gather.settled
         total = loss.detach().double()
         if how != "one":
             dist.all_reduce(total)
             total /= size
         losses.append(total.item())
-        if how == "everywhere" and step + 1 in (10, steps):
+        if how == "owners":
+            stale += not optimizer.gather.settled
+        elif how == "everywhere" and step + 1 in (10, steps):
             digests[str(step + 1)] = lm.digest(net)
     more = dict(digests=digests)
     if how == "owners":
         optimizer.drain()
         s = optimizer.gather.stats
-        more |= dict(
-            buckets=len(optimizer.gather.buckets),
-            pulled=len(optimizer.gather.pulls),
-            stale=stale,
-            ahead=ahead,
-            owned=[len(t.of(rank)) for t in optimizer.ownership.values()],
-            received=s.received,
-            lacked=s.lacked,
-            unexpected=s.unexpected,
-            order=[b.index for b in optimizer.gather.order],
-        )
+        more |= dict(stale=stale, ahead=ahead, received=s.received, lacked=s.lacked, unexpected=s.unexpected)
+        more |= dict(buckets=len(optimizer.gather.buckets), pulled=len(optimizer.gather.pulls))
         optimizer.close()
-    values = torch.cat([p.detach().double().flatten() for p in net.parameters()]) if how in ("one", "owners") else None
+    values = torch.cat([p.detach().double().flatten() for p in net.parameters()])
     if how == "one":
         train.one = values
-    elif values is not None and getattr(train, "one", None) is not None and model == "plain":
+    elif how == "owners" and model == "plain" and hasattr(train, "one"):
         more["distance"] = ((values - train.one).norm() / train.one.norm()).item()
     emit("trained", losses=losses, digest=lm.digest(net), **more)
 
 
-def hazard(name: str) -> None:
-    """Run one of `HAZARDS` on all ranks; answers "fine", with what it returned."""
-    emit("fine", what=HAZARDS[name]())
+def program(seed: int) -> None:
+    """What users do, in a random order and partly on some ranks only. Answers the states of buckets before each operation."""
+    together, alone = random.Random(seed), random.Random(f"{seed} {dist.get_rank()}")
+    pair = Pair(
+        prefetch_depth=together.randint(1, 3),
+        rehome=together.random() < 0.7,
+        guard=together.choice(["nan", "first", "always"]),
+        route=together.choice(["broadcast", "pull"]),
+    )
+    pair.steps(2)
+    done, states = [], set()
+    for _ in range(16):
+        for operation in (step, together.choice(OPERATIONS)):
+            states |= pair.states()
+            done.append(operation.__name__)
+            try:
+                operation(pair, alone)
+            except AssertionError as e:
+                raise AssertionError(f"seed {seed}, after {done}: {e}") from e
+    pair.same()
+    pulled = len(pair.owners.gather.pulls)
+    pair.owners.close()
+    assert not pair.stale()
+    try:
+        pair.steps(1)
+    except Unsupported as e:
+        assert "closed" in str(e)
+    else:
+        raise AssertionError("a closed optimizer stepped")
+    emit("ran", states=sorted(states), pulled=pulled, unexpected=pair.owners.gather.stats.unexpected)
 
 
-def started_twice_finished_twice():
-    pair = Pair()
-    pair.steps(2)
-    gather = pair.owners.gather
-    pair.backward()
-    pair.step()
-    for b in gather.buckets:
-        gather.start_param_sync(b)
-        gather.start_param_sync(b)
-    for b in reversed(gather.buckets):
-        gather.finish_param_sync(b, skip_next_bucket_dispatch=True)
-        gather.finish_param_sync(b)
-    if pair.stale():
-        raise AssertionError(f"not here after finish: {pair.stale()}")
-    pair.steps(2)
+def step(pair: Pair, alone: random.Random) -> None:
+    """The order of modules differs between ranks; some ranks are slow."""
+    pair.net.swap = pair.truth.swap = alone.random() < 0.3
+    time.sleep(0.05 * (alone.random() < 0.2))
+    pair.steps(1)
+
+
+def drain(pair: Pair, alone: random.Random) -> None:
     pair.same()
 
 
-def drained_in_flight():
-    """The forced sync of Megatron-Core that loses an update."""
-    pair = Pair(prefetch_depth=2)
-    pair.steps(3)
-    states = sorted({b.state.value for b in pair.owners.gather.buckets})
-    was = pair.stale()
-    pair.same()
-    pair.steps(2)
-    pair.same()
-    return dict(states=states, stale=was)
-
-
-def drained_between_backward_and_step():
-    pair = Pair()
-    pair.steps(2)
+def drain_before_step(pair: Pair, alone: random.Random) -> None:
     pair.backward()
     before = [p.grad.clone() for p in pair.net.parameters() if p.requires_grad]
     pair.owners.drain()
-    after = [p.grad for p in pair.net.parameters() if p.requires_grad]
-    if not all(map(torch.equal, before, after)):
-        raise AssertionError("draining changed gradients")
+    assert all(map(torch.equal, before, (p.grad for p in pair.net.parameters() if p.requires_grad)))
     pair.step()
-    pair.steps(1)
-    pair.same()
 
 
-def another_order():
-    pair = Pair()
-    pair.steps(2)
-    pair.net.swap = pair.truth.swap = True
-    pair.steps(3)
-    pair.net.swap = pair.truth.swap = dist.get_rank() % 2 == 0  # not even the same on all ranks
-    pair.steps(3)
-    pair.same()
-    return pair.owners.gather.stats.unexpected
-
-
-def one_rank_evaluates():
-    """More forwards on one rank than on others: gathers still match."""
-    pair = Pair()
-    pair.steps(2)
-    if dist.get_rank() == 1:
-        with torch.no_grad():
-            a, b = (lm.loss_of(n, lm.batch(99, 0)).item() for n in (pair.net, pair.truth))
-        if a != b:
-            raise AssertionError(f"an evaluation saw old parameters: {a}, not {b}")
-    pair.steps(2)
-    pair.same()
-
-
-def skipped_module():
-    """A block that is left out in one step is gathered all the same before the next."""
-    pair = Pair()
-    pair.steps(2)
+def change_after_drain(pair: Pair, alone: random.Random) -> None:
+    """Some ranks are late: none may copy what another has changed already."""
+    time.sleep(0.1 * (alone.random() < 0.3))
+    pair.owners.drain()
     with torch.no_grad():
-        for n in (pair.net, pair.truth):
-            n.embed(torch.zeros(1, 1, dtype=torch.long))
-    pair.backward()
-    pair.step()
-    pair.same()
+        for p in (*pair.net.parameters(), *pair.truth.parameters()):
+            p.mul_(0.9)
 
 
-def state_dict_is_current():
-    pair = Pair()
-    pair.steps(2)
-    a, b = pair.net.state_dict(), pair.truth.state_dict()
-    bad = [n for n in b if not torch.equal(a[n], b[n])]
-    if bad:
-        raise AssertionError(f"state_dict() held old {bad}")
+def buckets_in_any_order(pair: Pair, alone: random.Random) -> None:
+    buckets = alone.sample(pair.owners.gather.buckets, len(pair.owners.gather.buckets))
+    for b in buckets:
+        pair.owners.gather.start_param_sync(b)
+        pair.owners.gather.start_param_sync(b)
+    for b in reversed(buckets):
+        pair.owners.gather.finish_param_sync(b, skip_next_bucket_dispatch=True)
+        pair.owners.gather.finish_param_sync(b)
+    assert not pair.stale()
 
 
-def without_hooks():
-    """forward() called past the hooks: an error in the backward, on every rank."""
-    pair = Pair()
-    pair.steps(2)
-    try:
-        x = pair.net.blocks[1].forward(torch.ones(2, 3, lm.WIDTH))
-        torch.nn.functional.linear(x, pair.net.blocks[0].up.weight).sum().backward()
-    except StaleWeights as e:
-        pair.owners.drain()
-        return str(e)
-    raise AssertionError("nobody noticed")
+@torch.no_grad()
+def some_ranks_evaluate(pair: Pair, alone: random.Random) -> None:
+    if alone.random() < 0.4:
+        a, b = (lm.loss_of(n, lm.batch(99, 0)).item() for n in (pair.net, pair.truth))
+        assert a == b, "an evaluation saw old parameters"
 
 
-def unannounced_but_watched():
-    """guard="always" finishes what any operation reads, hooked or not, also without gradients."""
-    pair = Pair(guard="always")
-    pair.steps(2)
+@torch.no_grad()
+def use_one_module(pair: Pair, alone: random.Random) -> None:
     for n in (pair.net, pair.truth):
-        n.late.forward_pre = n.late.register_forward_pre_hook(
-            lambda m, args, n=n: (args[0] + n.blocks[1].down.bias.sum() * 0.1,)
-        )
-    pair.steps(3)
-    pair.same()
+        n.embed(torch.zeros(1, 1, dtype=torch.long))
 
 
-def old_values_are_nans():
-    """By default a read past all hooks, without a gradient, cannot be mistaken for the last step's; training is as ever."""
-    seen = []
-    for rehome in (True, False):
-        pair = Pair(rehome=rehome)
-        pair.steps(2)
-        stale = {n for n, p in pair.owners.named if n in pair.owners.owner and not pair.owners.owns(n)}
-        held = {
-            m.name for b in pair.owners.gather.buckets if b.state is State.STALE for s in b.shares for m in s.members
-        }
-        values = {n: p.detach() for n, p in pair.owners.named}
-        seen.append(len(stale & held))
-        wrong = [n for n in stale & held if not values[n].isnan().all()]
-        wrong += [n for n in values.keys() - stale if values[n].isnan().any()]
-        if wrong:
-            raise AssertionError(f"rehome={rehome}: {wrong}")
-        pair.steps(3)
-        pair.same()
-    return seen
+def state_dict(pair: Pair, alone: random.Random) -> None:
+    a, b = pair.net.state_dict(), pair.truth.state_dict()
+    assert all(torch.equal(a[n], b[n]) for n in b)
 
 
-def pulled_beside_slow_ranks():
-    """Copies out of owners' memory, while some rank is late before its forward, or finishes everything at once."""
-    pair = Pair(route="pull", prefetch_depth=1)
-    if not pair.owners.gather.pulls:
-        return False
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for i in range(2 * size):
-        if i % size == rank:
-            time.sleep(0.1)
-        elif (i + 1) % size == rank:
-            pair.net.state_dict()
-        pair.steps(1)
-    pair.same()
-    pair.owners.close()
-    return True
+OPERATIONS = [
+    step, drain, drain_before_step, change_after_drain, buckets_in_any_order, some_ranks_evaluate, use_one_module, state_dict,
+]  # fmt: skip
 
 
-def few_parameters():
-    """More ranks than parameters: some own nothing."""
-    net = torch.nn.Linear(4, 4, bias=False)
-    torch.nn.init.ones_(net.weight)
-    o = LayerWiseOptimizer(net, [ParamGroup(net.parameters(), torch.optim.SGD, {"lr": 0.25})])
+# ---- hazards
+
+
+def hazard(name: str) -> None:
+    """Answers "fine" if nothing is wrong on this rank, with what the hazard returns."""
+    emit("fine", what=HAZARDS[name]())
+
+
+def more_ranks_than_parameters():
+    net = nn.Linear(4, 4, bias=False)
+    nn.init.ones_(net.weight)
+    o = sgd(net, lr=0.25)
     for _ in range(3):
         net(torch.ones(1, 4)).sum().backward()
         o.step()
         o.zero_grad()
     o.drain()
-    if not torch.equal(net.weight, torch.full((4, 4), 0.25)):
-        raise AssertionError(str(net.weight))
-    return len(o.owned)
+    assert torch.equal(net.weight, torch.full((4, 4), 0.25))
+    assert sorted(everybody(len(o.owned))) == [0, 0, 0, 1]
 
 
-def experts_over_halves():
+def experts_over_pairs():
     """Blocks' matrices are replicated over pairs of ranks only; norms are summed over all ranks once."""
     rank, size = dist.get_rank(), dist.get_world_size()
     pairs = [dist.new_group([r for r in range(size) if r % 2 == i]) for i in range(2)]
     net, truth = lm.Transformer(), lm.Transformer()
-    for n in (net, truth):
-        with torch.no_grad():
-            for b in n.blocks:
-                b.up.weight.mul_(1 + rank % 2)
-    experts = {id(b.up.weight) for b in net.blocks}
+    with torch.no_grad():
+        for block in (*net.blocks, *truth.blocks):
+            block.up.weight.mul_(1 + rank % 2)
+    experts = {id(b.up.weight) for n in (net, truth) for b in n.blocks}
     o = LayerWiseOptimizer(
         net,
         lm.groups(net),
@@ -278,39 +266,77 @@ def experts_over_halves():
         clip_grad=0.5,
         bucket_bytes=20_000,
     )
+    assert [p.size for p in o._peers] == [4, 2]
     reference = lm.everywhere(truth)
-    order = {id(b.up.weight) for b in truth.blocks}
     for i in range(4):
         for n in (net, truth):
             n.zero_grad()
             lm.loss_of(n, lm.batch(i, rank)).backward()
         o.step()
         total = torch.zeros((), dtype=torch.float64)
-        for p in truth.parameters():
-            if not p.requires_grad:
-                continue
-            mine = id(p) in order
+        trained = [p for p in truth.parameters() if p.requires_grad]
+        for p in trained:
+            mine = id(p) in experts
             dist.all_reduce(p.grad, group=pairs[rank % 2] if mine else None)
             p.grad /= size // 2 if mine else size
             total += p.grad.double().norm() ** 2 / (size // 2 if mine else size)
         dist.all_reduce(total)
         norm = total.sqrt().item()
-        if abs(norm - o.grad_norm) > 1e-4 * norm:
-            raise AssertionError(f"norm {o.grad_norm}, not {norm}")
-        for p in truth.parameters():
-            if p.grad is not None:
-                p.grad *= min(1.0, 0.5 / (norm + 1e-6))
+        assert abs(norm - o.grad_norm) < 1e-4 * norm
+        for p in trained:
+            p.grad *= min(1.0, 0.5 / (norm + 1e-6))
         for r in reference:
             r.step()
     o.drain()
-    bad = [n for (n, a), b in zip(net.named_parameters(), truth.parameters()) if not torch.allclose(a, b, atol=1e-3)]
-    if bad:
-        raise AssertionError(f"rank {rank}: {bad}")
-    return [p.size for p in o._peers]
+    assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(net.parameters(), truth.parameters()))
+
+
+class Experts(nn.Module):
+    """Dense layers around experts, which some inputs do not reach."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+        torch.manual_seed(seed)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x, reached: bool):
+        for layer in (*self.dense[:3], *(self.experts if reached else ()), *self.dense[3:]):
+            x = x + layer(x)
+        return x
+
+
+def skipped_experts():
+    """Two ranks share experts, and in turns one of them skips them; dense layers are those of all ranks. Over gloo the other one waited
+    for experts, and this one for dense layers, which the other had not started."""
+    rank = dist.get_rank()
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2], [3])]
+    digests, stale = [], 0
+    for overlap in (True, False):
+        net = Experts(seed=7 + (rank > 1) * rank)
+        experts = {id(p) for p in net.experts.parameters()}
+        o = sgd(
+            net,
+            lr=0.01,
+            group_of=lambda _, p, experts=experts: groups[max(rank - 1, 0)] if id(p) in experts else None,
+            bucket_bytes=1,
+            overlap=overlap,
+            deadline_s=15.0 * PATIENCE,
+        )
+        for step in range(6):
+            o.zero_grad()
+            stale += not o.gather.settled
+            net(torch.full((1, 4), rank + 1.0), reached=step < 2 or rank != step % 2).square().mean().backward()
+            o.step()
+        o.drain()
+        digests.append(lm.digest(net))
+        o.close()
+    assert stale == 5 and digests[0] == digests[1]
 
 
 def unequal_groups():
-    """Ranks are in different numbers of groups, as pipeline stages are: those over which owners are still meet."""
+    """Ranks are in different numbers of groups, as pipeline stages are. torch's own way to make a group waits for ever then."""
     rank = dist.get_rank()
     dist.new_group([0])
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -323,11 +349,12 @@ def unequal_groups():
             lm.loss_of(net, lm.batch(step, rank)).backward()
             o.step()
         o.close()
-    return lm.digest(net)
+    a, b, c, d = everybody(lm.digest(net))
+    assert a == b != c == d
 
 
 def not_finite_on_one_rank():
-    """Gradients go to owners only, so one rank alone knows: nobody steps all the same, and the next step is one."""
+    """Gradients go to owners only, so one rank alone knows: no rank steps, and all make the next step."""
     rank, net = dist.get_rank(), lm.Transformer()
     o = LayerWiseOptimizer(net, lm.groups(net), bucket_bytes=20_000)
     p = next(p for n, p in o.named if n in o.owner)
@@ -339,78 +366,203 @@ def not_finite_on_one_rank():
             p.grad.view(-1)[0] = float("inf")
         o.step()
         o.drain()
-        if o.skipped is not (step == 0) or (lm.digest(net) == before) is not o.skipped:
-            raise AssertionError(f"step {step}: skipped is {o.skipped}")
+        assert o.skipped is (step == 0) and (lm.digest(net) == before) is o.skipped
 
 
-def captured():
-    """A CUDA graph over parameters on their way would replay old ones. (Only torch's answer is feigned.)"""
-    pair = Pair()
-    pair.steps(2)
-    was = torch.cuda.is_available, torch.cuda.is_current_stream_capturing
-    torch.cuda.is_available = torch.cuda.is_current_stream_capturing = lambda: True
-    try:
-        pair.net(lm.batch(9, 0))
-    except StaleWeights as e:
-        seen = str(e)
-    else:
-        raise AssertionError("nobody noticed")
-    finally:
-        torch.cuda.is_available, torch.cuda.is_current_stream_capturing = was
-    pair.steps(1)
-    pair.same()
-    return seen
-
-
-def absent():
-    """One rank does not build the optimizer."""
+def a_rank_that_does_not_build_the_optimizer():
     group = dist.new_group(timeout=timedelta(seconds=60))
-    if dist.get_rank() == 3:
-        return ["DeadlineExceeded", 0.0]
     net, began = lm.Transformer(), time.monotonic()
-    try:
-        LayerWiseOptimizer(net, lm.groups(net), process_group=group, deadline_s=2.0)
-    except XferError as e:
-        return [type(e).__name__, time.monotonic() - began]
-    raise AssertionError("nobody noticed")
+    if dist.get_rank() < 3:
+        try:
+            LayerWiseOptimizer(net, lm.groups(net), process_group=group, deadline_s=2.0)
+        except XferError as e:
+            assert type(e).__name__ in ("DeadlineExceeded", "PeerLost")
+        else:
+            raise AssertionError("the optimizer was built without rank 3")
+        assert time.monotonic() - began < 10.0 * PATIENCE
 
 
-def changed_memory():
-    """A cast after the optimizer was built: refused when the gather would have missed it."""
-    pair = Pair()
-    pair.steps(2)
-    pair.owners.drain()
-    pair.net.late.weight.data = pair.net.late.weight.detach().clone()
-    try:
-        pair.steps(1)
-    except RebindError as e:
-        return str(e)
-    raise AssertionError("nobody noticed")
-
-
-def wire():
-    """When one rank owns nearly everything: bytes lacked, bytes that were to be received by plan, bytes that really came over TCP during
-    one gather (None where the kernel does not count them), bytes of the model."""
-    net = torch.nn.Sequential(torch.nn.Linear(512, 700), *(torch.nn.Linear(n, n + 1) for n in range(40, 60)))
-    o = LayerWiseOptimizer(net, [ParamGroup(net.parameters(), torch.optim.SGD, {"lr": 0.1})], overlap=False)
+def bytes_over_the_wire():
+    """One rank owns nearly everything. The plan, and the kernel's count of what comes over TCP, have what a rank lacks and hardly more."""
+    net = nn.Sequential(nn.Linear(512, 700), *(nn.Linear(n, n + 1) for n in range(40, 60)))
+    o = sgd(net, overlap=False)
     for p in net.parameters():
         p.grad = torch.ones_like(p)
     o.step()
-    s = o.gather.stats
-    planned, lacked = s.received, s.lacked
+    planned, lacked = o.gather.stats.received, o.gather.stats.lacked
     came = []
     for _ in range(2):
         dist.barrier()
         came.append(tcp_bytes.received())
-        dist.barrier()  # nobody begins before all have looked
+        dist.barrier()  # no rank begins before all have looked
         o.synchronize()
-    travelled = None if None in came else came[1] - came[0]
     o.close()
-    return [lacked, planned, travelled, sum(m.nbytes for b in o.gather.buckets for x in b.shares for m in x.members)]
+    assert lacked <= planned <= 1.02 * lacked < 1.02 * sum(p.nbytes for p in net.parameters())
+    assert None in came or lacked <= came[1] - came[0] <= 1.02 * lacked, (came, lacked)
+    all_lacked = everybody(lacked)
+    assert max(all_lacked) > 5 * min(all_lacked)
+
+
+def different_ranks():
+    """Rank 0 differs from the others: refused before anything is sent, because gloo ends a process that is sent too many bytes."""
+    first = dist.get_rank() == 0
+    options = {
+        "bucket_bytes": {"bucket_bytes": 1 if first else 1 << 20},
+        "rehome": {"rehome": not first},
+        "reduce": {"reduce": "done" if first else "to_owners"},
+        "clip": {"clip_grad": 1.0 if first else None},
+    }
+    for what in ("model", "groups", "kind", "view", "strides", *options):
+        odd = what if first else ""
+        net = layers(5 if odd == "model" else 4)
+        params, plain = list(net.parameters()), torch.optim.SGD
+        if odd == "view":
+            net[1].seen = net[1].weight.detach()
+        if odd == "strides":
+            net[1].weight.data = net[1].weight.detach().t().contiguous().t()
+        cut, kind = 3 if odd == "groups" else 2, torch.optim.ASGD if odd == "kind" else plain
+        groups = [ParamGroup(params[:cut], plain, {"lr": 0.1}), ParamGroup(params[cut:], kind, {"lr": 0.1})]
+        at = [p.data_ptr() for p in params]
+        try:
+            LayerWiseOptimizer(net, groups, deadline_s=30.0, **options.get(what, {}))
+        except PlanMismatch as e:
+            lie = what in ("bucket_bytes", "rehome", "view", "strides")
+            about = "which parameters lie together" if lie else "their parameters"
+            assert f"disagree about {about}" in str(e), what
+            assert [p.data_ptr() for p in params] == at, f"{what}: parameters were moved before"
+        else:
+            raise AssertionError(f"{what}: not refused")
+
+
+def buffers_of_their_own():
+    """Each rank has running statistics of its own data. Those of rank 0 are saved, all of them, as DDP would spread them."""
+    folder = everybody(tempfile.mkdtemp())[0]
+    torch.manual_seed(0)
+    net = nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(4, 4), nn.BatchNorm1d(4))))
+    ddp = DistributedDataParallel(net)
+    o = sgd(ddp)
+    torch.manual_seed(1 + dist.get_rank())
+    ddp(torch.randn(8, 4)).square().sum().backward()
+    o.step()
+    buffers = lambda: torch.cat([b.flatten().float() for b in net.buffers()]).tolist()  # noqa: E731
+    before = everybody(buffers())
+    checkpoint.save(o, folder)
+    checkpoint.load(o, folder)
+    o.close()
+    assert len(set(map(str, before))) == 4 and buffers() == before[0]
+    assert len(set(everybody(lm.digest(net)))) == 1
+
+
+class _Broken:
+    """An adapter that fails on rank 1 only."""
+
+    def __init__(self, net: nn.Module):
+        self._base = TensorTrainer(net)
+
+    def read(self):
+        if dist.get_rank() == 1:
+            raise RuntimeError("this adapter is broken")
+        return self._base.read()
+
+
+def checkpoints_that_one_rank_cannot_save_or_load():
+    """All ranks raise its error at once, instead of waiting in a collective; later calls are whole."""
+    folder, net, one = everybody(tempfile.mkdtemp())[0], layers(4), dist.get_rank() == 1
+    o = sgd(net)
+    for how in (checkpoint.save, checkpoint.load):
+        for source, own, said in ((None, "StaleWeights", "memory ran out"), (_Broken(net), "RuntimeError", "broken")):
+            if source is None and one:
+                o.gather.broken = StaleWeights("a step broke off", ["memory ran out"])
+            began = time.monotonic()
+            try:
+                how(o, folder, source)
+            except Exception as e:
+                assert type(e).__name__ == (own if one or source is None else "XferError")
+                assert said in str(e) and (one or "rank 1: " in str(e))
+            else:
+                raise AssertionError(f"{how.__name__}: not refused")
+            assert time.monotonic() - began < 20 * PATIENCE
+            o.gather.broken = None
+        checkpoint.save(o, folder)
+    checkpoint.load(o, folder)
+    o.close()
+
+
+def a_close_beside_a_rank_that_failed():
+    """Every rank raises a typed error or closes, and keeps no connection and no mapping."""
+    pair = Pair(route="pull", deadline_s=2.0 * PATIENCE)
+    pair.steps(1)
+    if dist.get_rank() == 1:
+        p = next(p for n, p in pair.owners.named if n in pair.owners.owner and not pair.owners.owns(n))
+        p.data = p.data.clone()
+    said = "closed"
+    try:
+        pair.owners.close()
+    except XferError as e:
+        said = type(e).__name__
+    assert said in (("RebindError",) if dist.get_rank() == 1 else ("PeerLost", "DeadlineExceeded", "closed"))
+    assert all(p.wire._closed for p in pair.owners._peers if p.wire is not None)
+    assert not any(x._mapping.roots for x in pair.owners.gather.pulls.values())
+
+
+def sources_of_a_refit():
+    """With a gather on its way the planner lets owners send what they stepped; after a drain, all ranks."""
+    pair = Pair(prefetch_depth=1)
+    pair.steps(3)
+    owner = {name: [peers.ranks[r]] for name, (peers, r) in pair.owners.owner.items()}
+    assert pair.stale(), "nothing was on its way: this proves nothing"
+    for sources in ("owners", "all"):
+        source = LayerWiseTrainer(TensorTrainer(pair.net), pair.owners, sources)
+        source.drain()
+        layout, truth = source.read(), dict(pair.truth.named_parameters())
+        for f in layout.traced.fragments:  # each is contiguous
+            here = layout.tensors[f.root][f.offset : f.offset + 4 * math.prod(f.extent)]
+            assert torch.equal(here, truth[f.tensor].detach().view(-1).view(torch.uint8)), f.tensor
+        senders = _senders(layout)
+        assert set(senders) == {*owner, "frozen"}
+        if sources == "owners":
+            assert {n: senders[n] for n in owner} == owner and pair.stale(), "the refit has gathered"
+        else:
+            assert len({r for ranks in senders.values() for r in ranks}) == 4 and not pair.stale()
+    pair.steps(1)
+    pair.same()
+
+
+def _senders(layout) -> dict[str, list[int]]:
+    """The ranks that send each tensor, in a plan for one engine worker that takes everything."""
+    parts = everybody((layout.traced.specs, layout.roots, layout.traced.fragments))
+    catalog = Catalog.union([(f"trainer {r}", specs) for r, (specs, _, _) in enumerate(parts)])
+    holders = [
+        trainer_inventory(catalog, rank=r, host="here", roots=roots, fragments=fragments)
+        for r, (_, roots, fragments) in enumerate(parts)
+    ]
+    wanted, roots, footprint = [], [], []
+    for s in parts[0][0]:
+        whole = torch.empty(s.shape)
+        strides = tuple(4 * x for x in whole.stride())
+        wanted.append(Fragment(s.name, (0,) * len(s.shape), s.shape, s.name, 0, strides, s.dtype))
+        roots.append(Root(s.name, whole.nbytes))
+        footprint.append(Span(s.name, 0, whole.nbytes))
+    worker = engine_inventory(catalog, rank=0, host="there", roots=roots, fragments=wanted, footprint=footprint)
+    out: dict[str, set[int]] = {}
+    for rows in plan_replica(catalog, holders, [worker]).rows():
+        for row in rows:
+            out.setdefault(catalog.tensors[row["tensor"]].name, set()).add(int(row["src"]))
+    return {name: sorted(ranks) for name, ranks in out.items()}
+
+
+HAZARDS = {
+    f.__name__: f
+    for f in (
+        more_ranks_than_parameters, experts_over_pairs, skipped_experts, unequal_groups, not_finite_on_one_rank,
+        a_rank_that_does_not_build_the_optimizer, bytes_over_the_wire, different_ranks, buffers_of_their_own,
+        checkpoints_that_one_rank_cannot_save_or_load, a_close_beside_a_rank_that_failed, sources_of_a_refit,
+    )
+}  # fmt: skip
 
 
 def dying(victim: int, how: str = "ends", deadline_s: float = 10.0, **options) -> None:
-    """`victim` ends, or stops, between its step and its gathers; what the others then see, twice."""
+    """`victim` ends, or stops, between its step and its gathers. Answers the errors of later uses on the other ranks."""
     pair = Pair(deadline_s=deadline_s, **options)
     pair.steps(2)
     pair.backward()
@@ -419,37 +571,40 @@ def dying(victim: int, how: str = "ends", deadline_s: float = 10.0, **options) -
         pair.owners.gather.begin = gone[how]
     seen, began = [], time.monotonic()
     pair.owners.step()
-    for _ in range(2):
-        try:
-            with torch.no_grad():
-                pair.net(lm.batch(5, 0))
-        except Exception as e:
-            seen.append([type(e).__name__, str(e)])
-    try:
-        pair.owners.step()
-    except Exception as e:
-        seen.append([type(e).__name__, str(e)])
+    with torch.no_grad():
+        for use in (lambda: pair.net(lm.batch(5, 0)), lambda: pair.net(lm.batch(5, 0)), pair.owners.step):
+            try:
+                use()
+            except Exception as e:
+                seen.append([type(e).__name__, str(e)])
     emit("survived", seen=seen, seconds=time.monotonic() - began)
 
 
+# ---- checkpoints
+
+
+def _values(net: nn.Module) -> list[float]:
+    return torch.cat([p.detach().flatten() for p in net.parameters()]).tolist()
+
+
 def checkpointed(folder: str, steps: int) -> None:
-    """Train, save in the midst of a gather, go on."""
+    """Trains, saves while a gather is on its way, and goes on."""
     pair = Pair()
     pair.steps(steps)
     checkpoint.save(pair.owners, folder)
     saved = lm.digest(pair.truth)
     pair.steps(steps)
     pair.same()
-    emit("saved", saved=saved, values=torch.cat([p.detach().flatten() for p in pair.net.parameters()]).tolist())
+    emit("saved", saved=saved, values=_values(pair.net))
 
 
 def resumed(folder: str, again: str, steps: int, of: int) -> None:
-    """Load what `of` ranks saved, save it again, and go on with all the data that they had."""
+    """Loads what `of` ranks saved, saves it again, and goes on with all the data that they had."""
     net = lm.Transformer(seed=99)
     o = LayerWiseOptimizer(net, lm.groups(net), bucket_bytes=50_000)
     checkpoint.load(o, folder)
     checkpoint.save(o, again)
-    loaded, start = lm.digest(net), torch.cat([p.detach().flatten() for p in net.parameters()]).tolist()
+    loaded, start = lm.digest(net), _values(net)
     for step in range(steps, 2 * steps):
         o.zero_grad()
         mine = range(dist.get_rank(), of, dist.get_world_size())
@@ -457,31 +612,13 @@ def resumed(folder: str, again: str, steps: int, of: int) -> None:
             (lm.loss_of(net, lm.batch(step, r)) / len(mine)).backward()
         o.step()
     o.drain()
-    emit(
-        "resumed",
-        loaded=loaded,
-        start=start,
-        values=torch.cat([p.detach().flatten() for p in net.parameters()]).tolist(),
-    )
-
-
-HAZARDS = {
-    f.__name__: f
-    for f in (
-        started_twice_finished_twice, drained_in_flight, drained_between_backward_and_step, another_order,
-        one_rank_evaluates, skipped_module, state_dict_is_current, without_hooks, unannounced_but_watched,
-        old_values_are_nans, pulled_beside_slow_ranks, few_parameters, aborted, experts_over_halves, unequal_groups,
-        not_finite_on_one_rank, captured, absent, closed, changed_memory, wire, different_ranks, fails_on_one_rank, refit_sources,
-        refit_without_the_wrapper, drained_and_changed, an_aborted_norm, closed_beside_a_rank_that_failed,
-        skipped_experts, buffers_of_their_own,
-    )
-}  # fmt: skip
+    emit("resumed", loaded=loaded, start=start, values=_values(net))
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=float(os.environ.get("GLOO_SECONDS", "120"))))
-    obey(train, hazard, dying, checkpointed, resumed)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    obey(train, program, hazard, dying, checkpointed, resumed)
     os._exit(0)  # gloo's threads would wait for peers that are gone
 
 

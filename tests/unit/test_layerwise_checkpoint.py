@@ -1,52 +1,70 @@
-"""Checkpoints by parameter of one process: what is in them, what is refused, and what is left of a save that broke off.
+"""Checkpoints by parameter: what is in them, what is refused, what is left of a save that broke off, and errors of one rank that all
+ranks raise.
 
-Other layouts and several ranks: tests/functional/test_layerwise_torch.py and test_layerwise_megatron.py.
+Other layouts and several processes: tests/functional/test_layerwise_torch.py and test_layerwise_megatron.py.
 """
 
 from __future__ import annotations
+
+import threading
+import time
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed import HashStore
 from torch.distributed import checkpoint as dcp
+from torch.optim import ASGD, SGD, Adam, NAdam
 
 from tests.support import layerwise_model as lm
 from tests.support.layerwise_half import Half, layers
 from tests.support.layerwise_model import step
-from xfer.errors import LayoutError, StaleWeights, Unsupported, XferError
+from xfer.errors import LayoutError, PeerLost, StaleWeights, Unsupported, XferError
 from xfer.layerwise import LayerWiseOptimizer, ParamGroup, checkpoint
+from xfer.layerwise.together import Together
 from xfer.trainers.dtensor import TensorTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def made(net: nn.Module) -> LayerWiseOptimizer:
-    return LayerWiseOptimizer(net, lm.groups(net))
+def made(net: nn.Module, **adam) -> LayerWiseOptimizer:
+    trained = [p for p in net.parameters() if p.requires_grad]
+    return LayerWiseOptimizer(net, [ParamGroup(trained, Adam, {"lr": 0.01, **adam})] if adam else lm.groups(net))
 
 
-@pytest.mark.parametrize("model", [lm.Transformer, lm.MixedTransformer])
-def test_a_checkpoint_goes_on_bit_for_bit(model, tmp_path):
-    net = model()
+@pytest.fixture
+def saved(tmp_path):
+    """A small model and its optimizer, saved after a step."""
+    net = lm.Transformer(layers=1)
     o = made(net)
+    step(net, o, 0)
+    checkpoint.save(o, tmp_path)
+    return net, o
+
+
+# ---- what is in them
+
+
+@pytest.mark.parametrize(
+    "model, adam",
+    [(lm.Transformer, {}), (lm.MixedTransformer, {}), (lm.Transformer, {"fused": True}), (lm.Transformer, {"amsgrad": True})],
+)  # fmt: skip
+def test_a_checkpoint_goes_on_bit_for_bit(model, adam, tmp_path):
+    net, other = model(), model(seed=11)
+    o, o2 = made(net, **adam), made(other, **adam)
     for i in range(3):
         step(net, o, i)
     o.param_groups[0]["lr"] = 0.003
     checkpoint.save(o, tmp_path)
-    went_on = [step(net, o, i) for i in range(3, 6)]
-    other = model(seed=11)
-    o2 = made(other)
     step(other, o2, 77)
     checkpoint.load(o2, tmp_path)
-    assert [step(other, o2, i) for i in range(3, 6)] == went_on
+    assert [step(other, o2, i) for i in range(3, 6)] == [step(net, o, i) for i in range(3, 6)]
     assert lm.digest(other) == lm.digest(net)
 
 
-ADAM, OTHERS = torch.optim.Adam, (torch.optim.NAdam, torch.optim.ASGD)
-PLACED = [
-    *((ADAM, how) for how in ({}, {"fused": True}, {"capturable": True}, {"fused": True, "amsgrad": True})),
-    *((kind, how) for kind in OTHERS for how in ({}, {"capturable": True})),
-]
+PLACED = [(Adam, how) for how in ({}, {"fused": True}, {"capturable": True}, {"fused": True, "amsgrad": True})]
+PLACED += [(kind, how) for kind in (NAdam, ASGD) for how in ({}, {"capturable": True})]
 
 
 @pytest.mark.parametrize("kind, how", PLACED, ids=[f"{kind.__name__} {how}" for kind, how in PLACED])
@@ -65,21 +83,6 @@ def test_numbers_lie_where_torch_would_load_them(kind, how):
     assert {k: (got[k].device, got[k].dtype) for k in numbers} == {k: (want[k].device, want[k].dtype) for k in numbers}
     assert (got["step"].device.type == "meta") == any(how.get(k) for k in ("fused", "capturable"))
     assert all(got[k] is state[k] for k in state.keys() - numbers)
-
-
-@pytest.mark.parametrize("how", [{"fused": True}, {"amsgrad": True}], ids=str)
-def test_a_fused_optimizer_goes_on_bit_for_bit(how, tmp_path):
-    nets, seen = [lm.Transformer(layers=1), lm.Transformer(layers=1, seed=11)], []
-    for i, net in enumerate(nets):
-        trained = [p for p in net.parameters() if p.requires_grad]
-        o = LayerWiseOptimizer(net, [ParamGroup(trained, torch.optim.Adam, {"lr": 0.01, **how})])
-        step(net, o, 0)
-        if i == 0:
-            checkpoint.save(o, tmp_path)
-        else:
-            checkpoint.load(o, tmp_path)
-        seen.append([step(net, o, i) for i in range(1, 4)])
-    assert seen[0] == seen[1] and lm.digest(nets[0]) == lm.digest(nets[1])
 
 
 class Counting(nn.Module):
@@ -102,7 +105,7 @@ def test_a_checkpoint_has_all_that_the_modules_state_has(tmp_path, source):
     nets = [Counting(), Counting()]
     for n in nets if source is TensorTrainer else ():
         del n.seen  # it would name these bytes a second time
-    both = [LayerWiseOptimizer(n, [ParamGroup(n.net.parameters(), torch.optim.Adam)]) for n in nets]
+    both = [LayerWiseOptimizer(n, [ParamGroup(n.net.parameters(), Adam)]) for n in nets]
     nets[0](torch.randn(8, 4)).sum().backward()
     both[0].step()
     for t in (nets[0].frozen, nets[0].bias, nets[0].scratch):
@@ -112,179 +115,6 @@ def test_a_checkpoint_has_all_that_the_modules_state_has(tmp_path, source):
     want, got = (n.state_dict() for n in nets)
     assert want.keys() == got.keys() and all(torch.equal(want[k], got[k]) for k in want)
     assert want["net.1.num_batches_tracked"] == 1 and not nets[1].scratch.any()
-
-
-def test_a_checkpoint_without_an_adapter_is_of_a_model_that_all_ranks_hold(tmp_path):
-    """Else ranks would write their own parts under one name, and torch keeps one of them without a word."""
-    o = Half(layers())
-    for refused, kind in ((checkpoint.save, Unsupported), (checkpoint.load, LayoutError)):
-        with pytest.raises(kind) as e:
-            refused(o, tmp_path / "apart")
-        assert sum("Pass `source`" in v for v in e.value.violations) == 4
-    assert not (tmp_path / "apart").exists()
-
-
-class Killed(BaseException):
-    pass
-
-
-@pytest.mark.parametrize("text", ["[]", "null", '{"format": 0}', "half a fil"])
-def test_a_folder_whose_words_are_not_ours_is_a_typed_error(tmp_path, text):
-    net = lm.Transformer(layers=1)
-    o = made(net)
-    step(net, o, 0)
-    checkpoint.save(o, tmp_path)
-    (tmp_path / "layerwise.json").write_text(text)
-    with pytest.raises(LayoutError, match="loaded") as e:
-        checkpoint.load(o, tmp_path)
-    assert e.value.violations
-
-
-@pytest.mark.parametrize("part", ["write_data", "finish"])
-def test_a_save_that_broke_off_over_another_is_no_checkpoint(tmp_path, monkeypatch, part):
-    def killed(*args, **kwargs):
-        raise Killed
-
-    net = lm.Transformer(layers=1)
-    o = made(net)
-    step(net, o, 0)
-    checkpoint.save(o, tmp_path)
-    with monkeypatch.context() as m:
-        m.setattr(dcp.FileSystemWriter, part, killed)
-        with pytest.raises(XferError, match="could not be written") as e:
-            checkpoint.save(o, tmp_path)
-    assert "Killed" in e.value.violations[0]
-    before = lm.digest(net)
-    with pytest.raises(LayoutError) as e:
-        checkpoint.load(o, tmp_path)
-    assert "not saved to its end" in e.value.violations[0] and lm.digest(net) == before
-    checkpoint.save(o, tmp_path)
-    checkpoint.load(o, tmp_path)
-
-
-def test_folders_that_cannot_be_written_or_read_are_told_to_all_ranks(tmp_path):
-    o = made(lm.Transformer(layers=1))
-    (tmp_path / "a file").write_text("")
-    with pytest.raises(XferError, match="cannot be written"):
-        checkpoint.save(o, tmp_path / "a file")
-    for folder in (tmp_path / "a file", tmp_path / "nothing"):
-        with pytest.raises(LayoutError, match="cannot be loaded"):
-            checkpoint.load(o, folder)
-
-
-def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
-    net = lm.Transformer(layers=1)
-    o = made(net)
-    step(net, o, 0)
-    checkpoint.save(o, tmp_path)
-    with pytest.raises(LayoutError) as e:
-        checkpoint.load(made(lm.Transformer(layers=2)), tmp_path)
-    assert any(v.startswith("blocks.1.up.weight: the checkpoint has no param") for v in e.value.violations)
-    with pytest.raises(LayoutError) as e:
-        checkpoint.load(made(lm.Transformer(layers=1, width=44)), tmp_path)
-    assert any("in the checkpoint" in v for v in e.value.violations)
-
-
-class Rows(torch.optim.SGD):
-    """Keeps one number per row."""
-
-    def step(self):
-        for g in self.param_groups:
-            for p in g["params"]:
-                self.state[p]["rows"] = torch.zeros(p.shape[0])
-
-
-def test_state_that_is_no_tensor_of_the_parameters_shape_is_refused(tmp_path):
-    net = nn.Linear(4, 3, bias=False)
-    o = LayerWiseOptimizer(net, [ParamGroup(net.parameters(), Rows, {"lr": 0.1})])
-    net(torch.ones(2, 4)).sum().backward()
-    o.step()
-    with pytest.raises(Unsupported, match="cannot be saved") as e:
-        checkpoint.save(o, tmp_path)
-    assert "weight: rows is (3,)" in e.value.violations[0]
-
-
-def tuned(net: nn.Module, lr: float, **more) -> LayerWiseOptimizer:
-    options = {"lr": torch.tensor(lr), "foreach": False}
-    o = LayerWiseOptimizer(net, [ParamGroup(net.parameters(), torch.optim.Adam, options)])
-    o.param_groups[0].update(more)
-    return o
-
-
-def test_hyperparameters_that_are_tensors_go_on_bit_for_bit_in_the_tensors_that_are_there(tmp_path):
-    nets, seen = [layers(2), layers(2)], []
-    for i, net in enumerate(nets):
-        at = torch.tensor(0.5 * i)
-        o = tuned(
-            net,
-            1e-3,
-            warm=(at, 3 + i),
-            floor=torch.tensor([1.0 + i]),
-            scale=np.float32(0.1 + i),
-            on=torch.tensor(i == 0),
-        )
-        (group,), lr = o.param_groups, o.param_groups[0]["lr"]
-        net(torch.ones(2, 4)).sum().backward()
-        o.step()
-        if i == 0:
-            lr.fill_(5e-5)  # as a schedule does
-            checkpoint.save(o, tmp_path)
-        else:
-            checkpoint.load(o, tmp_path)
-            assert group["lr"] is lr and group["warm"][0] is at, "whoever holds the tensors has what was loaded"
-            assert group["lr"] == torch.tensor(5e-5) and group["warm"] == (torch.tensor(0.0), 3)
-            assert group["floor"].tolist() == [1.0] and group["scale"] == np.float32(0.1) and bool(group["on"])
-        o.zero_grad()
-        net(torch.ones(2, 4)).square().sum().backward()
-        o.step()
-        seen.append(lm.digest(net))
-    assert seen[0] == seen[1]
-
-
-def test_a_number_may_be_loaded_into_a_tensor_and_the_other_way(tmp_path):
-    for lr in (torch.tensor(0.25), 0.25):
-        o = tuned(layers(1), 1.0)
-        o.param_groups[0]["lr"] = lr
-        checkpoint.save(o, tmp_path)
-        for now in (torch.tensor(1.0), 1.0):
-            other = tuned(layers(1), 1.0)
-            other.param_groups[0]["lr"] = now
-            checkpoint.load(other, tmp_path)
-            got = other.param_groups[0]["lr"]
-            assert got == 0.25 and type(got) is type(now)
-
-
-def test_hyperparameters_that_cannot_be_saved_are_said(tmp_path, caplog):
-    o = tuned(layers(1), 1.0, rates=torch.ones(3), pair=(torch.ones(2), 1))
-    with pytest.raises(Unsupported, match="cannot be saved") as e:
-        checkpoint.save(o, tmp_path)
-    assert [v.split(" has ")[0] for v in e.value.violations] == ["group 0: rates", "group 0: pair"]
-    assert not list(tmp_path.iterdir())
-    schedule = lambda step: 1.0  # noqa: E731
-    o = tuned(layers(1), 1.0, schedule=schedule)
-    checkpoint.save(o, tmp_path)
-    assert "schedule is a function, which is not saved" in caplog.text
-    checkpoint.load(o, tmp_path)
-    assert o.param_groups[0]["schedule"] is schedule
-
-
-def test_a_scheduler_that_is_made_after_loading_goes_on_from_the_rate_that_training_began_with(tmp_path):
-    """It keeps that in the groups, as torch's own state has them. Made anew it would take the present one for it."""
-    halving = lambda step: 0.5**step  # noqa: E731
-    nets, rates = [lm.Transformer(), lm.Transformer()], []
-    o = made(nets[0])
-    schedule = torch.optim.lr_scheduler.LambdaLR(o, halving)
-    for i in range(2):
-        step(nets[0], o, i)
-        schedule.step()
-    checkpoint.save(o, tmp_path)
-    o2 = made(nets[1])
-    checkpoint.load(o2, tmp_path)
-    for net, opt, s in ((nets[0], o, schedule), (nets[1], o2, torch.optim.lr_scheduler.LambdaLR(o2, halving, 1))):
-        step(net, opt, 2)
-        s.step()
-        rates.append([g["lr"] for g in opt.param_groups])
-    assert rates[0] == rates[1] == [0.02 / 8, 0.005 / 8] and lm.digest(nets[0]) == lm.digest(nets[1])
 
 
 @pytest.mark.parametrize("masters", [False, True])
@@ -300,13 +130,108 @@ def test_state_has_the_dtype_of_what_is_stepped_here_and_not_where_it_was_saved(
     assert torch.isfinite(torch.tensor([step(nets[1], b, i) for i in range(2)])).all()
 
 
-class Breaks(torch.optim.SGD):
+# ---- hyperparameters
+
+
+def tuned(lr, **more) -> LayerWiseOptimizer:
+    net = layers(1)
+    o = LayerWiseOptimizer(net, [ParamGroup(net.parameters(), Adam, {"lr": torch.tensor(1.0), "foreach": False})])
+    o.param_groups[0].update(lr=lr, **more)
+    return o
+
+
+def test_hyperparameters_are_loaded_into_the_tensors_that_are_there(tmp_path):
+    """Captured graphs read learning rates in tensors."""
+    was = dict(warm=(torch.tensor(0.0), 3), floor=torch.tensor([1.0]), scale=np.float32(0.1), on=torch.tensor(True))
+    checkpoint.save(tuned(torch.tensor(5e-5), **was), tmp_path)
+    lr, at = torch.tensor(1e-3), torch.tensor(0.5)
+    now = dict(warm=(at, 4), floor=torch.tensor([2.0]), scale=np.float32(1.1), on=torch.tensor(False))
+    o = tuned(lr, **now)
+    checkpoint.load(o, tmp_path)
+    (group,) = o.param_groups
+    assert group["lr"] is lr and lr == torch.tensor(5e-5)
+    assert group["warm"][0] is at and group["warm"] == (torch.tensor(0.0), 3)
+    assert group["floor"].tolist() == [1.0] and group["scale"] == np.float32(0.1) and bool(group["on"])
+
+
+@pytest.mark.parametrize("now", [torch.tensor(1.0), 1.0])
+@pytest.mark.parametrize("was", [torch.tensor(0.25), 0.25])
+def test_a_number_may_be_loaded_into_a_tensor_and_the_other_way(was, now, tmp_path):
+    checkpoint.save(tuned(was), tmp_path)
+    o = tuned(now)
+    checkpoint.load(o, tmp_path)
+    got = o.param_groups[0]["lr"]
+    assert got == 0.25 and type(got) is type(now)
+
+
+def test_hyperparameters_that_cannot_be_saved_are_named(tmp_path, caplog):
+    with pytest.raises(Unsupported, match="cannot be saved") as e:
+        checkpoint.save(tuned(1.0, rates=torch.ones(3), pair=(torch.ones(2), 1)), tmp_path)
+    assert [v.split(" has ")[0] for v in e.value.violations] == ["group 0: rates", "group 0: pair"]
+    assert not list(tmp_path.iterdir())
+    o = tuned(1.0, schedule=len)
+    checkpoint.save(o, tmp_path)
+    assert "schedule is a builtin_function_or_method, which is not saved" in caplog.text
+    checkpoint.load(o, tmp_path)
+    assert o.param_groups[0]["schedule"] is len
+
+
+def test_a_scheduler_that_is_made_after_loading_goes_on_from_the_rate_that_training_began_with(tmp_path):
+    """It keeps that in the groups, as torch's own state has them. Made anew it would take the present one for it."""
+    halving = lambda step: 0.5**step  # noqa: E731
+    nets, rates = [lm.Transformer(), lm.Transformer()], []
+    o, o2 = map(made, nets)
+    schedule = torch.optim.lr_scheduler.LambdaLR(o, halving)
+    for i in range(2):
+        step(nets[0], o, i)
+        schedule.step()
+    checkpoint.save(o, tmp_path)
+    checkpoint.load(o2, tmp_path)
+    for net, opt, s in ((nets[0], o, schedule), (nets[1], o2, torch.optim.lr_scheduler.LambdaLR(o2, halving, 1))):
+        step(net, opt, 2)
+        s.step()
+        rates.append([g["lr"] for g in opt.param_groups])
+    assert rates[0] == rates[1] == [0.02 / 8, 0.005 / 8] and lm.digest(nets[0]) == lm.digest(nets[1])
+
+
+# ---- what is refused
+
+
+def test_without_an_adapter_all_ranks_must_hold_the_same_parameters(tmp_path):
+    """Ranks would write their own parts under one name, and torch keeps one of them without a word."""
+    o = Half(layers())
+    for refused, kind in ((checkpoint.save, Unsupported), (checkpoint.load, LayoutError)):
+        with pytest.raises(kind) as e:
+            refused(o, tmp_path / "apart")
+        assert sum("Pass `source`" in v for v in e.value.violations) == 4
+    assert not (tmp_path / "apart").exists()
+
+
+class Rows(SGD):
+    """Keeps one number per row."""
+
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["rows"] = torch.zeros(p.shape[0])
+
+
+class Breaks(SGD):
     def step(self):
         super().step()
         raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-def test_of_a_step_that_broke_off_nothing_is_saved(tmp_path):
+def test_state_that_is_no_tensor_of_the_parameters_shape_is_refused(tmp_path):
+    net = layers(1)
+    o = LayerWiseOptimizer(net, [ParamGroup(net.parameters(), Rows, {"lr": 0.1})])
+    net(torch.ones(2, 4)).sum().backward()
+    o.step()
+    with pytest.raises(Unsupported, match="cannot be saved") as e:
+        checkpoint.save(o, tmp_path)
+    assert "0.weight: rows is (4,)" in e.value.violations[0]
+
+
+def test_after_a_step_that_broke_off_nothing_is_saved(tmp_path):
     net = layers()
     o = LayerWiseOptimizer(net, [ParamGroup(net.parameters(), Breaks, {"lr": 0.1})])
     net(torch.ones(2, 4)).sum().backward()
@@ -316,3 +241,121 @@ def test_of_a_step_that_broke_off_nothing_is_saved(tmp_path):
         with pytest.raises(StaleWeights, match="broke off"):
             use(o, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(saved, tmp_path):
+    with pytest.raises(LayoutError) as e:
+        checkpoint.load(made(lm.Transformer(layers=2)), tmp_path)
+    assert any(v.startswith("blocks.1.up.weight: the checkpoint has no param") for v in e.value.violations)
+    with pytest.raises(LayoutError) as e:
+        checkpoint.load(made(lm.Transformer(layers=1, width=44)), tmp_path)
+    assert any("in the checkpoint" in v for v in e.value.violations)
+
+
+@pytest.mark.parametrize("text", ["[]", "null", '{"format": 0}', "half a fil"])
+def test_a_damaged_folder_is_a_typed_error(saved, tmp_path, text):
+    (tmp_path / "layerwise.json").write_text(text)
+    with pytest.raises(LayoutError, match="loaded") as e:
+        checkpoint.load(saved[1], tmp_path)
+    assert e.value.violations
+
+
+@pytest.mark.parametrize("part", ["write_data", "finish"])
+def test_a_save_that_broke_off_over_another_is_no_checkpoint(saved, tmp_path, monkeypatch, part):
+    class Killed(BaseException):
+        pass
+
+    def killed(*args, **kwargs):
+        raise Killed
+
+    net, o = saved
+    with monkeypatch.context() as m:
+        m.setattr(dcp.FileSystemWriter, part, killed)
+        with pytest.raises(XferError, match="could not be written") as e:
+            checkpoint.save(o, tmp_path)
+    assert "Killed" in e.value.violations[0]
+    before = lm.digest(net)
+    with pytest.raises(LayoutError) as e:
+        checkpoint.load(o, tmp_path)
+    assert "not saved to its end" in e.value.violations[0] and lm.digest(net) == before
+    checkpoint.save(o, tmp_path)
+    checkpoint.load(o, tmp_path)
+
+
+def test_folders_that_cannot_be_written_or_read_are_typed_errors(tmp_path):
+    o = made(lm.Transformer(layers=1))
+    (tmp_path / "a file").write_text("")
+    with pytest.raises(XferError, match="cannot be written"):
+        checkpoint.save(o, tmp_path / "a file")
+    for folder in (tmp_path / "a file", tmp_path / "nothing"):
+        with pytest.raises(LayoutError, match="cannot be loaded"):
+            checkpoint.load(o, folder)
+
+
+# ---- calls that all ranks make together; ranks are threads here
+
+
+def on_ranks(store, size: int, call) -> list:
+    """The result of `call`, or what it raises, on each rank."""
+    out: list = [None] * size
+
+    def run(r: int) -> None:
+        try:
+            ranks = Together("save", f"rank {r}", 20.0, store, r, size)
+            with ranks.telling():
+                out[r] = call(r, ranks)
+        except BaseException as e:
+            out[r] = e
+
+    threads = [threading.Thread(target=run, args=(r,)) for r in range(size)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(60)
+    return out
+
+
+RAISED = [StaleWeights("broke off", ["b 3", "b 4"]), ValueError("two\nlines"), OSError("\udc80"), KeyboardInterrupt()]
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("error", RAISED, ids=repr)
+def test_all_ranks_raise_at_once_what_one_raises_and_their_next_call_is_whole(at, error):
+    def call(r: int, ranks: Together, fails: bool = True) -> str:
+        for i in range(3):
+            if fails and (r, i) == (2, at):
+                raise error
+            ranks.meet()
+        return "done"
+
+    store, began = HashStore(), time.monotonic()
+    seen = on_ranks(store, 4, call)
+    assert time.monotonic() - began < 10 and seen[2] is error
+    kind = type(error) if isinstance(error, XferError) else XferError
+    lines = error.violations if kind is StaleWeights else [f"{type(error).__name__}: {error}"]
+    why = [f"rank 2: {line}".replace("\n", " ").replace("\udc80", "?").strip() for line in lines]
+    for r in (0, 1, 3):
+        assert type(seen[r]) is kind and seen[r].where == f"rank {r}", seen[r]
+        assert [v.strip() for v in seen[r].violations] == why
+    assert on_ranks(store, 4, lambda r, ranks: call(r, ranks, False)) == ["done"] * 4
+
+
+def test_a_rank_refuses_in_its_own_words_and_the_others_in_those_of_one_of_them():
+    def call(r: int, ranks: Together) -> None:
+        ranks.refuse([f"parameter {r}"] if r % 2 else [], "cannot be saved", Unsupported)
+
+    seen = on_ranks(HashStore(), 4, call)
+    assert all(type(e) is Unsupported for e in seen)
+    assert [seen[1].violations, seen[3].violations] == [("parameter 1",), ("parameter 3",)]
+    assert {*seen[0].violations, *seen[2].violations} <= {"rank 1: parameter 1", "rank 3: parameter 3"}
+
+
+def test_a_store_that_is_gone_is_a_typed_error():
+    class Gone:
+        def __getattr__(self, name: str):
+            raise RuntimeError("Connection reset by peer")
+
+    ranks = Together("save", "", 1.0, HashStore(), 0, 2)
+    ranks._store = Gone()
+    with pytest.raises(PeerLost, match="store in which ranks meet is gone"), ranks.telling():
+        ranks.meet()

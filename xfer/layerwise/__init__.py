@@ -3,11 +3,12 @@
 from xfer.layerwise.gather import GatherStats, ParamGather
 from xfer.layerwise.groups import ParamGroup
 from xfer.layerwise.muon import Muon, newton_schulz
-from xfer.layerwise.optimizer import LayerWiseOptimizer
+from xfer.layerwise.optimizer import LayerWise, LayerWiseOptimizer
 from xfer.layerwise.ownership import Ownership, assign
 
 __all__ = [
     "GatherStats",
+    "LayerWise",
     "LayerWiseOptimizer",
     "Muon",
     "Ownership",

@@ -44,7 +44,7 @@ from xfer.layerwise.together import Together
 from xfer.trace.slots import bare, tensors_of
 
 if TYPE_CHECKING:
-    from xfer.layerwise.optimizer import LayerWiseOptimizer
+    from xfer.layerwise.optimizer import LayerWise
     from xfer.participants.trainer import Source
 
 logger = logging.getLogger("xfer")
@@ -81,7 +81,7 @@ class ParameterBox:
         return f"{self.key}/padding/{field}" if self.padding else f"{self.key}/{field}"
 
 
-def save(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | None = None) -> None:
+def save(optimizer: LayerWise, folder: str | Path, source: Source | None = None) -> None:
     """Writes parameters, persistent buffers and optimizer state into `folder`. Collective over all ranks.
 
     Right after `step()` nothing has to be gathered, since owners write their own parameters. A checkpoint in `folder` is lost as soon
@@ -105,7 +105,7 @@ def save(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | Non
         _save(optimizer, folder, source, ranks)
 
 
-def _save(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | None, ranks: Together) -> None:
+def _save(optimizer: LayerWise, folder: str | Path, source: Source | None, ranks: Together) -> None:
     optimizer.gather.check()  # a step that failed may have written some parameters
     ranks.meet()
     tensors: dict[str, Boxes] = {}
@@ -135,7 +135,7 @@ def _save(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | No
         dcp.save(dict(tensors), checkpoint_id=str(folder), planner=planner, no_dist=not live)
 
 
-def load(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | None = None) -> None:
+def load(optimizer: LayerWise, folder: str | Path, source: Source | None = None) -> None:
     """Reads what `save` wrote, from any layout, and updates the parameters of all ranks. Collective over all ranks.
 
     If one rank raises an error, the others raise it too.
@@ -154,7 +154,7 @@ def load(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | Non
         _load(optimizer, folder, source, ranks)
 
 
-def _load(optimizer: LayerWiseOptimizer, folder: str | Path, source: Source | None, ranks: Together) -> None:
+def _load(optimizer: LayerWise, folder: str | Path, source: Source | None, ranks: Together) -> None:
     optimizer.gather.check()
     ranks.meet()
     optimizer.drain()
@@ -254,7 +254,7 @@ def _typed(message: str, where: str) -> Iterator[None]:
 # ---- what a rank holds
 
 
-def _tensors(optimizer: LayerWiseOptimizer) -> dict[str, torch.Tensor]:
+def _tensors(optimizer: LayerWise) -> dict[str, torch.Tensor]:
     """All parameters, and the persistent buffers that have memory of their own, by name."""
     out: dict[str, torch.Tensor] = dict(optimizer.named)
     memory, seen = {p.untyped_storage().data_ptr() for p in out.values()}, {id(p) for p in out.values()}
@@ -267,7 +267,7 @@ def _tensors(optimizer: LayerWiseOptimizer) -> dict[str, torch.Tensor]:
 
 
 def _held(
-    optimizer: LayerWiseOptimizer, wrong: list[str]
+    optimizer: LayerWise, wrong: list[str]
 ) -> Iterator[tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
     """(name, tensors of the parameter's shape, single numbers) of all that this rank saves."""
     for name, t in _tensors(optimizer).items():
@@ -334,7 +334,7 @@ def _plain(value: object) -> bool:
 
 
 def _pieces(
-    optimizer: LayerWiseOptimizer, source: Source | None, wrong: list[str], refuse: Callable[[], None]
+    optimizer: LayerWise, source: Source | None, wrong: list[str], refuse: Callable[[], None]
 ) -> dict[str, tuple[ParameterBox, ...]]:
     """The boxes of all parameters and buffers, by name. Adds errors to `wrong`; `refuse` raises those so far, on all ranks."""
     tensors = _tensors(optimizer)

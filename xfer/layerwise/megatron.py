@@ -20,11 +20,13 @@ from xfer.layerwise.checkpoint import ParameterBox
 from xfer.layerwise.gather import Peers
 from xfer.layerwise.groups import Owned, ParamGroup
 from xfer.layerwise.muon import Muon
-from xfer.layerwise.optimizer import LayerWiseOptimizer
+from xfer.layerwise.optimizer import LayerWise
 
 
-class MegatronLayerWise(LayerWiseOptimizer):
+class MegatronLayerWise(LayerWise):
     """Replaces Megatron's optimizer: `step()` returns (updated, norm of the gradients, None), and the schedule calls `scale_loss`.
+
+    As Megatron's own optimizers it is no `torch.optim.Optimizer`, whose `step` returns the loss.
 
     Megatron's model-parallel groups must exist. Gradients must be complete when `step()` is called, as after Megatron's
     finalize_model_grads. Gradients are clipped only with `clip_grad=`, while Megatron's default is 1.0.
@@ -72,12 +74,12 @@ class MegatronLayerWise(LayerWiseOptimizer):
         return torch.tensor([self.loss_scale], device=self._device)
 
     def step(self, closure: Callable[[], float] | None = None) -> tuple[bool, float | None, None]:
-        """Steps, as `LayerWiseOptimizer.step`. Collective over all ranks.
+        """Steps the parameters that this rank owns, as `LayerWiseOptimizer.step`. Collective over all ranks.
 
         Returns:
             (whether parameters were updated, norm of the gradients before clipping, None), as Megatron's optimizers.
         """
-        super().step(closure, grad_scale=self.loss_scale)
+        self._take_step(closure, self.loss_scale)
         return not self.skipped, self.grad_norm, None
 
     def _collect(self) -> None:

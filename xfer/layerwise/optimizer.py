@@ -1,8 +1,8 @@
-"""`LayerWiseOptimizer`: torch optimizers that step only the parameters that this rank owns. The other ranks receive them while the next
-forward runs. For plain torch modules, with or without DDP.
+"""Optimizers that step only the parameters that this rank owns. The other ranks receive them while the next forward runs.
 
-megatron.py adds the parts that Megatron-Core has of its own (gradient buffers, expert groups, norms over tensor-parallel ranks).
-checkpoint.py writes and reads the state.
+`LayerWise` has the owners, the inner optimizers and the gather. `LayerWiseOptimizer` makes a torch optimizer of it, for plain torch
+modules with or without DDP. megatron.py makes one of the kind that Megatron-Core's training loop expects, whose `step` returns something
+else. checkpoint.py writes and reads the state of both.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Literal, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 import torch
 import torch.distributed as dist
@@ -33,49 +33,14 @@ Reduce = Literal["done", "to_owners"]
 Route = Literal["auto", "broadcast", "pull"]
 
 
-class LayerWiseOptimizer(torch.optim.Optimizer):
+class LayerWise:
     """Gives each parameter to one data-parallel rank, which steps it, and gathers the others asynchronously after every step.
 
-    `param_groups` are those of the inner optimizers, for learning-rate schedulers. Parameters that need no gradient have no
-    owner and are never sent. Between `step()` and a forward, parameters of other owners are old: read them inside
-    forwards, or call `drain()` first, on all ranks. `state_dict()` of a module drains, so after a step all ranks must call it, like a
-    forward.
-
-    Args:
-        module: Any module, plain or under DistributedDataParallel, or several, such as the stages of a pipeline.
-        groups: Every trainable parameter in exactly one group. Groups step in the order of their parameters in the module.
-        process_group: All its ranks hold the same parameters, with equal values. Default: all ranks.
-        group_of: (name, parameter) -> the process group over which that parameter is replicated (experts), None for
-            `process_group`. Only ranks of such groups need to pass it.
-        overlap: If False, `step()` gathers at its end, with the same results.
-        prefetch_depth: Buckets fetched ahead of the one in use.
-        bucket_bytes: Size of a bucket.
-        reduce: "done" if gradients are equal on all ranks before `step()` (DDP does that); "to_owners" to average them, which
-            sends each gradient to one rank only. Default: "done" if all modules are under DDP, else "to_owners".
-        masters: Owners keep fp32 copies of 16-bit parameters, and step those.
-        clip_grad: Greatest norm of all gradients together.
-        memory_cap: Most bytes of parameters per owner.
-        rehome: Move parameters into runs of memory by owner, so that gathers need no copies. Objects, shapes and values stay;
-            views that were taken before go stale. Parameters of which a module holds a view are not moved.
-        guard: The value of a read that no hook announces (see hooks.py). "nan": NaN, because each step overwrites the old values of
-            other owners by NaNs; "first": the old value, at no cost; "always": the new value, because every operation is watched.
-        deadline_s: Seconds of every wait for peers. Over NCCL, where no wait blocks, a thread aborts late collectives:
-            parameters that were to be received become NaNs, the device goes on, and every later call raises DeadlineExceeded.
-        max_ctas: Most thread blocks that NCCL may take from the GPU for one gather.
-        route: "pull" copies parameters out of their owners' memory if all ranks of a group are on one host and can map it (see
-            pulls.py), and broadcasts otherwise. "auto" is "pull" on GPUs, where copies take nothing from computing, and
-            "broadcast" on CPUs, where they do.
-
-    Raises:
-        LayoutError, Unsupported: Lists everything that does not fit, before any parameter is changed.
+    See `LayerWiseOptimizer` for the arguments. A subclass adds `step`.
     """
 
-    found_inf: torch.Tensor
-    grad_scale: torch.Tensor
-    """Both are set by torch's GradScaler, before it calls `step`."""
-    _step_supports_amp_scaling = True
-    """Makes torch's GradScaler call `step` on every rank, which then refuses it. A GradScaler checks and unscales only
-    the gradients that a rank owns."""
+    param_groups: list[dict[str, Any]]
+    """Those of the inner optimizers, for learning-rate schedulers."""
 
     def __init__(
         self,
@@ -120,7 +85,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             self.owner: dict[str, tuple[Peers, int]] = {}
             self._own(peers, memory_cap)
             buckets = self._buckets(peers, bucket_bytes, rehome)
-            super().__init__([{"params": [p for _, p in self._trained]}], {})
+            self._init_base()
             self.owned: list[Owned] = []
             self.inner: list[torch.optim.Optimizer] = []
             self._build(masters)
@@ -144,24 +109,9 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
 
     # ---- the step
 
-    @overload
-    def step(self, closure: None = None, *, grad_scale: float = 1.0) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float], *, grad_scale: float = 1.0) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None, *, grad_scale: float = 1.0) -> float | None:
-        """Steps the parameters that this rank owns, and starts the first gathers. Collective.
-
-        If a gradient of any rank is not finite, no rank steps, `skipped` is True, and parameters stay.
-
-        Args:
-            closure: Called first, with gradients enabled; computes the loss and the gradients.
-            grad_scale: The factor by which the loss was multiplied (fp16).
-
-        Returns:
-            The result of `closure`.
-        """
-        self._refuse_scaler()
+    def _take_step(self, closure: Callable[[], float] | None, grad_scale: float) -> float | None:
+        """See `LayerWiseOptimizer.step`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -258,16 +208,6 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                 ends.callback(pulls.unmap)
         self._opened.clear()
 
-    def add_param_group(self, param_group: dict) -> None:
-        """Raises Unsupported once the optimizer is built."""
-        if hasattr(self, "gather"):
-            raise Unsupported(
-                "a parameter group was added to a layer-wise optimizer",
-                ["owners are chosen once: drain(), close() and build a new optimizer, on all ranks"],
-                where=self.label,
-            )
-        super().add_param_group(param_group)
-
     def state_dict(self) -> dict:
         """Raises Unsupported; see `xfer.layerwise.checkpoint`."""
         raise Unsupported(
@@ -280,7 +220,10 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         """Raises Unsupported; see `xfer.layerwise.checkpoint`."""
         self.state_dict()
 
-    # ---- overridden for Megatron
+    # ---- overridden by subclasses
+
+    def _init_base(self) -> None:
+        """Initializes the framework's own base class of optimizers."""
 
     def _collect(self) -> None:
         """Puts the owners' gradients where the inner optimizers read them."""
@@ -321,19 +264,6 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                 o.target.grad = None
 
     # ---- details
-
-    def _refuse_scaler(self) -> None:
-        """Refuses torch's GradScaler, which sets two attributes before it calls `step`."""
-        if getattr(self, "found_inf", None) is not None:
-            del self.found_inf, self.grad_scale  # the scaler removes them only after a step that returns
-            raise Unsupported(
-                "a GradScaler steps a layer-wise optimizer: ranks would not skip the same steps, and gradients of other owners stay scaled",
-                [
-                    "multiply the loss yourself and pass grad_scale= to step() (MegatronLayerWise: loss_scale= when it is built); "
-                    "`skipped` then says, on all ranks, that a gradient was not finite"
-                ],
-                where=self.label,
-            )
 
     def _update(self) -> None:
         """Steps the inner optimizers, in the module's order of their parameters. The order is the same on all ranks, since steps may
@@ -534,3 +464,93 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         if self.hooks.learning:
             self.hooks.stop_learning()
             self.gather.learn(self.hooks.used)
+
+
+class LayerWiseOptimizer(LayerWise, torch.optim.Optimizer):
+    """Gives each parameter to one data-parallel rank, which steps it, and gathers the others asynchronously after every step.
+
+    `param_groups` are those of the inner optimizers, for learning-rate schedulers. Parameters that need no gradient have no
+    owner and are never sent. Between `step()` and a forward, parameters of other owners are old: read them inside
+    forwards, or call `drain()` first, on all ranks. `state_dict()` of a module drains, so after a step all ranks must call it, like a
+    forward.
+
+    Args:
+        module: Any module, plain or under DistributedDataParallel, or several, such as the stages of a pipeline.
+        groups: Every trainable parameter in exactly one group. Groups step in the order of their parameters in the module.
+        process_group: All its ranks hold the same parameters, with equal values. Default: all ranks.
+        group_of: (name, parameter) -> the process group over which that parameter is replicated (experts), None for
+            `process_group`. Only ranks of such groups need to pass it.
+        overlap: If False, `step()` gathers at its end, with the same results.
+        prefetch_depth: Buckets fetched ahead of the one in use.
+        bucket_bytes: Size of a bucket.
+        reduce: "done" if gradients are equal on all ranks before `step()` (DDP does that); "to_owners" to average them, which
+            sends each gradient to one rank only. Default: "done" if all modules are under DDP, else "to_owners".
+        masters: Owners keep fp32 copies of 16-bit parameters, and step those.
+        clip_grad: Greatest norm of all gradients together.
+        memory_cap: Most bytes of parameters per owner.
+        rehome: Move parameters into runs of memory by owner, so that gathers need no copies. Objects, shapes and values stay;
+            views that were taken before go stale. Parameters of which a module holds a view are not moved.
+        guard: The value of a read that no hook announces (see hooks.py). "nan": NaN, because each step overwrites the old values of
+            other owners by NaNs; "first": the old value, at no cost; "always": the new value, because every operation is watched.
+        deadline_s: Seconds of every wait for peers. Over NCCL, where no wait blocks, a thread aborts late collectives:
+            parameters that were to be received become NaNs, the device goes on, and every later call raises DeadlineExceeded.
+        max_ctas: Most thread blocks that NCCL may take from the GPU for one gather.
+        route: "pull" copies parameters out of their owners' memory if all ranks of a group are on one host and can map it (see
+            pulls.py), and broadcasts otherwise. "auto" is "pull" on GPUs, where copies take nothing from computing, and
+            "broadcast" on CPUs, where they do.
+
+    Raises:
+        LayoutError, Unsupported: Lists everything that does not fit, before any parameter is changed.
+    """
+
+    found_inf: torch.Tensor
+    grad_scale: torch.Tensor
+    """Both are set by torch's GradScaler, before it calls `step`."""
+    _step_supports_amp_scaling = True
+    """Makes torch's GradScaler call `step` on every rank, which then refuses it. A GradScaler checks and unscales only
+    the gradients that a rank owns."""
+
+    def _init_base(self) -> None:
+        torch.optim.Optimizer.__init__(self, [{"params": [p for _, p in self._trained]}], {})
+
+    @overload
+    def step(self, closure: None = None, *, grad_scale: float = 1.0) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float], *, grad_scale: float = 1.0) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None, *, grad_scale: float = 1.0) -> float | None:
+        """Steps the parameters that this rank owns, and starts the first gathers. Collective.
+
+        If a gradient of any rank is not finite, no rank steps, `skipped` is True, and parameters stay.
+
+        Args:
+            closure: Called first, with gradients enabled; computes the loss and the gradients.
+            grad_scale: The factor by which the loss was multiplied (fp16).
+
+        Returns:
+            The result of `closure`.
+        """
+        self._refuse_scaler()
+        return self._take_step(closure, grad_scale)
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Raises Unsupported once the optimizer is built."""
+        if hasattr(self, "gather"):
+            raise Unsupported(
+                "a parameter group was added to a layer-wise optimizer",
+                ["owners are chosen once: drain(), close() and build a new optimizer, on all ranks"],
+                where=self.label,
+            )
+        super().add_param_group(param_group)
+
+    def _refuse_scaler(self) -> None:
+        """Refuses torch's GradScaler, which sets two attributes before it calls `step`."""
+        if getattr(self, "found_inf", None) is not None:
+            del self.found_inf, self.grad_scale  # the scaler removes them only after a step that returns
+            raise Unsupported(
+                "a GradScaler steps a layer-wise optimizer: ranks would not skip the same steps, and gradients of other owners stay scaled",
+                [
+                    "multiply the loss yourself and pass grad_scale= to step(); `skipped` then says, on all ranks, that a "
+                    "gradient was not finite"
+                ],
+                where=self.label,
+            )

@@ -20,7 +20,7 @@ from xfer.trace.slots import local
 from xfer.trace.traced import Traced, TrainerLayout
 
 if TYPE_CHECKING:
-    from xfer.layerwise import LayerWiseOptimizer
+    from xfer.layerwise import LayerWise
     from xfer.participants.trainer import Source
 
     class Base(Source, Protocol):
@@ -49,7 +49,7 @@ class LayerWiseTrainer:
             of `base` (copies in another dtype): these need all their inputs on this rank and have no known owner.
     """
 
-    def __init__(self, base: Base, optimizer: LayerWiseOptimizer, sources: Literal["owners", "all"] = "owners"):
+    def __init__(self, base: Base, optimizer: LayerWise, sources: Literal["owners", "all"] = "owners"):
         if sources not in ("owners", "all"):
             raise LayoutError(f'sources={sources!r}; "owners" and "all" exist')
         if sources == "owners" and not hasattr(base, "finish_gathers"):
@@ -156,7 +156,7 @@ class LayerWiseTrainer:
 class _Owners:
     """Owners of bytes, by address. Parameters share no bytes (`shares.overlapping`)."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], optimizer: LayerWiseOptimizer):
+    def __init__(self, tensors: Mapping[str, torch.Tensor], optimizer: LayerWise):
         self._base = {name: t.data_ptr() for name, t in tensors.items()}
         spans = []
         for name, p in optimizer.named:
