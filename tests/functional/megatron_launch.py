@@ -1,14 +1,10 @@
-"""Starts a script on every rank of a local gloo world and waits for it, with a deadline. No test framework, no
-Megatron."""
+"""Starts a script on every rank of a local gloo world and waits for it, with a deadline. No Megatron."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 from examples.common.ports import free_port
@@ -18,21 +14,11 @@ from tests.support.proc import PATIENCE, environment
 HERE = Path(__file__).resolve().parent
 
 
-def seen_in_launches(group: str, folder: Path, world: int = 4) -> Callable[[str], dict]:
-    """What megatron_worker.py saw in a case of `group`: launched when it is first asked for."""
-
-    @cache
-    def seen(name: str) -> dict:
-        launch("megatron_worker.py", group, str(folder), name, world=world, folder=folder)
-        return json.loads((folder / f"{name}.json").read_text())
-
-    return seen
-
-
 def launch(script: str, *args: str, world: int, folder: Path, seconds: float = 420) -> None:
-    """Run `script args…` (a file beside this one) as `world` processes. Output goes to `folder`/rank{r}.log.
+    """Runs `script args…` (a file beside this one) as `world` processes. Output goes to `folder`/rank{r}.log.
 
-    RuntimeError with the ends of the logs when a rank fails or the deadline passes; the other ranks are then killed.
+    Raises:
+        RuntimeError: A rank failed or the deadline passed, with the ends of the logs. The other ranks are killed.
     """
     env = environment(
         WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), PYTHONWARNINGS="ignore"

@@ -2,7 +2,7 @@
 before they gather.
 
 The gathers really wait for each other. With Megatron-Bridge's LoRA and a real vLLM: test_refit_e2e.py, with the trainer alone in
-every layout: test_megatron_lora.py.
+every layout: test_megatron.py.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def trainer_row(family: Family, bridge: str, world, layouts, left: Iterable[str]
         ", ".join(text(p) for p in family.trainer),
         f"{len(world.catalog.specs)} tensors, {boxes} boxes on {len(world.class_of)} ranks",
         f"{', '.join(sorted({starred(r.target) for r in recipes}))}: {', '.join(ops)}" if recipes else "-",
-        ", ".join(f"{starred(n)} (tied copy)" for n in left) or "-",
+        ", ".join(map(starred, left)) or "-",
     )
 
 

@@ -20,13 +20,13 @@ from safetensors.torch import save_file
 
 from tests.support import architectures
 from tests.support.families import FAMILIES, register
+from tests.support.layouts import differing, left_out, region
 from tests.support.one_process import random_weights
 from tests.support.one_process_megatron import Build, Checkpoint, Whole, bridge_of, chunks_of, import_bridge, trainers
 from tests.support.proc import PYTHON, ROOT, commands, emit, environment
 from xfer.errors import LayoutError
 from xfer.mesh.parallel import TrainerParallel
 from xfer.trace.fragment import TensorSpec
-from xfer.trace.slots import bare
 from xfer.trainers.bridge_export import hf_config, model_bridge_of
 from xfer.trainers.megatron import MegatronTrainer
 
@@ -93,16 +93,17 @@ def layout(name: str, number: int) -> dict:
     family, m = BY_NAME[name], made(name)
     seen: list[tuple[list[str], object]] = []
     build = Build(family.trainer[number], provider=family.provider)
-    world = trainers(m.folder, build, [m.whole], look=lambda rank, chunks, layout: seen.append(looked(chunks, layout)))
+    world = trainers(
+        m.folder, build, [m.whole], look=lambda rank, chunks, layout: seen.append((left_out(chunks, layout), layout))
+    )
     truth = grouped(world.catalog, m.exported)
     held = {n: torch.zeros(t.shape, dtype=torch.bool) for n, t in truth.items()}
     wrong = set()
     for inventory, storages in zip(world.classes, world.weights[0]):
         roots = {r.name: s for r, s in zip(inventory.roots, storages)}
         for f in inventory.table.fragments(world.catalog, inventory.roots):
-            box = tuple(slice(o, o + e) for o, e in zip(f.origin, f.extent))
-            held[f.tensor][box] = True
-            if not same(truth[f.tensor][box], region(roots[f.root], f)):
+            held[f.tensor][f.index] = True
+            if not same(truth[f.tensor][f.index], region(roots[f.root], f)):
                 wrong.add(f.tensor)
     computed = {r.target for _, layout in seen for r in layout.traced.recipes}
     left = sorted({name for names, _ in seen for name in names})
@@ -129,42 +130,7 @@ def digits(name: str) -> dict:
             probed = MegatronTrainer(chunks, bridge, probe="all").read().traced
         except LayoutError as e:
             return dict(computed=computed, refused=sorted(line.split(":")[0] for line in e.violations))
-    a, b = paint(probed), paint(traced)
-    differ = sorted(n for n in a.keys() | b.keys() if n not in a or n not in b or not torch.equal(a[n], b[n]))
-    return dict(computed=computed, refused=[], differ=differ, tensors=len(b))
-
-
-def looked(chunks, layout) -> tuple[list[str], object]:
-    """Live tensors with a byte that is not in exactly one fragment, apart from what recipes read; and the layout."""
-    painted = {root: torch.zeros(t.numel(), dtype=torch.int8) for root, t in layout.tensors.items()}
-    for f in layout.traced.fragments:
-        where = region(painted[f.root], f, torch.int8, getattr(torch, f.dtype).itemsize)
-        where += 1
-    by_address = {t.data_ptr(): painted[root] for root, t in layout.tensors.items()}
-    read = {s for r in layout.traced.recipes for s in r.sources}
-    bad = []
-    for i, chunk in enumerate(chunks):
-        for name, t in chunk.state_dict(keep_vars=True).items():
-            if not isinstance(t, torch.Tensor) or not t.is_floating_point() or f"{i}:{bare(name)}" in read:
-                continue
-            if getattr(t, "shared", False):  # the last stage's copy of an embedding, which the first one exports
-                continue
-            counts = by_address.get(t.untyped_storage().data_ptr())
-            start = t.storage_offset() * t.element_size()
-            if counts is None or not bool((counts[start : start + t.numel() * t.element_size()] == 1).all()):
-                bad.append(bare(name))
-    return bad, layout
-
-
-def region(flat: torch.Tensor, f, dtype: torch.dtype | None = None, item: int = 1) -> torch.Tensor:
-    """A fragment's elements in a flat storage; with `item`, its bytes in a tensor that has one element per byte."""
-    dims = [(n, s) for n, s in zip(f.extent, f.strides)]
-    offset = f.offset + sum((n - 1) * s for n, s in dims if s < 0)
-    if dtype is not None:
-        return flat.as_strided((*f.extent, item), (*(abs(s) for _, s in dims), 1), offset)
-    kind = getattr(torch, f.dtype)
-    view = flat.view(kind).as_strided(f.extent, [abs(s) // kind.itemsize for _, s in dims], offset // kind.itemsize)
-    return view.flip([d for d, (_, s) in enumerate(dims) if s < 0])
+    return dict(computed=computed, refused=[], differ=differing(probed, traced), tensors=len(traced.specs))
 
 
 def grouped(catalog, tensors) -> dict[str, torch.Tensor]:
@@ -180,18 +146,6 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Bit for bit, after the cast to the wider dtype where a trainer holds a float32 tensor in bfloat16."""
     b = b.to(a.dtype)
     return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
-def paint(traced) -> dict[str, torch.Tensor]:
-    """Per tensor, where each element lies, so that two descriptions by other boxes compare equal."""
-    out = {s.name: torch.full(s.shape, -1, dtype=torch.int64) for s in traced.specs}
-    roots = {name: i for i, name in enumerate(sorted({f.root for f in traced.fragments}))}
-    for f in traced.fragments:
-        at = torch.full(f.extent, (roots[f.root] << 40) + f.offset, dtype=torch.int64)
-        for d, (n, s) in enumerate(zip(f.extent, f.strides)):
-            at += (torch.arange(n) * s).view([n if k == d else 1 for k in range(len(f.extent))])
-        out[f.tensor][f.index] = at
-    return out
 
 
 def main() -> None:

@@ -67,7 +67,7 @@ OF = {
     **dict.fromkeys(("vllm_main", "refit_engine", "live_main", "resumed_main", "external_main"), "vllm"),
 }
 """The framework that a module or script imports. All others import torch, or nothing. Scripts that build Megatron as
-`xfer plan` does (family_trainer, family_digits, world_trainer) declare GPU packages before they import it."""
+`xfer plan` does (family_trainer, world_trainer) declare GPU packages before they import it."""
 
 
 class Forged:

@@ -1,13 +1,9 @@
 """One rank of a real PyTorch trainer for functional tests: transformers' model under FSDP2, HSDP or tensor parallelism
-with FSDP2 over it, with AdamW. Does what the test says on standard input.
-
-{"do": "build", "folder", "scheme", "dtype"}   {"do": "step"}   {"do": "evaluate"}   {"do": "export", "folder"}
-{"do": "connect", "rendezvous", …}   {"do": "refit", …}   {"do": "close"}
+with FSDP2 over it, with AdamW. Does what the test says on standard input (proc.obey).
 """
 
 import os
 import shutil
-import traceback
 from pathlib import Path
 
 import torch
@@ -18,9 +14,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
+import xfer
 from tests.support.connect import flat_connect
 from tests.support.memory import forget_peak, grown
-from tests.support.proc import commands, emit
+from tests.support.proc import emit, obey
 
 TP_PLAN = {
     "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
@@ -105,50 +102,41 @@ class Trainer:
         ]
 
 
-def main() -> None:
-    import xfer
+class Rank:
+    trainer: Trainer | None = None
+    session: xfer.Session | None = None
 
-    dist.init_process_group("gloo")
-    trainer = refit = None
-    emit("up")
-    for c in commands():
-        do = c.pop("do")
-        try:
-            if do == "build":
-                trainer = Trainer(**c)
-                emit("built", shards=trainer.shards())
-            elif do == "step":
-                emit("stepped", loss=trainer.step())
-            elif do == "evaluate":
-                emit("evaluated", whole=trainer.evaluate())
-            elif do == "export":
-                trainer.export(c["folder"])
-                emit("exported")
-            elif do == "connect":
-                source = xfer.TensorTrainer(trainer.model)
-                refit = flat_connect(trainer=source, token=os.environ["XFER_TOKEN"], **c)
-                emit("connected", plan=refit.explain() if dist.get_rank() == 0 else "")
-            elif do == "refit":
-                before = forget_peak()
-                r = xfer.nccl_xfer_refit(refit, **c)
-                emit(
-                    "refitted",
-                    version=r.version,
-                    verified=r.verified,
-                    committed=r.committed,
-                    bytes=r.bytes,
-                    sent=r.bytes_sent,
-                    extra=r.extra_bytes,
-                    grown=grown(before),
-                )
-            elif do == "close":
-                refit.close()
-                refit = None
-                emit("closed")
-        except Exception as e:
-            traceback.print_exc()
-            emit("raised", type=type(e).__name__, text=str(e))
+    def build(self, **how) -> None:
+        self.trainer = Trainer(**how)
+        emit("built", shards=self.trainer.shards())
+
+    def step(self) -> None:
+        emit("stepped", loss=self.trainer.step())
+
+    def evaluate(self) -> None:
+        emit("evaluated", whole=self.trainer.evaluate())
+
+    def export(self, folder: str) -> None:
+        self.trainer.export(folder)
+        emit("exported")
+
+    def connect(self, **where) -> None:
+        source = xfer.TensorTrainer(self.trainer.model)
+        self.session = flat_connect(trainer=source, token=os.environ["XFER_TOKEN"], **where)
+        emit("connected", plan=self.session.explain() if dist.get_rank() == 0 else "")
+
+    def refit(self, **options) -> None:
+        before = forget_peak()
+        r = xfer.nccl_xfer_refit(self.session, **options)
+        facts = dict(version=r.version, verified=r.verified, committed=r.committed, bytes=r.bytes, sent=r.bytes_sent)
+        emit("refitted", **facts, extra=r.extra_bytes, grown=grown(before))
+
+    def close(self) -> None:
+        self.session.close()
+        emit("closed")
 
 
 if __name__ == "__main__":
-    main()
+    dist.init_process_group("gloo")
+    rank = Rank()
+    obey(rank.build, rank.step, rank.evaluate, rank.export, rank.connect, rank.refit, rank.close)

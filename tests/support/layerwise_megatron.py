@@ -6,6 +6,7 @@ of all: the truth that layouts are compared with.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -106,11 +107,6 @@ class Rank:
         for _ in range(steps):
             losses.append(t.step())
             stale += not t.optimizer.gather.settled
-        self._trained(t, losses, stale)
-
-    def _trained(self, t: LayerWise, losses: list[float], stale: int) -> None:
-        import hashlib
-
         t.optimizer.drain()
         h = hashlib.sha256()
         for _, p in t.optimizer.named:
@@ -126,7 +122,6 @@ class Rank:
             pulled=len(g.pulls),
             groups=[p.size for p in t.optimizer._peers],
             norm=sum(x.double().norm().item() ** 2 for x in exported.values()) ** 0.5,
-            stats=[g.stats.received, g.stats.lacked, g.stats.unexpected],
         )
 
     def build(self, folder: str, layout: dict) -> None:
@@ -216,25 +211,9 @@ class Rank:
         emit("closed")
 
 
-def main() -> None:
+if __name__ == "__main__":
     r = Rank()
     obey(
-        r.train,
-        r.build,
-        r.cuts,
-        r.step,
-        r.scheduled,
-        r.drain,
-        r.offered,
-        r.save,
-        r.load,
-        r.connect,
-        r.refit,
-        r.export,
-        r.close,
-    )
+        r.train, r.build, r.cuts, r.step, r.scheduled, r.drain, r.offered, r.save, r.load, r.connect, r.refit, r.export, r.close
+    )  # fmt: skip
     os._exit(0)  # gloo's threads would wait for peers that are gone
-
-
-if __name__ == "__main__":
-    main()

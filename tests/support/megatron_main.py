@@ -1,8 +1,4 @@
-"""One rank of a real Megatron-Core trainer for functional tests; does what the test says on standard input.
-
-{"do": "build", "folder", "layout": {tp, pp, …}}     {"do": "connect", "rendezvous", "replicas"}
-{"do": "step"}   {"do": "refit", …}   {"do": "export", "folder"}   {"do": "close"}
-"""
+"""One rank of a real Megatron-Core trainer for functional tests; does what the test says on standard input (proc.obey)."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""How much memory this process holds, by the kernel's own count (Linux only), and who still holds a tensor's."""
+"""How much memory this process holds, by the kernel's own count (Linux only), and whether a tensor's memory is still held."""
 
 import gc
 from pathlib import Path
@@ -7,14 +7,15 @@ import torch
 
 
 class Watched:
-    """A tensor's storage. `held`: whether anybody holds it."""
+    """A tensor's storage. `held`: whether a reference to it is left."""
 
     def __init__(self, tensor: torch.Tensor):
         self._at = tensor.untyped_storage()._weak_ref()
 
     @property
     def held(self) -> bool:
-        gc.collect()
+        if not torch.UntypedStorage._expired(self._at):
+            gc.collect()  # a cycle may hold it
         return not torch.UntypedStorage._expired(self._at)
 
     def __del__(self) -> None:

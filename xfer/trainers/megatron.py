@@ -38,11 +38,11 @@ from xfer.trainers.bridge_export import (
     owned_adapters,
     owned_tasks,
     process_groups,
+    read_headers,
     with_factors,
 )
 from xfer.trainers.bridge_probe import Probed, probe_export
 from xfer.trainers.computed import Computed
-from xfer.trainers.hf_index import read_headers
 
 if TYPE_CHECKING:
     from xfer.trainers.traced_stream import TracedStream

@@ -1,0 +1,128 @@
+"""What MegatronTrainer says of live storages is what Megatron-Bridge exports from them, bit for bit, whatever the layout; gathers in
+flight are finished first; numbers through Bridge's real collectives say the same as the trace; LoRAs are what Bridge merges.
+
+Four gloo ranks run real Megatron-Core models, optimizers and schedules. The assertions of a case are in megatron_worker.py and
+megatron_lora.py.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.functional.megatron_launch import launch
+
+pytestmark = pytest.mark.trainer
+PLAIN = dict(distopt=False, overlap=False)
+
+
+def case(family: str, *marks, **keywords):
+    sizes = " ".join(f"{k}{keywords[k]}" for k in ("tp", "pp", "vpp", "cp", "ep", "etp") if k in keywords)
+    how = " no distopt" * (not keywords.get("distopt", True)) + " no overlap" * (not keywords.get("overlap", True))
+    return pytest.param({"family": family, **keywords}, id=f"{family} {sizes}{how}", marks=marks)
+
+
+def run(name: str, folder: Path, script: str = "megatron_worker.py", **arguments) -> None:
+    launch(script, name, str(folder), json.dumps(arguments), world=4, folder=folder)
+
+
+slow = pytest.mark.slow
+VALUES = [  # each kind of layout and each family once; the slow ones are the wide matrix
+    case("qwen3", tp=2, pp=2, vpp=2),
+    case("qwen3_tied", tp=2, pp=2, excused=["output_layer"]),
+    case("qwen3", pp=2, num_layers_in_first_pipeline_stage=1),
+    case("qwen3", pp=2, cp=2, distopt=False),
+    case("qwen3_moe", tp=2, ep=2, etp=2),
+    case("deepseek_v3", tp=2, pp=2, ep=2, etp=1),
+    case(
+        "qwen3", tp=4, should_pad_vocab=True, make_vocab_size_divisible_by=64, load=False, config={"vocab_size": 150},
+        excused=["embed", "output_layer"],
+    ),
+    case("qwen3", slow, tp=2),
+    case("qwen3", slow, tp=2, pp=2),
+    case("qwen3", slow, tp=4),
+    case("qwen3", slow, tp=2, **PLAIN),
+    case("qwen3", slow, tp=2, cp=2),
+    case("qwen3_moe", slow, tp=2, ep=2, etp=1, cp=2),
+    case("deepseek_v3", slow, tp=2, cp=2),
+    case("qwen3_moe", slow, tp=2, pp=2, ep=2, etp=1),
+    case("qwen3_moe", slow, ep=4),
+    case("qwen3_moe", slow, ep=2),
+    case("deepseek_v3", slow, tp=2, ep=2, etp=1, distopt=False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", VALUES)
+def test_fragments_hold_what_bridge_exports(arguments, tmp_path):
+    run("values", tmp_path, **{"config": {}, "excused": [], **arguments})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        case("qwen3_moe", ep=2),  # dense and expert data parallelism
+        case("qwen3", slow),
+        case("qwen3", slow, pp=2, vpp=2, align_param_gather=True),
+        case("qwen3_moe", slow, pp=2, overlap=False),
+    ],
+)
+def test_drained_parameters_are_the_optimizers_and_training_does_not_notice(arguments, tmp_path):
+    run("drains", tmp_path, **arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        case("qwen3_moe", tp=2, pp=2, ep=2, etp=1),
+        case("deepseek_v3", tp=2, ep=2, etp=1),
+        case("qwen3", slow, tp=2, pp=2),
+    ],
+)
+def test_a_probe_says_the_same_as_the_trace_and_stands_in_for_it(arguments, tmp_path):
+    run("probes", tmp_path, **arguments)
+
+
+@slow
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_context_parallel_ranks_train_the_same_model(family, tmp_path):
+    run("context_parallel", tmp_path, family=family)
+
+
+@slow
+def test_the_toy_trainer_really_learns(tmp_path):
+    run("learns", tmp_path)
+
+
+# ---- LoRA. One goes all the way to a real vLLM: test_staged.py
+
+DENSE, SPARSE = dict(tensors=47, changes=28), dict(tensors=135, changes=112)
+LORA = [
+    case("qwen3", tp=2, pp=2, vpp=2, **DENSE),
+    case("qwen3", tp=4, **DENSE),
+    case("qwen3", tp=2, **PLAIN, **DENSE),
+    case("qwen3", tp=2, pp=2, canonical=True, **DENSE),
+    # Adapters on some modules only: what has none is sent from where it lies.
+    case("qwen3", tp=2, targets=["*.layers.1.*.linear_qkv", "linear_fc2"], tensors=47, changes=7),
+    # One adapter for all experts of a rank; with overlap, Megatron's DDP misses gradients of it and asserts.
+    case("qwen3_moe", tp=2, ep=2, etp=2, **PLAIN, **SPARSE),
+    case("qwen3_moe", tp=2, pp=2, ep=2, etp=1, **PLAIN, **SPARSE),
+    case("qwen3_moe", ep=4, **PLAIN, **SPARSE),
+    case(
+        "deepseek_v3", tp=2, ep=2, etp=1, **PLAIN, tensors=129, changes=96 + 3, biases=3,
+        targets=["linear_proj", "linear_fc1", "linear_fc2", "linear_q_down_proj", "linear_kv_up_proj"],
+    ),
+]  # fmt: skip
+
+
+@slow
+@pytest.mark.parametrize("arguments", LORA)
+def test_scratch_holds_what_bridge_merges(arguments, tmp_path):
+    run("merged", tmp_path, "megatron_lora.py", **arguments)
+
+
+@slow
+@pytest.mark.parametrize("name", ["regrouped", "dora"])
+def test_lora_hazards(name, tmp_path):
+    run(name, tmp_path, "megatron_lora.py")
