@@ -16,6 +16,8 @@ from examples.common import megatron_cpu, toy
 megatron_cpu.install()
 
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 
 from examples.common.train_loop import Trainer, build_chunks  # noqa: E402
@@ -162,6 +164,24 @@ def router_bias_turns_fp32(folder):
 
 
 @case
+def process_groups_must_exist(folder):
+    class Bridge:
+        """What is used of an AutoBridge before a layout is read."""
+
+        _model_bridge = hf_pretrained = None
+
+    net = torch.nn.Linear(2, 2)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    (line,) = refused(Unsupported, lambda: MegatronTrainer([net], Bridge())).violations
+    assert line.startswith("no process groups of Megatron:") and "initialize_model_parallel()" in line
+    parallel_state.initialize_model_parallel()
+    for model in (net, [net], torch.nn.ModuleList([net])):
+        assert MegatronTrainer(model, Bridge()).chunks == [net]
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@case
 def sequential_experts(folder):
     from megatron.bridge.models.gpt_provider import local_layer_spec
 
@@ -289,8 +309,10 @@ def eight_ranks_deepseek(folder):
 def main() -> None:
     folder, seen = Path(sys.argv[1]), {}
     megatron_cpu.import_bridge()
-    fakes = {"eight_ranks_qwen3_moe", "eight_ranks_deepseek", "tied_with_virtual_stages"}
-    for name in sorted(CASES, key=lambda n: n not in fakes):  # fake worlds before the real one
+    fakes = {
+        "process_groups_must_exist", "eight_ranks_qwen3_moe", "eight_ranks_deepseek", "tied_with_virtual_stages",
+    }  # fmt: skip
+    for name in sorted(CASES, key=lambda n: n not in fakes):  # worlds of their own before the real one
         if name not in fakes:
             megatron_cpu.init_world()
         try:

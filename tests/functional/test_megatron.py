@@ -21,7 +21,7 @@ PLAIN = dict(distopt=False, overlap=False)
 def case(family: str, *marks, **keywords):
     sizes = " ".join(f"{k}{keywords[k]}" for k in ("tp", "pp", "vpp", "cp", "ep", "etp") if k in keywords)
     how = " no distopt" * (not keywords.get("distopt", True)) + " no overlap" * (not keywords.get("overlap", True))
-    return pytest.param({"family": family, **keywords}, id=f"{family} {sizes}{how}", marks=marks)
+    return pytest.param({"family": family, **keywords}, id=f"{family} {sizes}{how}".strip(), marks=marks)
 
 
 def run(name: str, folder: Path, script: str = "megatron_worker.py", **arguments) -> None:

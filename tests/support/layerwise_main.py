@@ -47,20 +47,19 @@ class Pair:
         self.ddp = [DistributedDataParallel(n) for n in (self.net, self.truth)]
         options = {"bucket_bytes": 20_000, "deadline_s": 60.0, **options}
         self.owners = LayerWiseOptimizer(self.ddp[0], lm.groups(self.net), **options)
-        self.everywhere = lm.everywhere(self.truth)
+        self.everywhere = lm.Everywhere(self.truth)
         self.number = 0
 
     def backward(self) -> None:
         tokens = lm.batch(self.number, dist.get_rank())
         self.number += 1
-        for ddp, optimizers in zip(self.ddp, ([self.owners], self.everywhere)):
-            for o in optimizers:
-                o.zero_grad()
+        for ddp, optimizer in zip(self.ddp, (self.owners, self.everywhere)):
+            optimizer.zero_grad()
             lm.loss_of(ddp, tokens).backward()
 
     def step(self) -> None:
-        for o in (self.owners, *self.everywhere):
-            o.step()
+        self.owners.step()
+        self.everywhere.step()
 
     def steps(self, n: int) -> None:
         for _ in range(n):
@@ -92,19 +91,17 @@ def train(how: str, steps: int, model: str = "plain", ddp: bool = True, **option
         optimizer = LayerWiseOptimizer(
             module, lm.groups(net), **{"bucket_bytes": 20_000, "deadline_s": 60.0, **options}
         )
-        optimizers, ahead, begin = [optimizer], [], optimizer.gather.begin
+        ahead, begin = [], optimizer.gather.begin
         optimizer.gather.begin = lambda: (ahead.append(optimizer.gather._ahead), begin())
     else:
-        optimizers = [lm.Masters(net)] if model == "mixed" else lm.everywhere(net)
+        optimizer = lm.Everywhere(net)
     losses, stale, digests = [], 0, {}
     for step in range(steps):
         ranks = range(size) if how == "one" else [rank]
         loss = torch.stack([lm.loss_of(module, lm.batch(step, r)) for r in ranks]).mean()
-        for o in optimizers:
-            o.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        for o in optimizers:
-            o.step()
+        optimizer.step()
         total = loss.detach().double()
         if how != "one":
             dist.all_reduce(total)
@@ -261,7 +258,7 @@ def experts_over_pairs():
         bucket_bytes=20_000,
     )
     assert [p.size for p in o._peers] == [4, 2]
-    reference = lm.everywhere(truth)
+    reference = lm.Everywhere(truth)
     for i in range(4):
         for n in (net, truth):
             n.zero_grad()
@@ -279,8 +276,7 @@ def experts_over_pairs():
         assert abs(norm - o.grad_norm) < 1e-4 * norm
         for p in trained:
             p.grad *= min(1.0, 0.5 / (norm + 1e-6))
-        for r in reference:
-            r.step()
+        reference.step()
     o.drain()
     assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(net.parameters(), truth.parameters()))
 

@@ -13,6 +13,11 @@ from xfer.layerwise import Muon, ParamGroup
 VOCAB, WIDTH, SEQ = 61, 40, 12
 
 
+def run(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The layer in its own dtype, the result in that of `x`."""
+    return layer(x.to(layer.weight.dtype)).to(x.dtype)
+
+
 class Block(nn.Module):
     def __init__(self, width: int):
         super().__init__()
@@ -21,9 +26,10 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
 
     def forward(self, x):
-        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
+        qkv = self.qkv(run(self.norm1, x)).chunk(3, -1)
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in qkv)
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        return x + self.down(F.gelu(self.up(run(self.norm2, x))))
 
 
 class Transformer(nn.Module):
@@ -38,13 +44,16 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
         self.frozen = nn.Parameter(torch.full((width,), 0.5), requires_grad=False)
         self.to(dtype)
-        self.swap = False
+        self.narrow, self.swap = None, False
 
     def forward(self, tokens):
         x = self.embed(tokens) + self.frozen
         for block in reversed(self.blocks) if self.swap else self.blocks:
             x = block(x)
-        return F.linear(self.late(x), self.embed.weight)
+        x = run(self.late, x)
+        if self.narrow is not None:
+            x = x + run(self.narrow, x)
+        return F.linear(x, self.embed.weight)
 
 
 class MixedTransformer(Transformer):
@@ -57,20 +66,6 @@ class MixedTransformer(Transformer):
                 m.float()
         self.narrow = nn.Linear(WIDTH, WIDTH).half()
 
-    def forward(self, tokens):
-        x = self.embed(tokens) + self.frozen
-        for b in self.blocks:
-            q, k, v = (
-                t.unflatten(-1, (4, -1)).transpose(1, 2)
-                for t in b.qkv(b.norm1(x.float()).bfloat16()).float().chunk(3, -1)
-            )
-            a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-            x = x + b.out(a.bfloat16())
-            x = x + b.down(F.gelu(b.up(b.norm2(x.float()).bfloat16())))
-        x = self.late(x.float())
-        x = x + self.narrow(x.half()).float()
-        return F.linear(x, self.embed.weight.float())
-
 
 def groups(model: nn.Module, lr: float = 0.02) -> list[ParamGroup]:
     """Muon for the matrices of the blocks, Adam for everything else."""
@@ -82,35 +77,29 @@ def groups(model: nn.Module, lr: float = 0.02) -> list[ParamGroup]:
     ]
 
 
-def everywhere(model: nn.Module, lr: float = 0.02) -> list[torch.optim.Optimizer]:
-    """The same optimizers without owners: every rank steps everything."""
-    return [g.optimizer([{"params": list(g.params)}], **g.options) for g in groups(model, lr)]
-
-
-class Masters:
-    """Every rank steps everything, 16-bit parameters by fp32 copies: what owners do with theirs, without owners."""
+class Everywhere:
+    """The same optimizers without owners: every rank steps everything, 16-bit parameters by fp32 copies."""
 
     def __init__(self, model: nn.Module):
-        self._pairs = [(p, self._target(p)) for p in model.parameters() if p.requires_grad]
-        of = {id(p): t for p, t in self._pairs}
-        self._inner = [g.optimizer([{"params": [of[id(p)] for p in g.params]}], **g.options) for g in groups(model)]
+        self._targets = {p: self._target(p) for p in model.parameters() if p.requires_grad}
+        self._inner = [g.optimizer([self._targets[p] for p in g.params], **g.options) for g in groups(model)]
 
     @staticmethod
     def _target(p: nn.Parameter) -> nn.Parameter:
         return nn.Parameter(p.detach().float()) if p.dtype.itemsize < 4 else p
 
     def zero_grad(self) -> None:
-        for p, _ in self._pairs:
+        for p in self._targets:
             p.grad = None
 
     @torch.no_grad()
     def step(self) -> None:
-        for p, t in self._pairs:
+        for p, t in self._targets.items():
             if t is not p:
                 t.grad = p.grad.float()
         for o in self._inner:
             o.step()
-        for p, t in self._pairs:
+        for p, t in self._targets.items():
             if t is not p:
                 p.copy_(t)
 

@@ -106,7 +106,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("build, lines", REFUSED.values(), ids=REFUSED)
-def test_all_that_does_not_fit_is_named_before_anything_is_touched(build, lines):
+def test_every_mistake_is_named_before_anything_is_touched(build, lines):
     net = layers(2)
     at = [p.data_ptr() for p in net.parameters()]
     with pytest.raises(LayoutError, match="cannot have") as e:
@@ -123,7 +123,7 @@ def test_one_parameter_under_two_names_is_one_parameter():
 
 
 @pytest.mark.parametrize("mine", [False, True])
-def test_what_an_optimizer_cannot_update_is_named_on_every_rank(monkeypatch, mine):
+def test_parameters_that_an_optimizer_cannot_update_are_named_on_every_rank(monkeypatch, mine):
     """Also where another rank would own all of it, and would be alone to fail."""
     monkeypatch.setattr(Half, "owns", lambda self, name: mine)
     net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
@@ -426,7 +426,7 @@ class Ordered(nn.Module):
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.permutations(range(6)), st.integers(1, 7), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_what_is_used_first_travels_while_the_rest_is_stepped(group_of, use, depth, overlap):
+def test_buckets_that_are_used_first_travel_while_the_others_are_stepped(group_of, use, depth, overlap):
     """Of the first buckets in use, up to the first that is yet to be stepped, each is on its way before the next group steps, and no
     other one. In the end all new values are here."""
     net, said = Ordered(len(group_of), use), []

@@ -1,4 +1,4 @@
-"""Owners: a pure function of names, sizes and costs. Properties over random models, and what is refused."""
+"""Owners: a pure function of names, sizes and costs."""
 
 from __future__ import annotations
 
@@ -24,24 +24,18 @@ items = st.lists(
 
 
 @given(items, st.integers(1, 9), st.randoms())
-def test_every_parameter_has_one_owner_whatever_the_order(rows, size, dice):
+def test_every_parameter_has_one_owner_whatever_the_order_and_no_rank_has_much_more_than_others(rows, size, dice):
     a = assign(rows, size)
     dice.shuffle(rows)
     b = assign(rows, size)
     assert a == b and a.digest() == b.digest()
     owner = dict(a.owner)
     assert sorted(owner) == sorted(i.name for i in rows)
-    assert all(0 <= r < size for r in owner.values())
     assert sorted(n for r in range(size) for n in a.of(r)) == sorted(owner)
     for r in range(size):
         assert a.nbytes[r] == sum(i.nbytes for i in rows if owner[i.name] == r)
         assert a.cost[r] == pytest.approx(sum(i.cost for i in rows if owner[i.name] == r))
-
-
-@given(items, st.integers(1, 9))
-def test_no_rank_is_more_than_one_item_above_the_mean(rows, size):
-    cost = assign(rows, size).cost
-    assert max(cost) <= sum(cost) / size + max((i.cost for i in rows), default=0.0) + 1e-9
+    assert max(a.cost) <= sum(a.cost) / size + max((i.cost for i in rows), default=0.0) + 1e-9
 
 
 @given(items, st.integers(1, 4), st.integers(0, 60_000))
@@ -61,7 +55,7 @@ def test_other_owners_have_another_digest():
     assert assign(rows, 2).digest() != assign([*rows[:2], Item("c", 8, 0.5)], 2).digest()
 
 
-def test_it_is_as_good_as_the_best_there_is_within_a_third():
+def test_the_greatest_cost_is_within_a_third_of_the_best_possible():
     rows = [Item(str(i), 1, float(c)) for i, c in enumerate((9, 7, 6, 5, 5, 4))]
     best = min(
         max(sum(r.cost for r in p[:a]), sum(r.cost for r in p[a:b]), sum(r.cost for r in p[b:]))
@@ -72,10 +66,12 @@ def test_it_is_as_good_as_the_best_there_is_within_a_third():
     assert max(assign(rows, 3).cost) <= 4 / 3 * best
 
 
-def test_names_that_come_twice_are_all_named():
+def test_names_that_come_twice_and_empty_buckets_are_refused():
     with pytest.raises(LayoutError) as e:
         assign([Item("a", 1, 1.0)] * 2 + [Item("b", 1, 1.0)] * 2, 2)
     assert [v.split(":")[0] for v in e.value.violations] == ["a", "b"]
+    with pytest.raises(LayoutError, match="bucket_bytes"):
+        cut([1], 0)
 
 
 @given(st.lists(st.integers(0, 1000), max_size=30), st.integers(1, 3000))
@@ -95,8 +91,3 @@ def test_newton_schulz_is_cubic_in_the_short_side_and_knows_no_transposition(a, 
     work = newton_schulz_cost((a, b)) - elementwise_cost((a, b))
     assert newton_schulz_cost((2 * a, 2 * b)) - elementwise_cost((2 * a, 2 * b)) == pytest.approx(8 * work)
     assert newton_schulz_cost((a,)) == elementwise_cost((a,))
-
-
-def test_a_bucket_has_at_least_a_byte():
-    with pytest.raises(LayoutError, match="bucket_bytes"):
-        cut([1], 0)

@@ -32,7 +32,7 @@ def queued(rank: int, size: int, shares: list[list[SimpleNamespace]]) -> tuple[l
 
 @given(st.data())
 @settings(max_examples=EXAMPLES, deadline=None)
-def test_all_that_others_own_is_copied_once_window_by_window_and_told_when_a_buckets_last_copy_is_queued(data):
+def test_each_share_of_others_is_copied_once_window_by_window_and_an_event_follows_a_buckets_last_copy(data):
     size, buckets = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 20))
     rank = data.draw(st.integers(0, size - 1))
     owners = [data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=4)) for _ in range(buckets)]
@@ -57,14 +57,14 @@ def test_ranks_read_from_different_owners_at_any_time(size, each):
         assert len({owners[at] for owners in order}) == size
 
 
-def test_windows_are_all_places_in_order_and_grow():
+def test_windows_have_all_places_in_order_and_grow():
     for n in range(70):
         some = list(windows(n))
         assert [i for w in some for i in w] == list(range(n))
         assert all(len(b) == 2 * len(a) for a, b in zip(some, some[1:-1]))
 
 
-def test_where_not_all_owners_gave_the_sign_every_parameter_of_a_bucket_is_not_a_number():
+def test_without_the_sign_of_all_owners_an_element_of_each_parameter_becomes_nan():
     """And untouched, to the bit, where they did: a negative zero stays one. Of several owners and dtypes, one of them empty."""
     for came in (True, False):
         params = [
@@ -89,7 +89,7 @@ def test_where_not_all_owners_gave_the_sign_every_parameter_of_a_bucket_is_not_a
 
 
 @pytest.mark.parametrize("late", [True, False])
-def test_what_is_mapped_when_nobody_waits_any_more_is_unmapped(monkeypatch, late):
+def test_a_mapping_that_is_opened_after_the_deadline_is_unmapped(monkeypatch, late):
     """A rank that comes after the deadline lets the others' threads go on, which nobody looks at then."""
     come, unmapped = threading.Event(), threading.Event()
 

@@ -32,7 +32,7 @@ def watched(deadline_s: float) -> tuple[DeadlineWatch, list[int], list[list]]:
     return DeadlineWatch(deadline_s, lambda: arrived[0], said.append), arrived, said
 
 
-def test_what_is_late_is_told_once_with_all_behind_it_and_not_before_its_deadline():
+def test_a_late_collective_is_reported_once_with_all_behind_it_at_its_deadline():
     watch, arrived, said = watched(0.5 * PATIENCE)
     began, arrived[0] = time.monotonic(), 1
     posts = [watch.post(lambda i=i: f"bucket {i}", [torch.zeros(i)]) for i in range(4)]
@@ -42,7 +42,7 @@ def test_what_is_late_is_told_once_with_all_behind_it_and_not_before_its_deadlin
     assert [p.received[0].numel() for p in said[0]] == [1, 2, 3]
 
 
-def test_what_arrives_is_forgotten_and_a_closed_watch_leaves_no_thread():
+def test_collectives_that_arrive_are_forgotten_and_a_closed_watch_leaves_no_thread():
     watch, arrived, said = watched(0.2)
     for n in range(1, 9):
         arrived[0] = n  # the number that the next one gets
@@ -147,7 +147,7 @@ def wire(monkeypatch):
     return make
 
 
-def test_bytes_that_do_not_come_become_nans_before_the_gather_is_aborted_and_everybody_is_told(wire):
+def test_missing_bytes_become_nans_before_the_abort_and_every_use_raises(wire):
     w = wire(0.5 * PATIENCE)
     mine, theirs, here = (torch.ones(8, dtype=torch.bfloat16) for _ in range(3))
     bytes_of = lambda t: t.view(torch.uint8)  # noqa: E731
@@ -169,7 +169,7 @@ def test_bytes_that_do_not_come_become_nans_before_the_gather_is_aborted_and_eve
     assert not w._watch
 
 
-def test_numbers_go_around(wire):
+def test_the_count_of_arrivals_wraps_around(wire):
     w, t = wire(30.0 * PATIENCE), torch.zeros(8, dtype=torch.uint8)
     nccl = w._link._pg
     for i in range(11):  # of which the word in memory tells four apart
@@ -300,7 +300,7 @@ def test_copies_out_of_owners_memory_begin_when_all_have_stepped_and_are_waited_
     w.close()
 
 
-def test_what_is_copied_behind_a_gather_that_was_aborted_is_made_nans_too(wire):
+def test_copies_behind_an_aborted_gather_become_nans_too(wire):
     """The copies go on when nothing holds them any more."""
     w, behind = wire(0.5 * PATIENCE), Stream()  # time for all that is queued here to be queued before the abort
     word, theirs, mine = torch.zeros(1, dtype=torch.int32), torch.ones(8, dtype=torch.bfloat16), torch.zeros(8)

@@ -60,7 +60,7 @@ def test_the_driver_is_asked_once_for_each_allocation_that_can_be_taken_away(mon
     assert ask() == []
 
 
-def test_what_the_driver_refuses_for_another_reason_is_not_taken_for_paused(monkeypatch):
+def test_another_error_of_the_driver_is_not_taken_for_paused_memory(monkeypatch):
     monkeypatch.setattr(
         cuda_driver,
         "_driver",
@@ -83,7 +83,7 @@ class Pool:
         return lambda: [i for i in self.paused if i < len(tensors)]
 
 
-def test_slots_refuse_what_has_no_memory_when_bound_and_at_each_look():
+def test_slots_refuse_paused_memory_when_bound_and_at_each_check():
     pool, tree = Pool(), nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
     slots = Slots([tree], walk([tree]), unmapped=pool)
     slots.bind()

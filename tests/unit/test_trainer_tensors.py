@@ -359,7 +359,7 @@ def test_new_objects_over_the_same_bytes_have_not_moved_and_new_bytes_have(kind,
 
 
 @pytest.mark.parametrize("kind, packed", [*((kind, False) for kind in GIVEN), ("state_dict", True)])
-def test_what_was_let_go_of_is_free_when_the_trainer_drops_it_and_is_found_again(kind, packed):
+def test_released_tensors_are_free_when_the_trainer_drops_them_and_are_found_again(kind, packed):
     net = Net(8, 4, torch.float32, False)
     trainer = TensorTrainer(lambda: GIVEN[kind](net), rank=0, world=1)
     holder = TensorStream(trainer) if packed else trainer
@@ -407,7 +407,7 @@ def test_a_gpu_is_the_device_of_a_model_that_is_partly_there():
 # ---- refusals
 
 
-def test_all_that_contradicts_is_listed_at_once():
+def test_all_contradictions_are_listed_at_once():
     with world(3):
         mesh = init_device_mesh("cpu", (WORLD,))
         d = distribute_tensor(torch.zeros(8, 4), mesh, [Shard(0)], src_data_rank=None)
@@ -442,7 +442,7 @@ def test_values_that_no_rank_holds_and_hidden_bytes_are_refused():
         TensorTrainer(lambda: {"w": sparse}).read()
 
 
-def test_what_requires_grad_is_told_under_the_checkpoints_names_on_both_routes():
+def test_trained_tensors_have_the_checkpoints_names_on_both_routes():
     given = {
         "base_model.a.base_layer.weight": torch.zeros(3),
         "base_model.a.lora_A.weight": torch.zeros(2, requires_grad=True),
