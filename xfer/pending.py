@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class Gathers(Protocol):
@@ -74,23 +73,30 @@ def drain_over(tensors: Iterable[torch.Tensor]) -> None:
     known = [g for g in (r() for r in _known) if g is not None and id(g) not in _left_alone.ids]
     if not known:
         return
-    with _ReadRecorder() as reads:
-        memory = ({t.untyped_storage().data_ptr() for t in tensors} | reads.memory) - {
-            0
-        }  # the address of empty tensors
+    memory: set[int] = set()
+
+    def note(t: torch.Tensor) -> None:
+        if type(t) in (torch.Tensor, torch.nn.Parameter):  # subclasses are never gathered
+            memory.add(t.untyped_storage().data_ptr())
+
+    with OperandWatch(note):
+        memory.update({t.untyped_storage().data_ptr() for t in tensors})
+    memory.discard(0)  # the address of empty tensors
     for gathers in known:
         if any(p.untyped_storage().data_ptr() in memory for _, p in gathers.named):
             gathers.drain(to_write=False)
 
 
-class _ReadRecorder(TorchDispatchMode):
-    """Records the memory of every plain tensor that an operation reads. Tensor subclasses are never gathered."""
+class OperandWatch(TorchDispatchMode):
+    """Calls `read` with every tensor operand of every operation, before it runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, read: Callable[[torch.Tensor], None]):
         super().__init__()
-        self.memory: set[int] = set()
+        self._read = read
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        plain = (x for x in tree_leaves((args, kwargs)) if type(x) in (torch.Tensor, torch.nn.Parameter))
-        self.memory.update(x.untyped_storage().data_ptr() for x in plain)
+        for x in (*args, *(kwargs or {}).values()):
+            for y in x if isinstance(x, list | tuple) else (x,):
+                if isinstance(y, torch.Tensor):
+                    self._read(y)
         return func(*args, **(kwargs or {}))

@@ -46,7 +46,6 @@ class Case:
         return f"{self.family}: {self.scheme} {self.dtype} -> tp{self.tp}" + " after a forward" * self.evaluate
 
 
-CASES = [Case("fsdp", "float32", evaluate=True)]
 SLOW = [
     Case("fsdp", "bfloat16"),
     Case("hsdp", "float32"),
@@ -54,6 +53,7 @@ SLOW = [
     Case("fsdp over tp", "float32", tp=1),
     Case("fsdp", "float32", family="qwen3_tied"),
 ]
+CASES = [Case("fsdp", "float32", evaluate=True), *(pytest.param(c, marks=pytest.mark.slow) for c in SLOW)]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,8 @@ def on_all(children, *kinds, timeout=600.0, **command):
     return said
 
 
-def run(case: Case, stage, tmp_path) -> None:
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_an_fsdp2_refit_equals_a_fresh_load_of_what_torch_saved(case, stage, tmp_path):
     family, trainers, truth = stage
     folder = tmp_path / "model"
     checkpoint = toy.write_checkpoint(case.family, folder, **case.model)
@@ -145,14 +146,3 @@ def moved_shards_only(case: Case, checkpoint: dict[str, torch.Tensor], reports: 
     ]:
         assert n < WHOLE, f"{what} grew by {n} bytes in a refit; a whole parameter has {WHOLE}"
     assert max(r["extra"] for r in reports) < WHOLE // 2
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_an_fsdp2_refit_equals_a_fresh_load_of_what_torch_saved(case, stage, tmp_path):
-    run(case, stage, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", SLOW, ids=lambda c: c.name)
-def test_an_fsdp2_refit_equals_a_fresh_load_of_what_torch_saved_wide(case, stage, tmp_path):
-    run(case, stage, tmp_path)

@@ -27,8 +27,16 @@ if torch.cuda.is_available():
     torch.use_deterministic_algorithms(True)  # or two runs differ by the order in which atomics add
 megatron_cpu.init_world()
 
+from megatron.core.distributed import finalize_model_grads  # noqa: E402
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
+from megatron.core.utils import get_model_config  # noqa: E402
+
+import xfer  # noqa: E402
 from examples.common.train_loop import Task, Trainer, build_chunks  # noqa: E402
+from xfer.layerwise import checkpoint  # noqa: E402
 from xfer.layerwise.megatron import MegatronLayerWise, muon_and_adam  # noqa: E402
+from xfer.trainers.layerwise import LayerWiseTrainer  # noqa: E402
+from xfer.trainers.megatron import MegatronTrainer  # noqa: E402
 
 
 class LayerWise(Trainer):
@@ -37,9 +45,6 @@ class LayerWise(Trainer):
     def __init__(
         self, folder: str, *, overlap: bool = True, adam: bool = False, copies: int = 1, options=None, provider=None, **sizes
     ):  # fmt: skip
-        from megatron.core.distributed import finalize_model_grads
-        from megatron.core.utils import get_model_config
-
         self.folder, self.copies, self.steps = Path(folder), copies, 0
         self._groups = megatron_cpu.parallel(**sizes)
         self._groups.__enter__()
@@ -90,15 +95,12 @@ class Rank:
     link = None
 
     def _new(self, folder: str, layout: dict) -> LayerWise:
-        self._end()
-        self.trainer = LayerWise(folder, **layout)
-        return self.trainer
-
-    def _end(self) -> None:
         old, self.trainer = self.trainer, None
         if old is not None:
             old.optimizer.close()
             old.close()
+        self.trainer = LayerWise(folder, **layout)
+        return self.trainer
 
     def train(self, folder: str, layout: dict, steps: int) -> None:
         """Losses, and a digest of all parameters of this rank at the end."""
@@ -139,8 +141,6 @@ class Rank:
 
     def scheduled(self, decay_steps: int, **scheduler) -> None:
         """What Megatron's own scheduler makes of the groups, before the first step and after the last."""
-        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
         groups = self.trainer.optimizer.param_groups
         it = OptimizerParamScheduler(self.trainer.optimizer, lr_decay_steps=decay_steps, **scheduler)
         seen = [[[g["lr"], g["weight_decay"]] for g in groups]]
@@ -149,51 +149,35 @@ class Rank:
         emit("scheduled", seen=seen, scale=self.trainer.optimizer.get_loss_scale().tolist())
 
     def save(self, folder: str) -> None:
-        from xfer.layerwise import checkpoint
-
         checkpoint.save(self.trainer.optimizer, folder, self._source())
         emit("saved", settled=self.trainer.optimizer.gather.settled)
 
     def load(self, folder: str, steps: int) -> None:
-        from xfer.layerwise import checkpoint
-
         checkpoint.load(self.trainer.optimizer, folder, self._source())
         self.trainer.steps = steps
         emit("loaded")
 
-    def drain(self) -> None:
-        """As a refit of a MegatronTrainer begins that was not told of the optimizer."""
-        gather = self.trainer.optimizer.gather
-        before = [b.state.value for b in gather.buckets]
-        self._source().drain()
-        emit("drained", before=before, after=[b.state.value for b in gather.buckets])
-
     def offered(self) -> None:
-        """Tensors that this rank offers as their owner, with a gather on its way before and after."""
-        from xfer.trainers.layerwise import LayerWiseTrainer
-
-        gather = self.trainer.optimizer.gather
-        before = [b.state.value for b in gather.buckets]
+        """Tensors that this rank offers as their owner while a gather is on its way; then an adapter that knows no optimizer drains. The
+        states of buckets before, between and after."""
+        states = lambda: [b.state.value for b in self.trainer.optimizer.gather.buckets]  # noqa: E731
+        before = states()
         source = LayerWiseTrainer(self._source(), self.trainer.optimizer)
         source.drain()
         tensors = sorted({f.tensor for f in source.read().traced.fragments})
-        emit("offered", tensors=tensors, before=before, after=[b.state.value for b in gather.buckets])
+        between = states()
+        self._source().drain()
+        emit("offered", tensors=tensors, before=before, between=between, after=states())
 
     def _source(self):
-        from xfer.trainers.megatron import MegatronTrainer
-
         return MegatronTrainer(self.trainer.chunks, self.trainer.bridge)
 
     def connect(self, sources: str = "owners", **where) -> None:
-        from xfer.trainers.layerwise import LayerWiseTrainer
-
         source = LayerWiseTrainer(self._source(), self.trainer.optimizer, sources)
         self.link = flat_connect(trainer=source, token=os.environ["XFER_TOKEN"], **{"deadline_s": 60.0, **where})
         emit("connected", plan=self.link.explain())
 
     def refit(self, **options) -> None:
-        import xfer
-
         gather = self.trainer.optimizer.gather
         before = [b.state.value for b in gather.buckets]
         r = xfer.nccl_xfer_refit(self.link, **options)
@@ -214,6 +198,6 @@ class Rank:
 if __name__ == "__main__":
     r = Rank()
     obey(
-        r.train, r.build, r.cuts, r.step, r.scheduled, r.drain, r.offered, r.save, r.load, r.connect, r.refit, r.export, r.close
+        r.train, r.build, r.cuts, r.step, r.scheduled, r.offered, r.save, r.load, r.connect, r.refit, r.export, r.close
     )  # fmt: skip
     os._exit(0)  # gloo's threads would wait for peers that are gone

@@ -10,14 +10,14 @@ every operation of every forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from xfer.errors import StaleWeights
 from xfer.layerwise.gather import Bucket, ParamGather, State
+from xfer.pending import OperandWatch
 
 Guard = Literal["first", "always", "nan"]
 
@@ -55,7 +55,7 @@ class Hooks:
         self._all_covered = 0  # the last version that `drain` finished
         self._reads: dict[int, list[int]] = {}  # id(module) -> ids of the parameters that it reads
         self._running: list[torch.nn.Module] = []
-        self._modes: list[_OperandWatch] = []
+        self._modes: list[OperandWatch] = []
         self._handles = []
         self._of_module: dict[int, list] = {}
         for root in roots:
@@ -147,7 +147,7 @@ class Hooks:
 
     def _enter(self, root: torch.nn.Module, args) -> None:
         if (self.learning or self.guard == "always") and not self._modes:
-            mode = _OperandWatch(self._read_unannounced)
+            mode = OperandWatch(self._read_unannounced)
             mode.__enter__()
             self._modes.append(mode)
             self._owner = root
@@ -209,24 +209,3 @@ class Hooks:
             self.need([key])  # in time: the operation has not run yet
         else:
             self.gather.follow(self._bucket_of[key])
-
-
-class _OperandWatch(TorchDispatchMode):
-    """Calls `read` with every tensor operand of every operation."""
-
-    def __init__(self, read: Callable[[torch.Tensor], None]):
-        super().__init__()
-        self._read = read
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for x in args:
-            if isinstance(x, torch.Tensor):
-                self._read(x)
-            elif isinstance(x, list | tuple):
-                for y in x:
-                    if isinstance(y, torch.Tensor):
-                        self._read(y)
-        for x in (kwargs or {}).values():
-            if isinstance(x, torch.Tensor):
-                self._read(x)
-        return func(*args, **(kwargs or {}))

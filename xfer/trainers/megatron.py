@@ -91,7 +91,8 @@ class MegatronTrainer:
         self._probe, self.reads_together = probe, bool(probe)
         self._scratch_bytes = scratch_bytes
         self._slots: Slots | None = None
-        self._computed: Computed | None = None
+        self.computed: Computed | None = None
+        """The tensors that this rank computes before each refit; None if there are none."""
         self._scales = Scales()
         self._groups: list[object] = []  # Megatron's, where what is computed gathers over them
 
@@ -100,7 +101,7 @@ class MegatronTrainer:
         """The device of this rank's parameters when their layout was first read; before that, their present one."""
         return self._device or device_of(p for chunk in self.chunks for p in chunk.parameters())
 
-    # -- before bytes move --------------------------------------------------------------------------------------------
+    # ---- before bytes move
 
     def stream(self) -> TracedStream:
         """Return the source of the packed route, which assembles whole checkpoint tensors."""
@@ -150,7 +151,7 @@ class MegatronTrainer:
                 ],
             )
 
-    # -- layout -------------------------------------------------------------------------------------------------------
+    # ---- layout
 
     def read(self) -> TrainerLayout:
         """Trace the export of this rank. Without `probe` it uses no collective and reads no byte of a parameter.
@@ -180,7 +181,7 @@ class MegatronTrainer:
         bound = slots.bind()
         refuse_elsewhere(slots.slots, device, f"trainer {self.rank}")
         self._slots, self._device = slots, device
-        self._computed, self._scales = computed, Scales(self.chunks, adapters)
+        self.computed, self._scales = computed, Scales(self.chunks, adapters)
         self._groups = process_groups(self.chunks) if computed is not None and computed.exchanges else []
         trained = _trained(traced, slots.slots)
         traced = _relocate(traced, bound)
@@ -215,10 +216,10 @@ class MegatronTrainer:
         return self._with_scratch(self._slots.bind().tensors)
 
     def _with_scratch(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        c = self._computed
+        c = self.computed
         return tensors if c is None else {**tensors, c.root.name: c.storage}
 
-    # -- what is computed ---------------------------------------------------------------------------------------------
+    # ---- what is computed
 
     def parameter(self, name: str) -> torch.Tensor:
         """Return the live tensor of a slot, for recipes: `recipe.evaluate(trainer.parameter)`.
@@ -230,11 +231,6 @@ class MegatronTrainer:
             raise KeyError(name)
         return self._slots.by_name[name].tensor().detach()
 
-    @property
-    def computed(self) -> Computed | None:
-        """The tensors that this rank computes before each refit; None if there are none."""
-        return self._computed
-
     def compute(self, meet: Meet = lambda ranks, digest: None) -> None:
         """Compute the scratch from the present parameters, bit for bit as Bridge would export them.
 
@@ -244,13 +240,13 @@ class MegatronTrainer:
             meet: `meet(ranks, digest)` is called before the first gather of a group. It returns when all its ranks are about
                 to gather with equal digests, since a gather that one rank does not join would block the others.
         """
-        if self._computed is None:
+        if self.computed is None:
             return
-        for x in self._computed.exchanges:
+        for x in self.computed.exchanges:
             meet(tuple(dist.get_process_group_ranks(x.group)), x.digest())
-        self._computed.run(self.parameter, _all_gather)
+        self.computed.run(self.parameter, _all_gather)
 
-    # -- details ------------------------------------------------------------------------------------------------------
+    # ---- details
 
     def _checkpoint(self) -> tuple[CheckpointNames, dict[str, TensorSpec]]:
         """The names of the checkpoint's tensors, and the specs of those whose headers are on disk."""
