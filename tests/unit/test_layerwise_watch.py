@@ -241,21 +241,6 @@ class Event:
         Stream.now.stream.todo.put(self.done.set)
 
 
-class Home:
-    """A run of parameters; copies into it are the current stream's."""
-
-    def __init__(self, value: float):
-        self.value = value
-
-    def copy_(self, other: Home, non_blocking: bool) -> None:
-        assert non_blocking
-
-        def move() -> None:
-            self.value = other.value
-
-        Stream.now.stream.todo.put(move)
-
-
 def test_copies_out_of_owners_memory_begin_when_all_have_stepped_and_are_waited_for(wire, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     here = Stream()
@@ -264,11 +249,11 @@ def test_copies_out_of_owners_memory_begin_when_all_have_stepped_and_are_waited_
     w, stepped, asked = wire(30.0 * PATIENCE), Work(), []
     w.size, w.behind, w.device = 3, [], torch.device("cpu")
     w.meet = lambda what, received, word: asked.append(received) or stepped
-    shares = [SimpleNamespace(owner=r, nbytes=8, home=Home(-1.0), members=()) for r in (0, 1, 2, 1)]
-    theirs = {1: {0: Home(10.0), 1: Home(11.0)}, 2: {0: Home(20.0)}}
+    shares = [SimpleNamespace(owner=r, nbytes=8, home=torch.tensor(-1.0), members=()) for r in (0, 1, 2, 1)]
+    theirs = {1: torch.tensor([10.0, 11.0]), 2: torch.tensor([20.0])}
     numbers = {id(s): n for s, n in zip(shares, (0, 0, 0, 1))}
     mapping = SimpleNamespace(
-        read_into=lambda rank, root, into: into.copy_(theirs[rank][root], non_blocking=True),
+        read_into=lambda rank, root, into: Stream.now.stream.todo.put(lambda: into.copy_(theirs[rank][root])),
         close=lambda: asked.append("closed"),
     )
     p = pulls.Pulls(w, None, mapping, numbers, shares, Stream())
@@ -279,10 +264,10 @@ def test_copies_out_of_owners_memory_begin_when_all_have_stepped_and_are_waited_
     for work in works:
         work.wait()
     seen: queue.Queue = queue.Queue()
-    here.todo.put(lambda: seen.put([s.home.value for s in shares]))
+    here.todo.put(lambda: seen.put([s.home.item() for s in shares]))
     with pytest.raises(queue.Empty):
         seen.get(timeout=0.2)
-    assert [s.home.value for s in shares] == [-1.0] * 4
+    assert [s.home.item() for s in shares] == [-1.0] * 4
     stepped.arrived.set()
     assert seen.get(timeout=30 * PATIENCE) == [-1.0, 10.0, 20.0, 11.0]
     over, w.meet = Work(), lambda what, received, word: over
