@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.support.layouts import region
 from tests.support.memory import Watched
 from tests.support.one_process import Job
 from xfer import Declared, MeshInfo, TensorTrainer
@@ -33,7 +34,7 @@ from xfer.plan.inventory import engine_inventory, trainer_inventory
 from xfer.plan.planner import PlanOptions, plan_replica
 from xfer.trace.catalog import Catalog
 from xfer.trace.declared import declared_fragments
-from xfer.trace.fragment import Fragment, Root, Span
+from xfer.trace.fragment import Root, Span
 from xfer.trace.slots import device_of, local
 
 EXAMPLES = max(5, int(os.environ.get("XFER_EXAMPLES", 200)) // 10)
@@ -89,12 +90,6 @@ def cut(net: Net, scheme: str) -> None:
 SCHEMES = ("whole", "fsdp", "fsdp by columns", "hsdp", "tp", "fsdp over tp")
 
 
-def held(layout, f: Fragment) -> torch.Tensor:
-    item = getattr(torch, f.dtype).itemsize
-    storage = layout.tensors[f.root].view(getattr(torch, f.dtype))
-    return torch.as_strided(storage, f.extent, [s // item for s in f.strides], f.offset // item)
-
-
 class Cut:
     """The net of every rank of a world of four under one scheme, and what TensorTrainer says of it."""
 
@@ -141,9 +136,8 @@ def test_every_rank_finds_just_its_elements_and_together_all_are_held_equally_of
             n: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in cut.whole.items()
         }
         for f in layout.traced.fragments:
-            box = tuple(slice(o, o + e) for o, e in zip(f.origin, f.extent))
-            assert torch.equal(held(layout, f), cut.whole[f.tensor][box])
-            copies[f.tensor][box] += 1
+            assert torch.equal(region(layout.tensors[f.root], f), cut.whole[f.tensor][f.index])
+            copies[f.tensor][f.index] += 1
     for name, count in copies.items():
         assert int(count.min()) == int(count.max()), f"{name}: some elements have more holders than others"
 
@@ -159,7 +153,7 @@ def test_a_refit_brings_each_worker_its_part_and_moves_no_byte_twice(cut, worker
         for i, x in enumerate(cut.layouts)
     ]
     tensors = [[x.tensors[r.name] for r in made.roots] for x, made in zip(cut.layouts, sources)]
-    parts, takers = [], []
+    parts, destinations = [], []
     for w in range(workers):
         mine = {n: t.chunk(workers, min(dim, t.dim() - 1)) for n, t in cut.whole.items()}
         mine = {n: torch.zeros(t[w].shape, dtype=torch.bfloat16) for n, t in mine.items() if w < len(t)}
@@ -171,17 +165,18 @@ def test_a_refit_brings_each_worker_its_part_and_moves_no_byte_twice(cut, worker
             )
         ]
         parts.append(mine)
-        takers.append(
+        destinations.append(
             engine_inventory(
                 catalog, rank=w, host="", roots=[Root(n, t.numel() * 2) for n, t in mine.items()], fragments=fragments,
                 footprint=[Span(n, 0, t.numel() * 2) for n, t in mine.items()], reads=sorted(cut.whole),
             )
         )  # fmt: skip
-    job = Job(plan_replica(catalog, sources, takers, PlanOptions(narrow=("*",))))
+    job = Job(plan_replica(catalog, sources, destinations, PlanOptions(narrow=("*",))))
     for _ in range(2):
         cut.step()
         storages = [
-            [p[r.name].view(-1).view(torch.uint8) for r in made.roots] for p, made in zip(parts, takers, strict=True)
+            [p[r.name].view(-1).view(torch.uint8) for r in made.roots]
+            for p, made in zip(parts, destinations, strict=True)
         ]
         moved = job.run(tensors, storages)
         assert moved == sum(t.numel() * 2 for t in cut.whole.values())

@@ -89,6 +89,7 @@ class LayerWise:
             self.owned: list[Owned] = []
             self.inner: list[torch.optim.Optimizer] = []
             self._build(masters)
+            pulled = route == "pull" or route == "auto" and self._device.type == "cuda"
             self.gather = ParamGather(
                 buckets,
                 overlap=overlap,
@@ -96,7 +97,7 @@ class LayerWise:
                 deadline_s=deadline_s,
                 label=self.label,
                 blank=guard == "nan" and overlap,  # without overlap, all is here before any read
-                pulls=self._pulls(buckets, deadline_s) if self._may_pull(route) else None,
+                pulls=self._pulls(buckets, deadline_s) if pulled else None,
                 wires=[who.wire for who in self._peers if who.wire is not None],
             )
             bucket_of = {id(m.param): b for b in buckets for s in b.shares for m in s.members}
@@ -409,9 +410,6 @@ class LayerWise:
         return [
             Bucket(i, who, tuple(settle_in(owned, move=rehome, fixed=fixed))) for i, (_, who, owned) in enumerate(found)
         ]
-
-    def _may_pull(self, route: str) -> bool:
-        return route == "pull" or route == "auto" and self._device.type == "cuda"
 
     def _pulls(self, buckets: Sequence[Bucket], deadline_s: float) -> dict[str, Pulls]:
         found: dict[str, Pulls] = {}
