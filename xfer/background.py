@@ -5,7 +5,7 @@ block the caller for good, so such a call runs here and the caller waits with a 
 
 These modules also use threads, for something else than a background call: a loop with state that runs as long as its owner
 (`participants/lane.py`, `participants/controller.py`, `direct/late.py`, `packed/feed.py`, `packed/broadcast.py`,
-`layerwise/watch.py`, `rendezvous/`), many calls in order on one thread (`engines/call_thread.py`), and calls that take turns
+`layerwise/watch.py`, `rendezvous/`), many calls in order on one thread (`engines/handles.py`), and calls that take turns
 (`packed/lockstep.py`).
 """
 

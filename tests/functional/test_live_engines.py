@@ -25,7 +25,8 @@ from examples.common import toy  # noqa: E402
 from examples.common.ports import free_port  # noqa: E402
 from tests.support import checkpoints  # noqa: E402
 from tests.support.families import FAMILIES  # noqa: E402
-from tests.support.proc import Child, Family  # noqa: E402
+from tests.support.proc import Child, Family, stop_all  # noqa: E402
+from tests.support.refit_stage import differ, on_all  # noqa: E402
 from xfer.engines.hf_spec import canonical_specs  # noqa: E402
 from xfer.trace.fragment import TensorSpec  # noqa: E402
 
@@ -165,8 +166,7 @@ class Stage:
     def case(self) -> Iterator[None]:
         """Inside, one case; the next one starts new processes unless this comes to its end."""
         if not self.whole:
-            for c in self.children:
-                c.stop()
+            stop_all(self.children)
             self.start()
         self.whole = False
         yield
@@ -175,9 +175,7 @@ class Stage:
         self.whole = True
 
     def trained(self, *kinds: str, **command) -> list[dict]:
-        for c in self.trainers:
-            c.say(**command)
-        return [c.expect(*kinds) for c in self.trainers]
+        return on_all(self.trainers, *kinds, **command)
 
     def asked(self, kind: str, **command) -> dict:
         self.engine.say(**command)
@@ -189,12 +187,6 @@ def stage(tmp_path_factory) -> Iterator[Stage]:
     stage = Stage(tmp_path_factory.mktemp("live"))
     yield stage
     stage.family.__exit__()
-
-
-def differ(a: dict, b: dict) -> set[str]:
-    """Names of the engine parameters that are not the same in two observations."""
-    a, b = a["checksums"], b["checksums"]
-    return {k for k in a.keys() | b.keys() if a.get(k) != b.get(k)}
 
 
 def own_name(key: str) -> str:
@@ -258,12 +250,12 @@ def run(case: Case, stage: Stage, tmp_path: Path) -> None:
         assert all(r["verified"] and r["committed"] == [True] for r in reports), reports
         got = stage.asked("observed", do="observe")
         assert got["version"] == number
-        assert not differ(want[name], got), f"after refit {number}: {sorted(differ(want[name], got))[:10]}"
+        assert not differ(want[name], got), f"after refit {number}: {differ(want[name], got)[:10]}"
         assert got["outputs"] == want[name]["outputs"], f"after refit {number}"
         if name == "b":
             kept = stage.asked("scrambled", do="scramble", seed=7)["kept"]
     assert stage.asked("kept", do="kept")["kept"] == kept
-    same = {own_name(k) for k in want["a"]["checksums"].keys() - differ(want["a"], want["b"])}
+    same = {own_name(k) for k in want["a"]["checksums"].keys() - set(differ(want["a"], want["b"]))}
     assert {n for n in same if not matches(n, case.keep)} == set(), "equal parameters: the second refit proved little"
     assert bool(same) == bool(case.keep and not case.half), "what was to be kept is not what differs from a whole load"
     stage.trained("closed", do="close")

@@ -164,7 +164,7 @@ def refuses(stage: Stage, tmp_path: Path) -> None:
             save_file(left, model / "model.safetensors", {"format": "pt"})
             stage.trained("built", do="build", folder=str(model), layout=dict(load=False, **layout))
             rendezvous = f"tcp://127.0.0.1:{free_port()}"
-            engine.say(do="serve", rendezvous=rendezvous, replica=0, deadline_s=15.0)
+            engine.say(do="serve", rendezvous=rendezvous, replica=0, deadline_s=5.0)
             refused = stage.trained("raised", do="connect", rendezvous=rendezvous, replicas=1, deadline_s=60.0)
             for r in refused:
                 assert r["type"] in ("Unsupported", "LayoutError") and all(x in r["text"] for x in said), r

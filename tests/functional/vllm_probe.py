@@ -5,6 +5,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from tests.support import worker_probe
 from tests.support.engine_bytes import checksum_kept, scramble
 from tests.support.replay import load
 from xfer.engines.hf_spec import checkpoint_specs
@@ -15,7 +16,7 @@ from xfer.plan.intervals import difference, size
 from xfer.trace.catalog import Catalog
 
 
-class Probe:
+class Probe(worker_probe.Probe):
     """Mixed into vLLM's worker: `self` is the worker."""
 
     def xfer_read(self, folder, leave=(), extra=(), keep=()):

@@ -64,7 +64,7 @@ OF = {
     **dict.fromkeys(("megatron_main", "layerwise_megatron"), "megatron"),
     **{"trainer": "megatron", "engine": "vllm"},  # of examples.demo
     **dict.fromkeys(("megatron_worker", "megatron_hazards", "megatron_lora", "packed_bridge"), "megatron"),
-    **dict.fromkeys(("vllm_main", "refit_engine", "live_main", "resumed_main", "external_main"), "vllm"),
+    **dict.fromkeys(("vllm_main", "live_main", "async_main", "server_main", "external_main"), "vllm"),
 }
 """The framework that a module or script imports. All others import torch, or nothing. Scripts that build Megatron as
 `xfer plan` does (family_trainer, world_trainer) declare GPU packages before they import it."""

@@ -1,5 +1,5 @@
-"""Real vLLM engines of unusual set-ups for functional tests: vllm_main.py's words, and engines that only AsyncLLM can
-run (data parallel), drafters that vLLM's own checksums leave out, and answers with the tokens that a drafter proposed.
+"""Real vLLM engines of unusual set-ups for functional tests. They take vllm_main.py's commands. Some need an AsyncLLM (data
+parallel), some have a drafter, which vLLM's own checksums leave out.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import torch
 
 from tests.support import cpu_data_parallel, vllm_main, worker_probe
 from tests.support.proc import emit, obey
+from tests.support.small_vllm import arguments
 
 if __name__ != "__main__":  # vLLM's workers import this module for the class below, before they make groups
     cpu_data_parallel.install()
@@ -29,11 +30,10 @@ class Probe(worker_probe.Probe):
         }
 
 
-COMMON = dict(
-    skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=128, max_num_seqs=4, block_size=32,
-    seed=0, disable_log_stats=True, enable_prefix_caching=True, weight_transfer_config={"backend": "xfer"},
-    worker_extension_cls="tests.support.live_main.Probe",
-)  # fmt: skip
+def options(**how) -> dict:
+    return arguments(
+        **{"worker_extension_cls": "tests.support.live_main.Probe", "num_gpu_blocks_override": None, **how}
+    )
 
 
 class InLoop:
@@ -46,7 +46,7 @@ class InLoop:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.ranks = how["data_parallel_size"]
-        self.engine = self.run(self._make(AsyncLLM, AsyncEngineArgs(**{**COMMON, **how})))
+        self.engine = self.run(self._make(AsyncLLM, AsyncEngineArgs(**options(**how))))
         self._asked = 0
 
     async def _make(self, kind, args):
@@ -97,7 +97,7 @@ class Synchronous:
         from vllm import LLM
 
         self.adapter, self.picture = adapter, picture
-        self.engine = LLM(**{**COMMON, **how})
+        self.engine = LLM(**options(**how))
         if how.get("pipeline_parallel_size", 1) > 1:
             # vLLM's CPU worker does not warm up when it is eager, and without any dummy batch a later stage has no
             # buffers for what the stage before sends: its first forward fails.
@@ -133,62 +133,35 @@ class Synchronous:
         self.engine.llm_engine.engine_core.shutdown()
 
 
-def start(**how):
-    return (InLoop if how.get("data_parallel_size", 1) > 1 else Synchronous)(**how)
+class Engine(vllm_main.Engine):
+    def made(self, **how):
+        return (InLoop if how.get("data_parallel_size", 1) > 1 else Synchronous)(**how)
 
-
-def observe(it) -> dict:
-    sums = it.checksums()
-    found = {f"{i}: {k}": v for i, part in enumerate(sums) for k, v in part.items()}
-    for i, part in enumerate(it.collective_rpc("xfer_drafter")):
-        found |= {f"{i}: draft.{k}": v for k, v in part.items()}
-    return dict(outputs=it.answers(), checksums=found)
-
-
-class Engine:
-    it = controller = None
-
-    def start(self, **how) -> None:
-        self.it = start(**how)
-        emit("started")
+    def observed(self, llm) -> dict:
+        sums = llm.checksums()
+        found = {f"{i}: {k}": v for i, part in enumerate(sums) for k, v in part.items()}
+        for i, part in enumerate(llm.collective_rpc("xfer_drafter")):
+            found |= {f"{i}: draft.{k}": v for k, v in part.items()}
+        return dict(outputs=llm.answers(), checksums=found)
 
     def serve(self, **how) -> None:
         import xfer
 
-        loop = {"loop": self.it.loop} if isinstance(self.it, InLoop) else {}
-        self.controller = xfer.serve(self.it.engine, token=os.environ["XFER_TOKEN"], **loop, **how)
+        loop = {"loop": self.llm.loop} if isinstance(self.llm, InLoop) else {}
+        self.controller = xfer.serve(self.llm.engine, token=os.environ["XFER_TOKEN"], **loop, **how)
         emit("serving")
-
-    def ready(self) -> None:
-        self.controller.wait_ready()
-        emit("ready")
-
-    def observe(self) -> None:
-        if self.controller is None:
-            emit("observed", version="", **observe(self.it))
-        else:
-            with self.controller.serving():
-                emit("observed", version=self.controller.version, **observe(self.it))
-
-    def scramble(self, seed: int) -> None:
-        with self.controller.serving():
-            emit("scrambled", kept=self.it.collective_rpc("xfer_scramble", args=(seed,)))
-
-    def kept(self) -> None:
-        with self.controller.serving():
-            emit("kept", kept=self.it.collective_rpc("xfer_kept"))
 
     def stop(self) -> None:
         self.controller.close()
-        self.it.shutdown()
-        self.it = self.controller = None
+        self.llm.shutdown()
+        self.llm = self.controller = None
         gc.collect()
         emit("stopped")
 
     def truth(self, folder: str, layout: dict) -> None:
         """What a fresh engine is that loads this checkpoint."""
-        fresh = start(model=folder, load_format="auto", **layout)
-        emit("observed", version="", **observe(fresh))
+        fresh = self.made(model=folder, load_format="auto", **layout)
+        emit("observed", version="", **self.observed(fresh))
         fresh.shutdown()
         del fresh
         gc.collect()

@@ -15,9 +15,9 @@ class Probe:
     def xfer_kept(self):
         return engine_bytes.checksum_kept(self.weight_transfer_engine.session.model)
 
-    def xfer_who(self, word):
-        """An answer of this very call: the word, and who says it."""
-        return [word, self.weight_transfer_engine.worker_rank()]
+    def xfer_echo(self, number):
+        """The number and the worker's rank, which tell this call's answers from those of another call."""
+        return [number, self.weight_transfer_engine.worker_rank()]
 
     def xfer_forget_peak(self):
         self._resident = memory.forget_peak()

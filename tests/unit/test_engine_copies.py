@@ -139,6 +139,12 @@ class Constants(Model):
         layer.nested["a"][0], layer.impl.slopes, layer.steps = torch.full((3,), 2.0), torch.arange(4.0), torch.arange(5)
 
 
+def constants() -> tuple[Constants, Constants]:
+    with torch.device("meta"):
+        twin = Constants()
+    return Constants(), twin
+
+
 def watched(net, twin, keep=()):
     caches = lambda: [m.kv_cache.untyped_storage()._cdata for m in net.layers]  # noqa: E731
     copies = Copies([("", net)], attributes([("", twin)]), keep=keep, exempt=caches)
@@ -151,9 +157,7 @@ def watched(net, twin, keep=()):
 @pytest.mark.parametrize("name", HELD)
 def test_a_constant_outside_parameters_and_buffers_that_a_sleep_took_is_named(name):
     """After sleep(level=2) its memory holds anything, although nobody wrote it."""
-    net = Constants()
-    with torch.device("meta"):
-        twin = Constants()
+    net, twin = constants()
     check, held = watched(net, twin), HELD[name](net.layers[0])
     check()
     held.data.fill_(77)  # as the memory behind it changes: torch does not count it
@@ -164,9 +168,7 @@ def test_a_constant_outside_parameters_and_buffers_that_a_sleep_took_is_named(na
 
 
 def test_what_a_forward_writes_replaces_or_makes_is_no_constant():
-    net = Constants()
-    with torch.device("meta"):
-        twin = Constants()
+    net, twin = constants()
     layer = net.layers[0]
     with torch.inference_mode():
         layer.scratch[:1] = 4  # in the warm-up, before this engine joined
@@ -182,9 +184,7 @@ def test_what_a_forward_writes_replaces_or_makes_is_no_constant():
 
 
 def test_a_constant_made_after_loading_that_keep_names_is_watched_as_well():
-    net = Constants()
-    with torch.device("meta"):
-        twin = Constants()
+    net, twin = constants()
     net.layers[0].late = torch.ones(2)
     check = watched(net, twin, keep=["*.late"])
     check()

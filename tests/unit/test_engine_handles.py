@@ -12,11 +12,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 import xfer
-from tests.support.proc import PATIENCE
 from xfer.engines.choose_handle import handle_for
 from xfer.engines.gate import Gate
 from xfer.engines.handles import AsyncEngine, OfflineLLM
@@ -32,19 +32,18 @@ class FakeVllm:
 
     def __init__(self, workers=2):
         self.log, self.active, self.paused, self.version = [], False, False, "default"
-        self.fail, self.block = {}, {}
+        self.fail, self.block, self.refused = {}, {}, []
         self.world = workers
 
     def do(self, call, *args):
         self.log.append((call, *args))
         if call in self.block:
             self.block[call].wait(30)
-        if call == "start_weight_update":
-            if self.active:
-                raise RuntimeError("start_weight_update called while a weight update is already active")
+        if call in ("start_weight_update", "update_weights", "finish_weight_update"):
+            if self.active == (call == "start_weight_update"):
+                self.refused.append(call)
+                raise RuntimeError(f"{call} while a weight update is {'' if self.active else 'not '}active")
             self.active = True
-        if call in ("update_weights", "finish_weight_update") and not self.active:
-            raise RuntimeError(f"{call} without a matching start")
         if call in self.fail and self.fail[call] > 0:
             self.fail[call] -= 1
             if call == "update_weights":
@@ -182,19 +181,28 @@ def running_loop():
         thread.join(5)
 
 
-@pytest.fixture(params=["offline", "async", "http", "actor"])
-def pair(request):
+KINDS = ("offline", "async", "http", "actor")
+
+
+@contextmanager
+def handle_of(kind):
     core = FakeVllm()
-    if request.param == "offline":
+    if kind == "offline":
         yield OfflineLLM(FakeLLM(core)), core
-    elif request.param == "async":
+    elif kind == "async":
         with running_loop() as loop:
             yield AsyncEngine(FakeAsync(core), loop, in_order=True), core
-    elif request.param == "http":
+    elif kind == "http":
         with http_engine(core) as handle:
             yield handle, core
     else:
         yield CallableEngine(FakeActor(core)), core
+
+
+@pytest.fixture(params=KINDS)
+def pair(request):
+    with handle_of(request.param) as both:
+        yield both
 
 
 def refit(h, version="v1"):
@@ -267,7 +275,7 @@ def test_a_refit_leaves_a_pause_that_somebody_else_began(pair):
 
 
 def test_an_engine_that_somebody_else_resumed_during_a_refit_is_not_resumed_again(pair):
-    """vLLM's data-parallel ranks can hang when an engine that is not paused is resumed (tests/functional/test_refit_resumed.py)."""
+    """vLLM's data-parallel ranks can hang when an engine that is not paused is resumed (tests/functional/test_refit_serving.py)."""
     handle, core = pair
     if isinstance(handle, OfflineLLM):
         return  # has no such ranks
@@ -279,59 +287,92 @@ def test_an_engine_that_somebody_else_resumed_during_a_refit_is_not_resumed_agai
     assert core.calls.count("resume_generation") == 1 and not core.paused
 
 
-@given(st.lists(st.sampled_from(["pause", "resume", "late", "torn", "commit"]), max_size=6))
-@settings(max_examples=80, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
-@example(["late"])  # a long request, in pause mode "wait": the pause ends when the refit has long given up
-@example(["pause", "torn", "resume"])
-def test_after_a_refit_an_engine_serves_unless_its_owners_pause_still_stands(steps):
-    """Whatever came to nothing before. The owner pauses a serving engine, and ends his own pause only."""
-    core = FakeVllm()
-    handle, theirs = CallableEngine(FakeActor(core)), False
-    for step in [*steps, "commit", "commit"]:
-        if step == "pause" and not core.paused:
-            core.paused = theirs = True
-        elif step == "resume" and theirs:
-            core.paused = theirs = False
-        elif step == "late":
-            hang = core.block["pause_generation"] = threading.Event()
-            with pytest.raises(DeadlineExceeded):
-                handle.ask_paused(T)
-                handle.pause(0.01)
-            with pytest.raises(DeadlineExceeded):
-                handle.resume(0.01)
-            hang.set()
-            assert eventually(handle._outstanding.future.done) and core.paused
-        elif step == "torn":
-            handle.pause(T)
-        elif step == "commit":
-            refit(handle)
-            assert core.paused == theirs
+FAILURES = ("finish fails", "update fails", "pause is late", "start is late", "update is late", "torn", "torn ahead")
+STEPS = (*FAILURES, "no session", "their pause", "their resume", "commit")
+LATE_S = 0.02
 
 
-def test_a_session_left_open_by_an_error_in_finish_is_closed_before_the_next_start(pair):
-    """vLLM stays "active" then; a second start would raise on every worker and put all later replies out of step."""
-    handle, core = pair
-    core.fail = {"finish_weight_update": 1}
-    handle.start_update(T)
-    handle.update({}, T)
-    with pytest.raises(XferError, match="finish|500"):
-        handle.finish("v1", T)
-    assert core.active and handle.session_open and core.version == "default"
-    refit(handle, "v2")
-    assert core.version == "v2" and not core.active
-    assert core.calls.count("start_weight_update") == 2 and core.calls.count("finish_weight_update") == 3
-
-
-def test_an_error_in_update_closes_the_session_as_vllm_does(pair):
-    handle, core = pair
-    core.fail = {"update_weights": 1}
-    handle.start_update(T)
-    with pytest.raises(XferError, match="update"):
+def fails(handle, core, how):
+    """One refit that does not come to its end."""
+    if how in ("finish fails", "update fails"):
+        core.fail = {"finish_weight_update" if how == "finish fails" else "update_weights": 1}
+        with pytest.raises(XferError):
+            refit(handle, "lost")
+        core.fail = {}
+    elif how == "torn":
+        handle.pause(T)
+        handle.start_update(T)
         handle.update({}, T)
-    handle.finish(None, T)  # must not be sent: vLLM would raise, with more than one worker out of step
-    assert "finish_weight_update" not in core.calls
-    refit(handle)
-    assert core.version == "v1"
+    elif how == "torn ahead":
+        refit_ahead(handle, core)
+        assert not handle.in_order or eventually(lambda: core.calls[-1] == "reset_prefix_cache")
+    else:
+        if how == "update is late":
+            handle.start_update(T)
+        elif how == "pause is late":
+            handle.ask_paused(T)
+        else:
+            handle.finish(None, T)
+        call, late = {
+            "pause is late": ("pause_generation", handle.pause),
+            "start is late": ("start_weight_update", handle.start_update),
+            "update is late": ("update_weights", lambda seconds: handle.update({}, seconds)),
+        }[how]
+        hang = core.block[call] = threading.Event()
+        with pytest.raises(DeadlineExceeded, match="did not answer"):
+            late(LATE_S)
+        assert eventually(lambda: core.calls[-1] == call)
+        with pytest.raises(DeadlineExceeded, match="earlier call"):
+            handle.set_version("too early", LATE_S)
+        assert core.calls[-1] == call  # nothing was sent behind it
+        hang.set()
+        assert eventually(handle._outstanding.future.done)
+        core.block = {}
+    assert core.version not in ("lost", "too early")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(st.booleans(), st.lists(st.sampled_from(STEPS), max_size=5))
+@settings(max_examples=25, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@example(True, [])
+@example(False, ["pause is late"])  # pause mode "wait" and a long request: it ends after the refit has given up
+@example(False, ["their pause", "torn", "their resume"])
+@example(False, ["torn ahead"])  # a cache that was dropped before the next weights came would be served with them
+@example(False, ["start is late"])
+@example(False, ["finish fails", "update fails"])
+def test_whatever_failed_before_the_next_refit_commits(kind, left_open, steps):
+    """And no call is sent that vLLM refuses: with several workers, later replies would be out of step. The engine serves again
+    unless its owner's pause still stands. `left_open`: an earlier controller left a session open."""
+    with handle_of(kind) as (handle, core):
+        gated = kind == "offline"  # its pause is the gate, which nobody else has
+        theirs = False
+        if left_open:
+            core.active = True
+            handle.assume_open_session()
+        for n, step in enumerate([*steps, "commit", "commit"]):
+            if step == "their pause" and not core.paused and not gated:
+                core.paused = theirs = True
+            elif step == "their resume" and theirs:
+                core.paused = theirs = False
+            elif step == "no session" and not core.active:
+                with pytest.raises(XferError, match="start_update"):
+                    handle.update({}, T)
+                handle.finish(None, T)
+            elif step in FAILURES and not (gated and step == "pause is late"):
+                fails(handle, core, step)
+            elif step == "commit":
+                began = len(core.log)
+                refit(handle, f"v{n}")
+                calls = core.calls[began:]
+                assert core.version == f"v{n}" and not core.active and not handle.session_open
+                assert core.paused == theirs
+                after = calls[calls.index("update_weights") :]
+                assert [c for c in after if c in ("update_weights", "finish_weight_update", *CACHES)] == [
+                    "update_weights",
+                    "finish_weight_update",
+                    *CACHES,
+                ]
+        assert core.refused == []
 
 
 def test_a_server_that_listens_later_is_waited_for():
@@ -354,49 +395,6 @@ def test_a_server_that_listens_later_is_waited_for():
         assert handle.workers(30.0) == 3
         server.shutdown()
         late.join()
-
-
-def test_update_and_finish_without_a_session_never_reach_the_engine(pair):
-    handle, core = pair
-    with pytest.raises(XferError, match="start_update"):
-        handle.update({}, T)
-    handle.finish(None, T)
-    assert core.log == []
-
-
-def test_a_session_of_an_earlier_controller_is_finished_first(pair):
-    handle, core = pair
-    core.active = True
-    handle.assume_open_session()
-    refit(handle)
-    assert core.version == "v1" and not core.active
-
-
-def test_a_call_that_hangs_ends_by_its_deadline_and_blocks_others_until_it_returns(pair):
-    handle, core = pair
-    hang = core.block["update_weights"] = threading.Event()
-    handle.start_update(T)
-    began = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match="update"):
-        handle.update({}, 0.2)
-    with pytest.raises(DeadlineExceeded, match="earlier call") as stuck:
-        handle.finish(None, 0.2)
-    assert time.monotonic() - began < 3 * PATIENCE and "update" in stuck.value.violations[0]
-    assert core.calls[-1] == "update_weights"  # nothing was sent behind its back
-    hang.set()
-    handle.finish("v1", T)
-    assert core.version == "v1" and not core.active and not handle.session_open
-
-
-def test_a_start_that_returns_late_is_remembered_as_open(pair):
-    handle, core = pair
-    late = core.block["start_weight_update"] = threading.Event()
-    with pytest.raises(DeadlineExceeded):
-        handle.start_update(0.2)
-    late.set()
-    core.block = {}
-    handle.start_update(T)
-    assert core.active and core.calls.count("finish_weight_update") == 1
 
 
 def eventually(true) -> bool:
@@ -505,19 +503,6 @@ def test_an_async_engine_is_paused_by_its_core_which_does_not_sleep():
         assert core.log[:2] == [("is_paused",), (called, "wait", False)] and not handle.in_order
 
 
-def test_what_was_sent_and_not_called_is_not_taken_for_the_next_refits(pair):
-    """A cache that was dropped before the next weights came would be served with them."""
-    handle, core = pair
-    refit_ahead(handle, core)  # and torn: neither finish nor reset_caches is called
-    if handle.in_order:
-        assert eventually(lambda: core.calls[-1] == "reset_prefix_cache")
-    before = core.calls.count("reset_prefix_cache")
-    refit(handle, "v2")
-    assert core.calls.count("reset_prefix_cache") == before + 1
-    assert core.calls.count("start_weight_update") == core.calls.count("finish_weight_update") == 2
-    assert core.version == "v2" and not core.active
-
-
 def test_an_update_that_was_sent_behind_a_start_that_failed_is_forgotten(pair):
     handle, core = pair
     core.fail = {"start_weight_update": 1}
@@ -553,20 +538,6 @@ def test_offline_refit_waits_for_the_owner_and_keeps_him_out():
     handle.finish(None, T)
     handle.resume(T)
     assert entered_again.wait(5)
-
-
-def test_a_lost_offline_engine_lets_its_owner_go():
-    handle = OfflineLLM(FakeLLM(FakeVllm()))
-    handle.pause(T)
-    handle.stay_paused(T)
-    done = threading.Event()
-
-    def owner():
-        with handle.hold():
-            done.set()
-
-    threading.Thread(target=owner, daemon=True).start()
-    assert done.wait(5)
 
 
 def test_the_owner_of_an_offline_engine_whose_worker_hangs_is_let_go():
@@ -739,3 +710,46 @@ def test_handle_for_picks_by_interface():
     assert "object.pause_generation" in lacking.value.violations
     with pytest.raises(Unsupported, match="URL"):
         handle_for("somewhere")
+
+
+# ---- the worker's half of vLLM's calls
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("workers", "rank"), [(2, 1), (4, 3)])
+def test_one_of_several_data_parallel_processes_is_a_replica_of_its_own(workers, rank):
+    """An `LLM` reaches the workers of its own rank only, and counts those; an AsyncLLM all of them."""
+    from xfer.engines.vllm_worker import XferWeightTransferEngine
+
+    worker = XferWeightTransferEngine.__new__(XferWeightTransferEngine)
+    worker.parallel_config, worker.workers = SimpleNamespace(rank=1, world_size=2, data_parallel_index=1), workers
+    assert worker.worker_rank() == rank
+
+
+@pytest.mark.engine
+def test_an_in_process_worker_is_called_on_its_own_device(monkeypatch):
+    """An `LLM` with its worker in its own process is called by a thread of xfer's, and the device of a new thread is cuda:0. (This
+    machine has no GPU, so the call that sets a thread's device is replaced.)"""
+    from xfer.engines.vllm_worker import XferWeightTransferEngine
+
+    thread, calls = threading.local(), []
+
+    def called(name):
+        return lambda *args: calls.append((name, getattr(thread, "device", "cuda:0")))
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(thread, "device", str(device)))
+    worker = XferWeightTransferEngine.__new__(XferWeightTransferEngine)
+    worker.device, worker.session = torch.device("cuda:1"), SimpleNamespace(receive=called("receive"))
+    monkeypatch.setattr(worker, "_join", called("join"))
+    llm = SimpleNamespace(
+        llm_engine=SimpleNamespace(vllm_config=None),
+        init_weight_transfer_engine=lambda request: worker.init_transfer_engine(request["init_info"]),
+        start_weight_update=called("vLLM's start"),
+        finish_weight_update=called("vLLM's finish"),
+        update_weights=lambda request: worker.update_weights(request["update_info"]),
+    )
+    handle = OfflineLLM(llm)
+    handle.init({}, 10.0)
+    handle.start_update(10.0)
+    handle.update({"attempt": 1, "deadline_s": 1.0}, 10.0)
+    assert calls == [(name, "cuda:1") for name in ("join", "vLLM's start", "receive")]

@@ -11,7 +11,7 @@ import torch
 from torch.nn import Parameter
 
 from xfer.engines.live import LiveSlot
-from xfer.engines.offload import refuse_offloaded
+from xfer.engines.settings import refuse_offloaded
 from xfer.engines.vllm_loader import PackedModel, reached_by
 from xfer.errors import LayoutError, Unsupported, out_of_memory
 

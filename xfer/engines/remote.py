@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from xfer.engines.call_thread import CallThread
-from xfer.engines.handles import Handle, PauseMode
+from xfer.engines.handles import CallThread, Handle, PauseMode
 from xfer.errors import EngineLost, Unsupported, XferError
 from xfer.participants.engine import ASK_S
 

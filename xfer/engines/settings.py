@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from xfer.engines.offload import refuse_offloaded
 from xfer.errors import Unsupported
 
 TRUSTED = "XFER_TRUST_CONNECTORS"
@@ -78,6 +77,25 @@ def refuse_part(vllm_config: Any) -> None:
 
 def _external(parallel_config: Any) -> bool:
     return getattr(parallel_config, "data_parallel_external_lb", False)
+
+
+def refuse_offloaded(vllm_config: Any) -> None:
+    """Refuse weights of layers that vLLM keeps in host memory between forwards.
+
+    That memory is outside the module tree: the next forward would overwrite what a refit writes to the tree.
+    """
+    config = getattr(vllm_config, "offload_config", None)
+    if config is None:  # vLLM before it had one
+        found = {"cpu_offload_gb": getattr(vllm_config.cache_config, "cpu_offload_gb", 0)}
+    else:
+        uva, prefetch = config.uva.cpu_offload_gb, config.prefetch.offload_group_size
+        found = {
+            "cpu_offload_gb": uva if config.offload_backend != "prefetch" else 0,
+            "offload_group_size": prefetch if config.offload_backend != "uva" else 0,
+        }
+    bad = [f"{name}={value:g}: start vLLM without it" for name, value in found.items() if value]
+    if bad:
+        raise Unsupported("weight offloading keeps weights of this engine where refits cannot reach them", bad)
 
 
 def refuse_shared_weights(vllm_config: Any) -> None:

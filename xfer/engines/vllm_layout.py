@@ -9,9 +9,12 @@ engines that cannot be refitted.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -32,7 +35,6 @@ from xfer.engines.layout import (
 )
 from xfer.engines.live import DRAFT, LiveStorages
 from xfer.engines.lock import Lock, candidates, choose
-from xfer.engines.one_line import one_line_per_kind
 from xfer.engines.processed import refuse_processed
 from xfer.engines.settings import refuse_settings
 from xfer.engines.vllm_checks import all_agree, matches, refuse_other_family
@@ -50,8 +52,53 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("xfer")
 
+_SHOWN = 3
+"""Messages of one kind of warning that are quoted."""
+_Kind = tuple[str, int]
+"""The line of code that warns."""
 DUMMY_TOKENS = 16
 """Tokens of the forward that tests a lock. At least the size of any tensor-parallel group that is used in practice."""
+
+
+class _HeldWarnings(logging.Filter):
+    """Holds back the warnings of the thread that made it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[_Kind] = Counter()
+        self.first: dict[_Kind, list[logging.LogRecord]] = {}
+        self._thread = threading.get_ident()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.thread != self._thread or record.levelno < logging.WARNING:
+            return True
+        kind = record.pathname, record.lineno
+        self.count[kind] += 1
+        first = self.first.setdefault(kind, [])
+        if len(first) < _SHOWN:
+            first.append(record)
+        return False
+
+
+@contextlib.contextmanager
+def one_line_per_kind(package: str) -> Iterator[None]:
+    """Hold back this thread's warnings from the loggers of `package`. At the end each kind is logged once, with its count and its
+    first messages: vLLM's loaders warn once per tensor, and a trace runs a loader that has run before."""
+    names = [n for n in logging.root.manager.loggerDict if n == package or n.startswith(f"{package}.")]
+    loggers, held = [logging.getLogger(n) for n in names], _HeldWarnings()
+    for logger in loggers:
+        logger.addFilter(held)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(held)
+        for kind, records in held.first.items():
+            record = records[0]
+            if held.count[kind] > 1:
+                quoted = "; ".join(r.getMessage() for r in records)
+                record.msg, record.args = "%d times while xfer read the layout: %s", (held.count[kind], quoted)
+            logging.getLogger(record.name).handle(record)
 
 
 class EngineModel:

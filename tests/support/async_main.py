@@ -1,9 +1,11 @@
-"""A real AsyncLLM with two data-parallel ranks that share experts, whose owner resumes it, too. For test_refit_resumed.py.
+"""A real AsyncLLM, with requests under way and an owner who pauses and resumes it too. For test_refit_serving.py.
 
-    {"do": "start", "model"}   {"do": "twice", "who"}
-    {"do": "serve", "rendezvous"}   {"do": "ready"}   {"do": "disturb", "seconds"}   {"do": "disturbed"}
+    {"do": "start", "model", …}   {"do": "serve", "rendezvous"}   {"do": "ready"}   {"do": "observe"}
+    {"do": "begin", "tokens"}   {"do": "ended"}   {"do": "state"}   {"do": "close"}
+    {"do": "pause"}   {"do": "resume"}
+    {"do": "twice", "who"}   {"do": "disturb", "seed"}   {"do": "disturbed"}
 
-One event loop in the main thread, since the engine's processes are forked from it; commands are read in another.
+One event loop in the main thread, since the engine's processes are forked from it. Another thread reads the commands.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections import Counter
 import xfer
 from tests.support import small_vllm
 from tests.support.proc import PATIENCE, commands, emit
+from tests.support.vllm_main import PROMPTS
 from xfer.engines.choose_handle import handle_for
 
 UPDATE = {"attempt": 1, "deadline_s": 5.0}
@@ -37,37 +40,82 @@ def refit(handle) -> None:
 
 
 class Engine:
-    asked = 0
+    asked, request = 0, None
 
-    async def start(self, model: str) -> None:
-        self.engine = small_vllm.asynchronous(
-            model,
-            data_parallel_size=2,
-            enable_expert_parallel=True,
-            worker_extension_cls="tests.support.live_main.Probe",
-        )
+    async def start(self, model: str, **how) -> None:
+        self.engine = small_vllm.asynchronous(model, **how)
         emit("started")
 
-    async def answer(self, tokens: int, rank: int | None = None) -> int:
+    async def answer(self, prompt: list[int], tokens: int = 6, rank: int | None = None) -> list:
+        """Greedy tokens and their logprobs."""
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         self.asked += 1
-        how, count = SamplingParams(temperature=0, max_tokens=tokens, detokenize=False, ignore_eos=True), 0
-        prompt = {"prompt_token_ids": [5, 6, 7, 8 + self.asked % 50]}
-        async for out in self.engine.generate(prompt, how, f"r{self.asked}", data_parallel_rank=rank):
-            count = len(out.outputs[0].token_ids)
-        return count
+        how = SamplingParams(
+            temperature=0,
+            max_tokens=tokens,
+            logprobs=1,
+            detokenize=False,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        async for out in self.engine.generate(
+            {"prompt_token_ids": prompt}, how, f"r{self.asked}", data_parallel_rank=rank
+        ):
+            o = out.outputs[0]
+        return [list(o.token_ids), [d[t].logprob for t, d in zip(o.token_ids, o.logprobs, strict=True)]]
+
+    async def count(self, tokens: int, rank: int | None = None) -> int:
+        """Tokens of the answer to a prompt that is not in the prefix cache."""
+        return len((await self.answer([5, 6, 7, 8 + self.asked % 50], tokens, rank))[0])
+
+    async def observe(self) -> None:
+        answers = [await self.answer(p) for p in PROMPTS]
+        version = await self.engine.get_weight_version()
+        emit("observed", outputs=answers, checksums=await self.engine.compute_weight_checksums(), version=version)
+
+    async def begin(self, tokens: int) -> None:
+        """A request that later commands find under way."""
+        self.request = asyncio.create_task(self.answer(PROMPTS[0], tokens))
+        await asyncio.sleep(0.2)
+        emit("began")
+
+    async def ended(self) -> None:
+        emit("ended request", answer=await asyncio.wait_for(self.request, 60))
+
+    async def state(self) -> None:
+        c = self.controller
+        emit(
+            "state",
+            torn=c.torn,
+            error=str(c.error or ""),
+            answered=self.request.done(),
+            paused=await self.engine.is_paused(),
+        )
+
+    async def pause(self) -> None:
+        await self.engine.pause_generation(mode="keep", clear_cache=False)
+        emit("paused")
+
+    async def resume(self) -> None:
+        await self.engine.resume_generation()
+        emit("resumed")
+
+    async def close(self) -> None:
+        self.controller.close()
+        emit("closed")
 
     async def twice(self, who: str) -> None:
-        """Its owner resumes the engine during a refit; then a request begins on one rank, of which the coordinator has not told the other
-        one; then `who` resumes the engine once more."""
+        """The owner resumes the engine during a refit. Then a request begins on one rank, before vLLM's coordinator tells the
+        other rank. Then `who` resumes the engine again."""
         handle = handle_for(self.engine)
         await asyncio.to_thread(refit, handle)
         await self.engine.resume_generation()
         (coordinator,) = (p for p in multiprocessing.active_children() if "Coordinator" in p.name)
         os.kill(coordinator.pid, signal.SIGSTOP)
         try:
-            request = asyncio.create_task(self.answer(4, LATER))
+            request = asyncio.create_task(self.count(4, LATER))
             await self.in_a_step(LATER)
             again = (
                 self.engine.resume_generation() if who == "owner" else asyncio.to_thread(handle.resume, 20 * PATIENCE)
@@ -106,7 +154,7 @@ class Engine:
         async def ask() -> None:
             while True:
                 tokens = chance.randint(1, 30)
-                self.did["answers"] += await self.answer(tokens) == tokens
+                self.did["answers"] += await self.count(tokens) == tokens
                 await asyncio.sleep(chance.random() * 0.05)
 
         async def disturb() -> None:
@@ -129,7 +177,7 @@ class Engine:
         with contextlib.suppress(asyncio.CancelledError):
             await disturbing
         await self.engine.resume_generation()
-        await asyncio.wait_for(self.answer(4), 20 * PATIENCE)
+        await asyncio.wait_for(self.count(4), 20 * PATIENCE)
         for task in asking:
             task.cancel()
         emit("disturbed", did=self.did, version=self.controller.version)

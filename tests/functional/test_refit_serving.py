@@ -1,0 +1,223 @@
+"""Refits of engines that serve requests meanwhile: an `AsyncLLM`, `vllm serve` behind its URL, and data-parallel ranks that
+their owner pauses and resumes too. Real vLLM, bit for bit.
+
+Truth: what the same engine computed from the checkpoint on disk, loaded by vLLM itself, before anything was refitted; a
+refit of the same weights must bring exactly that back.
+"""
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+import urllib.request
+
+import pytest
+
+pytestmark = pytest.mark.engine
+pytest.importorskip("vllm")
+
+from examples.common.ports import free_port  # noqa: E402
+from tests.support.proc import PATIENCE, Family  # noqa: E402
+from tests.support.refit_job import Job, a_refit, good, until  # noqa: E402
+from tests.support.vllm_main import PROMPTS  # noqa: E402
+from xfer.engines.choose_handle import handle_for  # noqa: E402
+from xfer.errors import EngineLost  # noqa: E402
+
+LONG = 100
+
+
+class Asynchronous:
+    """An AsyncLLM in a process of its own, which it controls itself."""
+
+    def __init__(self, family: Family, model, token: str, **how):
+        self.faults = family.work / "engine.fault"
+        self.child = family.start("engine", "engine", "async_main", XFER_TOKEN=token, XFER_FAULT_FILE=str(self.faults))
+        self.ask("started", do="start", model=str(model), **how)
+
+    def ask(self, kind: str, timeout: float = 120.0, **command) -> dict:
+        self.child.say(**command)
+        return self.child.expect(kind, timeout=timeout)
+
+    def connect(self, job: Job) -> None:
+        rendezvous = f"tcp://127.0.0.1:{free_port()}"
+        self.ask("serving", do="serve", rendezvous=rendezvous)
+        job.trainers.build(job.config)
+        good(job.trainers.connect(rendezvous))
+        self.ask("ready", do="ready")
+
+    def observe(self) -> dict:
+        return self.ask("observed", do="observe")
+
+    def pause(self) -> None:
+        self.ask("paused", do="pause")
+
+    def resume(self) -> None:
+        self.ask("resumed", do="resume")
+
+    def paused(self) -> bool:
+        return self.ask("state", do="state")["paused"]
+
+    def begin(self, tokens: int) -> None:
+        self.ask("began", do="begin", tokens=tokens)
+
+    def ended(self) -> list:
+        return self.ask("ended request", do="ended")["answer"]
+
+
+class Server:
+    """`vllm serve`. Trainer 0 controls it: `connect(engines=[url])`; no process beside the server is xfer's."""
+
+    def __init__(self, family: Family, model):
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        flags = f"--model {model} --served-model-name toy --skip-tokenizer-init --enforce-eager --dtype bfloat16"
+        flags += f" --max-model-len 192 --max-num-seqs 4 --block-size 32 --host 127.0.0.1 --port {port}"
+        args = [*flags.split(), "--weight-transfer-config", '{"backend": "xfer"}']
+        self.child = family.start("server", "engine", "server_main", *args, XFER_LOG_LEVEL="INFO")
+        until(self._up, 240, "the server is up")
+
+    def _up(self) -> bool:
+        assert self.child.proc.poll() is None, self.child.tail()
+        try:
+            return bool(urllib.request.urlopen(f"{self.url}/health", timeout=2))
+        except OSError:
+            return False
+
+    def get(self, path: str, body: dict | None = None) -> dict:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        return json.loads(urllib.request.urlopen(request, timeout=120).read())
+
+    def connect(self, job: Job) -> None:
+        t, rendezvous = job.trainers, f"tcp://127.0.0.1:{free_port()}"
+        t.build(job.config)
+        waiting = t.say([0], do="connect", rendezvous=rendezvous, engines=[self.url], deadline_s=60.0)
+        waiting += t.say([1], do="connect", rendezvous=rendezvous, deadline_s=60.0)
+        good([c.expect("connected", "raised", timeout=90) for c in waiting])
+
+    def complete(self, prompt: list[int], tokens: int = 6) -> list:
+        how = dict(temperature=0, max_tokens=tokens, logprobs=1, detokenize=False, ignore_eos=True)
+        how |= dict(model="toy", return_token_ids=True, return_tokens_as_token_ids=True)
+        choice = self.get("/v1/completions", {"prompt": prompt, **how})["choices"][0]
+        return [choice["token_ids"], choice["logprobs"]["token_logprobs"]]
+
+    def observe(self) -> dict:
+        sums = self.get("/weight_checker", {"action": "checksum"})
+        version = self.get("/weight_info")["weight_version"]
+        return dict(outputs=[self.complete(p) for p in PROMPTS], checksums=sums, version=version)
+
+    def pause(self) -> None:
+        self.get("/pause?mode=keep", {"by": "its owner"})
+
+    def resume(self) -> None:
+        self.get("/resume", {"by": "its owner"})
+
+    def paused(self) -> bool:
+        return self.get("/is_paused")["is_paused"]
+
+    def begin(self, tokens: int) -> None:
+        self.answers: list = []
+        self.request = threading.Thread(target=lambda: self.answers.append(self.complete(PROMPTS[0], tokens)))
+        self.request.start()
+        time.sleep(0.2)
+
+    def ended(self) -> list:
+        self.request.join(60)
+        return self.answers[0]
+
+
+def same(a: dict, b: dict) -> list[bool]:
+    return [a[k] == b[k] for k in ("outputs", "checksums")]
+
+
+def refits_while_it_serves(job: Job, engine: Asynchronous | Server) -> dict:
+    """A request that is under way freezes, and ends under the new weights with all its tokens. An owner's pause outlasts a
+    refit. Returns the truth."""
+    truth = engine.observe()
+    engine.connect(job)
+    a_refit(job, 2)
+    other = engine.observe()
+    assert same(other, truth) == [False, False] and other["version"] == "1"
+    engine.begin(LONG)
+    a_refit(job, 1)
+    assert len(engine.ended()[0]) == LONG and not engine.paused()
+    again = engine.observe()
+    assert same(again, truth) == [True, True] and again["version"] == "2"
+    engine.pause()
+    good(job.trainers.refit(2, verify=True))
+    assert engine.paused()
+    engine.resume()
+    assert same(engine.observe(), other) == [True, True]
+    a_refit(job, 1)
+    assert not engine.paused()
+    return truth
+
+
+def test_async_llm(tmp_path):
+    with Job(tmp_path, "qwen3", world=2) as job:
+        engine = Asynchronous(job.family, job.model, job.token, max_model_len=192)
+        truth = refits_while_it_serves(job, engine)
+        # After a worker raised in the middle, no request is answered until the next refit has committed.
+        engine.faults.write_text("worker:0:moving:raise@1")
+        failed = job.trainers.refit(3, deadline_s=20.0)
+        assert all(r["kind"] == "raised" and "injected fault" in r["text"] for r in failed), failed
+        engine.begin(6)
+        time.sleep(1.0)
+        state = engine.ask("state", do="state")
+        assert state["torn"] and "injected fault" in state["error"] and not state["answered"], state
+        a_refit(job, 1)
+        assert engine.ended() == truth["outputs"][0]
+        assert same(engine.observe(), truth) == [True, True]
+        engine.ask("closed", do="close")
+
+
+def test_vllm_serve_by_its_url(tmp_path):
+    with Job(tmp_path, "qwen3", world=2) as job:
+        server = Server(job.family, job.model)
+        truth = refits_while_it_serves(job, server)
+        job.trainers.ask("close", "closed")
+        assert same(server.observe(), truth) == [True, True]  # without trainers it serves what it has
+        said = server.child.log_path.read_text()
+        joined = r"^\(Worker\S* pid=\d+\) INFO \d\d-\d\d [\d:]{8} \[.*\] xfer: replica 0 worker 0 has joined tcp://"
+        assert re.search(joined, said, re.M), "the server's processes say what xfer does, as vLLM says it"
+        lines = [x for x in job.trainers.ranks[0].log_path.read_text().splitlines() if " xfer: " in x]
+        committed = r"\d\d-\d\d [\d:]{8} INFO xfer: version 2 committed by 1 of 1 replica: "
+        assert any(re.match(committed, x) for x in lines), lines
+        assert any("xfer: replica 0 serves version 1, outage" in x for x in lines), lines
+        assert not [x for x in (*lines, *said.splitlines()) if " xfer: " in x and " INFO " not in x]
+        os.kill(server.child.proc.pid, signal.SIGTERM)
+        server.child.proc.wait(60)
+        with pytest.raises(EngineLost):
+            handle_for(server.url).pause(30)
+
+
+# ---- data-parallel ranks, which wait for one another in every step: calls that reach them in different steps can make
+# them wait for good
+
+SHARED_EXPERTS = dict(
+    data_parallel_size=2, enable_expert_parallel=True, worker_extension_cls="tests.support.live_main.Probe"
+)
+
+
+def test_an_engine_that_its_owner_resumed_during_a_refit_is_not_resumed_again(tmp_path):
+    """By the refit, or by its owner: the request that has begun on one rank meanwhile would never be answered."""
+    with Job(tmp_path, "qwen3_moe", world=0) as job:
+        engine = Asynchronous(job.family, job.model, job.token, **SHARED_EXPERTS)
+        for who in ("refit", "owner"):
+            answered = engine.ask("answered", timeout=60, do="twice", who=who)
+            assert (answered["tokens"], answered["paused"]) == (4, False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_refits_commit_whenever_the_owner_pauses_and_resumes(tmp_path, seed):
+    with Job(tmp_path, "qwen3_moe", world=1) as job:
+        engine = Asynchronous(job.family, job.model, job.token, **SHARED_EXPERTS)
+        engine.connect(job)
+        engine.ask("disturbing", do="disturb", seed=seed)
+        for n in range(100):
+            a_refit(job, n % 2, deadline_s=60.0 * PATIENCE)
+        end = engine.ask("disturbed", do="disturbed")
+        assert end["version"] == 100 and all(end["did"][kind] for kind in ("answers", "pauses", "resumes")), end
