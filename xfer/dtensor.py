@@ -72,9 +72,10 @@ def xferdtensor(
     this rank's source any more.
 
     Ranks meet by small all-gathers: through memory where all are on one host and may read each other's, else over `group`
-    (on the CPU where the group can do that, else on the GPU). The bytes of the tensor do not travel over `group`: on CUDA a destination maps the source's memory (CUDA IPC) and reads it, and what cannot
-    be mapped goes over a NCCL communicator of xfer's own, which the ranks open at the group's store when they first
-    need it. CPU tensors go over a gloo group of xfer's own. All tensors of a call lie on one kind of device.
+    (on the CPU where the group can do that, else on the GPU). The bytes of the tensor do not travel over `group`: on
+    CUDA a destination maps the source's memory (CUDA IPC) and reads it, and what cannot be mapped goes over a NCCL
+    communicator of xfer's own, which the ranks open at the group's store when they first need it. CPU tensors go over a
+    gloo group of xfer's own. All tensors of a call lie on one kind of device.
 
     Kept between calls, for each group: a link, and the routes of the last 1,024 combinations of layouts (meshes,
     placements, shapes, dtypes, strides) and, on CUDA, source storages. The first call with a combination plans and

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from tests.support.replay import export, load
-from xfer.errors import CoverageError, LayoutError
+from xfer.errors import CoverageError
 from xfer.kernels import bind
 from xfer.plan.inventory import Inventory
 from xfer.plan.program import ROW, Op, Program
