@@ -6,9 +6,7 @@ refit of the same weights must bring exactly that back.
 """
 
 import json
-import os
 import re
-import signal
 import threading
 import time
 import urllib.request
@@ -187,7 +185,7 @@ def test_vllm_serve_by_its_url(tmp_path):
         assert any(re.match(committed, x) for x in lines), lines
         assert any("xfer: replica 0 serves version 1, outage" in x for x in lines), lines
         assert not [x for x in (*lines, *said.splitlines()) if " xfer: " in x and " INFO " not in x]
-        os.kill(server.child.proc.pid, signal.SIGTERM)
+        server.child.proc.terminate()
         server.child.proc.wait(60)
         with pytest.raises(EngineLost):
             handle_for(server.url).pause(30)
