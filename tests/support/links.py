@@ -55,6 +55,18 @@ def seconds(site: Site, demands: Sequence[Demand], shares: Sequence[Sequence[Sou
     return links.seconds(load)
 
 
+def divided(demands: Sequence[Demand], shares: Sequence[SourceShare]) -> bool:
+    """Whether the shares divide each demand once and wholly, among its holders."""
+    for i, d in enumerate(demands):
+        mine = [s for s in shares if s.demand == i]
+        ends = [0, *(s.end for s in mine)]
+        if [s.begin for s in mine] != ends[:-1] or ends[-1] != d.units:
+            return False
+        if not all(s.source in d.holders and s.begin < s.end for s in mine):
+            return False
+    return True
+
+
 @st.composite
 def fabrics(draw) -> Fabric:
     hosts = []

@@ -190,13 +190,6 @@ def test_several_axes_cut_the_segments_of_one_dim(widths, groups, first, second,
         np.testing.assert_array_equal(got, want)
 
 
-def test_the_oracle_notices_a_wrong_cut():
-    """The comparison above can fail: an even split instead of torch.chunk's is not accepted."""
-    full = np.arange(10)
-    box = boxes_of((10,), MeshInfo.grid(tp=4), (Shard(0),), 2)
-    assert read(full, (3,), box).tolist() == [6, 7, 8] != np.array_split(full, 4)[2].tolist()
-
-
 @settings(max_examples=EXAMPLES // 2, deadline=None)
 @given(st.one_of(torch_layouts(), fused_layouts()), st.integers(0, 64), st.booleans(), st.data())
 def test_fragments_address_the_bytes_of_the_local_tensor(layout, offset, transposed, data):

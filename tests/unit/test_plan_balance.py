@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.links import divided
 from tests.support.plan_worlds import EXAMPLES
 from xfer.plan.balance import Demand, balance, nearest
 from xfer.plan.schedule import schedule
@@ -35,11 +36,7 @@ def test_each_demand_is_divided_once_and_wholly_among_its_holders(case):
     n, asked = case
     shares = balance(asked, n)
     assert shares == balance(asked, n)
-    for i, d in enumerate(asked):
-        mine = [s for s in shares if s.demand == i]
-        assert [s.begin for s in mine] == [0, *(s.end for s in mine)][: len(mine)]
-        assert (mine[-1].end if mine else 0) == d.units
-        assert all(s.source in d.holders and s.begin < s.end for s in mine)
+    assert divided(asked, shares)
 
 
 @given(demands())

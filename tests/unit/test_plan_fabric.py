@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.lib.layouts import ROWS, Model, engine, trainer
-from tests.support.links import UNIT, G, fabrics, least_busiest, problems, seconds, sites
+from tests.support.links import UNIT, G, divided, fabrics, least_busiest, problems, seconds, sites
 from tests.support.plan_worlds import EXAMPLES, execute, worlds
 from tests.support.plan_worlds import quick as few
 from xfer.errors import LayoutError, ProtocolError, XferError
@@ -59,11 +59,7 @@ def test_the_busiest_link_is_as_good_as_the_linear_programme_and_no_busier_than_
 def test_each_demand_is_divided_once_and_wholly_and_the_same_way_every_time(problem):
     site, demands = problem
     first = all_shares(site, demands)
-    for shares in first:
-        for i, d in enumerate(demands):
-            mine = [s for s in shares if s.demand == i]
-            assert [s.begin for s in mine] == [0, *(s.end for s in mine)][: len(mine)] and mine[-1].end == d.units
-            assert all(s.source in d.holders and s.begin < s.end for s in mine)
+    assert all(divided(demands, shares) for shares in first)
     assert all_shares(Site.from_bytes(site.to_bytes()), demands) == first
 
 

@@ -48,6 +48,11 @@ def regions(draw, within: int = 120) -> Region:
     return region.shifted(draw(st.integers(0, max(0, within - 1 - region.last))))
 
 
+def spots(r: Region) -> list[int]:
+    """The addresses of a region's elements, in row-major order."""
+    return addresses(r.offset, r.shape, r.strides).tolist()
+
+
 @quick
 @given(st.lists(st.integers(1, 5), max_size=3), st.data())
 def test_boxes_say_where_every_element_lies(shape, data):
@@ -59,10 +64,8 @@ def test_boxes_say_where_every_element_lies(shape, data):
     strides = row_major(c.shape) if data.draw(st.booleans()) else tuple(data.draw(st.integers(0, 30)) for _ in c.shape)
     s = Region(data.draw(st.integers(0, 50)), c.shape, strides).scaled(4)
     found = boxes(spec, c, s, "root", "float32")
-    want = {}
-    for a, b in zip(addresses(c.offset, c.shape, c.strides).tolist(), addresses(s.offset, s.shape, s.strides).tolist()):
-        index = tuple(int(i) for i in np.unravel_index(a, shape))
-        want[("t", index, "root", b, "float32")] = want.get(("t", index, "root", b, "float32"), 0) + 1
+    pairs = zip(spots(c), spots(s))
+    want = Counter(("t", tuple(map(int, np.unravel_index(a, shape))), "root", b, "float32") for a, b in pairs)
     assert element_map(found) == want
     assert all(i.stop <= n for f in found for i, n in zip(f.index, shape))
     plain = boxes(spec, c, s, "root", "float32", plain=True)
@@ -71,12 +74,8 @@ def test_boxes_say_where_every_element_lies(shape, data):
 
 def unraveled(fragments: list[Fragment], shape: tuple[int, ...]) -> Counter:
     """`element_map` with linear indices, which a split of the shape does not change."""
-    return Counter(
-        {
-            (t, int(np.ravel_multi_index(i, shape)) if i else 0, *rest): n
-            for (t, i, *rest), n in element_map(fragments).items()
-        }
-    )
+    found = element_map(fragments).items()
+    return Counter({(t, int(np.ravel_multi_index(i, shape)) if i else 0, *rest): n for (t, i, *rest), n in found})
 
 
 @quick
@@ -150,10 +149,10 @@ def experts(count: int, layers: int) -> list[Fragment]:
     for layer in range(layers):
         for e in range(count):
             for k, name in enumerate(("gate", "up")):
-                out.append(Fragment(f"{layer}.{name}", (e, 0, 0), (1, 384, 2048), f"{layer}.w13",
-                                    (2 * e + k) * 384 * 4096, (0, 4096, 2), "bfloat16"))  # fmt: skip
-            out.append(Fragment(f"{layer}.down", (e, 0, 0), (1, 2048, 384), f"{layer}.w2", e * 2048 * 768, (0, 768, 2),
-                                "bfloat16"))  # fmt: skip
+                at = f"{layer}.w13", (2 * e + k) * 384 * 4096, (0, 4096, 2)
+                out.append(Fragment(f"{layer}.{name}", (e, 0, 0), (1, 384, 2048), *at, "bfloat16"))
+            at = f"{layer}.w2", e * 2048 * 768, (0, 768, 2)
+            out.append(Fragment(f"{layer}.down", (e, 0, 0), (1, 2048, 384), *at, "bfloat16"))
     return out
 
 
@@ -181,7 +180,7 @@ def test_relocated_parameters_of_one_buffer_merge():
     assert len(e.value.violations) == 7
 
 
-# ---- composing reads of scratch -------------------------------------------------------------------------------------
+# ---- composing reads of scratch
 
 
 def painted(pieces: list[tuple[Region, tuple[int, ...] | None]]) -> dict[int, tuple[int, int]]:
@@ -189,7 +188,7 @@ def painted(pieces: list[tuple[Region, tuple[int, ...] | None]]) -> dict[int, tu
     out: dict[int, tuple[int, int]] = {}
     for i, (where, strides) in enumerate(pieces):
         of = addresses(0, where.shape, strides if strides is not None else (0,) * len(where.shape)).tolist()
-        out.update((a, (i, b)) for a, b in zip(addresses(where.offset, where.shape, where.strides).tolist(), of))
+        out.update((a, (i, b)) for a, b in zip(spots(where), of))
     return out
 
 
@@ -203,10 +202,8 @@ def test_a_read_of_scratch_is_traced_back_element_by_element(written, read, data
         pieces.append((where, None if mode == 0 else row_major(where.shape) if mode == 1 else strides))
     dst = contiguous(read.shape)
     held = painted(pieces)
-    want = {}
-    for a, b in zip(addresses(read.offset, read.shape, read.strides).tolist(), range(read.size)):
-        want[b] = held.get(a, (-1, 0))
-    flat = [set(addresses(w.offset, w.shape, w.strides).tolist()) for w, _ in pieces]
+    want = {b: held.get(a, (-1, 0)) for b, a in enumerate(spots(read))}
+    flat = [set(spots(w)) for w, _ in pieces]
     disjoint = sum(map(len, flat)) == len(set().union(*flat))
     for view in (read, read.expanded((2, *read.shape))):
         assert covers(tuple(written), view) == (-1 not in {i for i, _ in want.values()})
@@ -214,8 +211,8 @@ def test_a_read_of_scratch_is_traced_back_element_by_element(written, read, data
         got = {}
         for p in parts:
             assert p.src.shape == p.dst.shape
-            of = addresses(p.src.offset, p.src.shape, p.src.strides).tolist()
-            for b, a in zip(addresses(p.dst.offset, p.dst.shape, p.dst.strides).tolist(), of):
+            of = spots(p.src)
+            for b, a in zip(spots(p.dst), of):
                 assert b not in got
                 got[b] = (p.piece, a if p.piece >= 0 and pieces[p.piece][1] is not None else 0)
         assert got == want
@@ -233,11 +230,11 @@ def test_a_shape_that_torch_would_not_broadcast_is_refused():
 def test_rewriting_matches_equal_addresses(inner, outer):
     mate, outer_mate = contiguous(inner.shape), contiguous(outer.shape)
     hit = rewrite(inner, mate, outer, outer_mate)
-    inside = dict(zip(addresses(outer.offset, outer.shape, outer.strides).tolist(), range(outer.size)))
-    mine = addresses(inner.offset, inner.shape, inner.strides).tolist()
+    inside = dict(zip(spots(outer), range(outer.size)))
+    mine = spots(inner)
     if hit is None:
         return
-    pairs = dict(zip(*(addresses(r.offset, r.shape, r.strides).tolist() for r in hit)))
+    pairs = dict(zip(*(spots(r) for r in hit)))
     assert pairs == {i: inside[a] for i, a in enumerate(mine)}
 
 
@@ -246,7 +243,5 @@ def test_rewriting_matches_equal_addresses(inner, outer):
 def test_folding_keeps_the_sequence(rows, unit):
     d = np.arange(len(rows), dtype=np.int64) * unit
     s = np.array(rows, np.int64) * unit
-    got = [
-        x for a, b in fold(d, s, unit) for x in zip(*(addresses(r.offset, r.shape, r.strides).tolist() for r in (a, b)))
-    ]
+    got = [x for a, b in fold(d, s, unit) for x in zip(*(spots(r) for r in (a, b)))]
     assert got == [(i * unit + k, r * unit + k) for i, r in enumerate(rows) for k in range(unit)]
