@@ -134,5 +134,8 @@ COMPUTES = {
 }
 
 
+_STEPS = MOVES | COMPUTES
+
+
 def move(op: str, i: int, j: int, x: torch.Tensor) -> torch.Tensor:
-    return (MOVES | COMPUTES)[op](x, i % x.dim(), i, j)
+    return _STEPS[op](x, i % x.dim(), i, j)
