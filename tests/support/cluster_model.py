@@ -1,7 +1,7 @@
-"""A job in a bottle: a real Coordinator, and models of the processes around it that say what real ones say.
+"""A model of a job: a real Coordinator, and models of the processes around it that send what real ones send.
 
-Nothing here has a thread, a socket or a clock. Messages wait in queues, in order per connection, until somebody delivers
-them; what a process does between two messages waits in its `todo`. So a test chooses every order of events by itself.
+Nothing here has a thread, a socket or a clock. Messages wait in queues, in order per connection, until a test delivers
+them; what a process does between two messages waits in its `todo`. So a test chooses the order of all events.
 
 `Job.check` holds what must be true at any moment, `Job.settle` lets everything that can happen happen.
 """
@@ -37,7 +37,7 @@ LIVELOCK = 5000
 
 @cache
 def specs(variant: int) -> bytes:
-    """What a trainer exports: one tensor, and another one as well in odd variants."""
+    """Return what a trainer exports: one tensor, in odd variants two."""
     some = [TensorSpec(f"t{i}", (4,), "bfloat16") for i in range(1 + variant % 2)]
     return pack_specs(Catalog.union([("trainer", some)]).to_bytes(), [])
 
@@ -134,7 +134,7 @@ class Lane:
         self.go_on()
 
     def go_on(self) -> None:
-        """What waits for the worker before it goes on when that one has all bytes, or ends with the refit."""
+        """Continue a transfer that waits for the worker before it, if that one has all bytes or the refit has ended."""
         if self.waits is not None and (self.cancelled or self.brought == self.waits.attempt):
             go, self.waits = self.waits, None
             self.owner.todo.append(lambda: self._end(go))

@@ -29,12 +29,12 @@ GOOD = [True]
 
 @pytest.fixture(params=range(3))
 def seed(request) -> int:
-    """Of the order in which everything happens that a test does not order."""
+    """Seed of the order of all events that a test leaves open."""
     return request.param
 
 
 def until(job: Job, condition: Callable[[], object]) -> None:
-    """No time passes."""
+    """Let things happen, without any time passing, until `condition` holds."""
     while not condition():
         assert job.step(), "nothing happens any more"
 
@@ -53,14 +53,14 @@ def served(trainers: int, replicas: int, workers: int, seed: int = 0) -> Job:
 
 
 def committed(job: Job, **how) -> list[bool]:
-    """A refit by all trainers, which hear the same of each replica."""
+    """Refit by all trainers. Returns by replica whether it committed, which all trainers hear alike."""
     outcomes = job.refit(**how)
     assert all(o is not None and o == outcomes[0] for o in outcomes)
     return [o.committed for o in outcomes[0].outcomes]
 
 
 def armed(job: Job) -> Callable[[], bool]:
-    """Whether all workers of replica 0 are."""
+    """Return a condition: all workers of replica 0 are armed."""
     return lambda: job.coordinator.refit is not None and len(job.coordinator.refit.parts[0].armed) == job.workers
 
 
@@ -82,7 +82,7 @@ def mended(job: Job) -> None:
 
 
 def says(message: object) -> str:
-    """All lines of the errors in a message, or in an outcome and the replicas' parts of it."""
+    """Return all lines of the errors in a message, or in an outcome and its replicas."""
     errors = [message.error] if isinstance(message, m.Failed | m.Refused | m.Outcome) else []
     errors += [o.failure for o in getattr(message, "outcomes", ())]
     return "\n".join(str(e.error()) for e in errors if e is not None)
@@ -97,7 +97,7 @@ def leave(job: Job, replica: int) -> None:
 
 
 def joins(job: Job, replica: int, phase: ReplicaPhase) -> None:
-    """A replica comes anew, and gets this far."""
+    """A replica joins again and reaches this phase."""
     leave(job, replica)
     job.serve(job.engines[replica])
     until(job, lambda: job.coordinator.replicas[replica].phase is phase)
@@ -105,7 +105,7 @@ def joins(job: Job, replica: int, phase: ReplicaPhase) -> None:
 
 @contextmanager
 def stopped(*processes: Process) -> Iterator[None]:
-    """These neither hear nor do anything."""
+    """Inside the context, these processes hear nothing and do nothing."""
     for p in processes:
         p.hung = True
     yield
@@ -134,7 +134,7 @@ def test_a_refit_that_fails_while_a_replica_joins_leaves_it_joining(seed, phase)
 @pytest.mark.parametrize("when", ["before", "within", "again"])
 @pytest.mark.parametrize("kind", [m.InventoryMsg, m.PlanInputs, m.ReplicaReady])
 def test_processes_of_a_replica_that_fails_while_it_joins_hear_why_at_once(seed, when, kind):
-    """Each waited for its whole deadline, inside the engine's call. So did a worker that came after another had failed."""
+    """Each once waited for its whole deadline, inside the engine's call; so did a worker that came after another had failed."""
     job = served(2, 2, 2, seed)
     began = job.now
 
@@ -176,8 +176,8 @@ def test_a_trainer_that_comes_after_a_replica_has_failed_hears_why(seed):
 
 
 def test_trainers_whose_layouts_all_change_while_a_replica_links_cost_it_one_link(seed):
-    """Each finds that the link is of a layout that is gone. The second one ended the refit that the first one's word had
-    let go on."""
+    """Each finds that the link is of an older layout. The second report once ended the refit that the first one had let
+    continue."""
     job = served(3, 2, 2, seed)
     joins(job, 1, ReplicaPhase.LINKING)
     replica = job.coordinator.replicas[1]
@@ -211,7 +211,7 @@ def test_trainers_that_do_not_agree_what_to_gather_end_the_refit_and_not_a_link(
 
 
 def test_workers_of_a_replicas_former_life_do_not_speak_for_its_present_one(seed):
-    """Their controller is gone, and they still read their layouts. What they say of them comes when others have their numbers."""
+    """Their controller is gone while they read their layouts, and their reports arrive when others have their numbers."""
     job = served(1, 2, 2, seed)
     joins(job, 1, ReplicaPhase.JOINING)
     e, replica = job.engines[1], job.coordinator.replicas[1]
@@ -231,7 +231,7 @@ def test_workers_of_a_replicas_former_life_do_not_speak_for_its_present_one(seed
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_layout_that_changes_while_a_replica_is_planned_is_planned_again_at_once(seed, fails):
-    """No rank answers for the old layout any more. `fails`: the refit in which a trainer told of it has failed by then."""
+    """No rank answers for the old layout. `fails`: the refit in which a trainer reported the change fails first."""
     job = met(2, 1, 2, seed)
     joins(job, 0, ReplicaPhase.PLANNING)
     began, replica = job.now, job.coordinator.replicas[0]
@@ -253,7 +253,7 @@ def test_a_layout_that_changes_while_a_replica_is_planned_is_planned_again_at_on
 
 
 def test_a_layout_change_that_is_told_after_its_refit_is_over_is_not_forgotten(seed):
-    """The worker does not tell it again."""
+    """The worker reports it once."""
     job = served(2, 1, 1, seed)
     (worker,) = job.engines[0].workers
     worker._moved = True
@@ -272,7 +272,7 @@ def test_a_layout_change_that_is_told_after_its_refit_is_over_is_not_forgotten(s
 
 
 def undoing(seed: int) -> Job:
-    """All ranks gave up on a coordinator that stood still, and refit 2 is undone until `faults` are cleared."""
+    """All ranks gave up on a silent coordinator, and refit 2 is being undone until `faults` are cleared."""
     job = served(2, 1, 2, seed)
     job.faults[job.engines[0].controller, m.Settled] = True  # its engine does not come back into service yet
     for t in job.trainers:
@@ -288,7 +288,7 @@ def undoing(seed: int) -> Job:
 
 @pytest.mark.parametrize("early", [(0,), (1,), (0, 1)])
 def test_a_call_that_comes_while_the_refit_before_is_undone_begins_when_it_has(seed, early):
-    """The ranks that called first were refused, and the others with them."""
+    """The ranks that called first were once refused, and the others with them."""
     job = undoing(seed)
     ran(job, *early)
     assert job.coordinator.refit.number == 2 and not any(job.trainers[i].outcome for i in early)
@@ -320,7 +320,7 @@ def test_a_call_that_cannot_begin_by_its_deadline_says_what_was_still_undone(see
 
 
 def test_a_rank_that_calls_anew_without_a_word_ends_the_call_that_it_left(seed):
-    """It was interrupted before it had told anybody, and the others waited for it."""
+    """It was interrupted before it could report that, and the others waited for it."""
     job = served(2, 1, 1, seed)
     ran(job, 1)
     job.trainers[0].attempt += 1
@@ -531,11 +531,11 @@ def test_the_transfer_clock_runs_from_readiness_to_decision_whatever_is_done_bet
     assert (o.committed, o.transfer_s) == (True, 1.0) and dict(o.phases)["plan"] == dict(o.phases)["link"] == 0.5
 
 
-# ---- the door
+# ---- admission
 
 
-class Door:
-    """Hellos to the coordinator of a job that has met, and what each is answered."""
+class Admission:
+    """Sends hellos to the coordinator of a job that has met, and returns the answers."""
 
     def __init__(self, trainers: int = 2):
         self.job = Job(trainers, 1, 1)
@@ -561,14 +561,14 @@ class Door:
     ],
 )
 def test_hellos_that_cannot_be_right_are_refused_with_the_reason(hello, answer):
-    assert answer in Door().hello(*hello)
+    assert answer in Admission().hello(*hello)
 
 
 @pytest.mark.parametrize("scope", ["replica", "job"])
-def test_a_worker_that_comes_when_its_controller_has_heard_and_left_hears_why_too(scope):
-    """It was told that it came before its controller."""
-    door = Door()
-    job, (engine,) = door.job, door.job.engines
+def test_a_late_worker_whose_controller_was_told_and_left_is_told_why_too(scope):
+    """It was once told that it came before its controller."""
+    admission = Admission()
+    job, (engine,) = admission.job, admission.job.engines
     job.coordinator.replicas[0].size = 2
     if scope == "replica":
         engine.workers[0].fail("it cannot read its layout", 0, 0)
@@ -577,12 +577,12 @@ def test_a_worker_that_comes_when_its_controller_has_heard_and_left_hears_why_to
     job.run()
     engine.controller.say(m.Leave())
     job.run()
-    said = door.hello("worker", 1, 2)
+    said = admission.hello("worker", 1, 2)
     assert ("it cannot read its layout" if scope == "replica" else "nothing that trains is sent") in said
 
 
 def test_a_trainer_that_was_refused_for_its_arguments_is_not_waited_for_by_the_closing_rendezvous():
-    """It has its error. connect() of trainer 0 raised five seconds later than the others'."""
+    """It has its error. connect() of trainer 0 once raised five seconds later than that of the others."""
     options = Options(2, 1, 20.0, 4096, settings=(("deadline_s", "20"),))
     co = Coordinator(options, "session", 0.0)
     for i, seconds in enumerate(("20", "19")):
@@ -592,10 +592,10 @@ def test_a_trainer_that_was_refused_for_its_arguments_is_not_waited_for_by_the_c
 
 
 def test_rejected_processes_are_listed_for_timeout_errors():
-    door = Door()
-    assert "trainers expect replicas 0..0" in door.hello("controller", 0, 1, replica=1)
-    co = door.job.coordinator
-    co.handle(Unproven("10.0.0.9"), door.job.now)
+    admission = Admission()
+    assert "trainers expect replicas 0..0" in admission.hello("controller", 0, 1, replica=1)
+    co = admission.job.coordinator
+    co.handle(Unproven("10.0.0.9"), admission.job.now)
     first, second = co.rejected.lines()
     assert "rejected: controller 0" in first and "replica 1: trainers expect replicas 0..0" in first
     assert "rejected: a caller with another token, last from 10.0.0.9" in second
