@@ -3,21 +3,30 @@
 The judges are torch's own DTensor.redistribute where it can make the move, slices of the full tensor everywhere else.
 """
 
-import functools
 import json
 import os
 import random
+import re
 import sys
 import time
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from xfer import dtensor, dtensor_routes
+from xfer.dtensor import xferdtensor
+from xfer.dtensor_exchange import RankExchange
+from xfer.errors import CoverageError, DeadlineExceeded, LayoutError, PeerLost, PlanMismatch, Unsupported
+from xfer.mesh import Interleaved, MeshInfo, Replicate, Segmented, Shard, StridedShard, local_layout
+from xfer.transport import peer_host
 
 WORLD = 4
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", 200))
@@ -34,8 +43,6 @@ def case(fn):
 
 def part_of(full, mesh, placements, rank):
     """The local tensor of `rank`, assembled from slices of the full one; None when it is not in the mesh."""
-    from xfer.mesh import local_layout
-
     layout = local_layout(tuple(full.shape), mesh, placements, rank)
     if layout is None:
         return None
@@ -62,8 +69,6 @@ def values(shape, dtype=torch.float32):
 
 
 def random_mesh(rng, world=WORLD):
-    from xfer.mesh import MeshInfo
-
     sizes = [(1,), (2,), (3,), (4,), (2, 2), (1, 2), (2, 1), (4, 1), (3, 1)]
     sizes = rng.choice([s for s in sizes if np.prod(s) <= world])
     ranks = rng.sample(range(world), int(np.prod(sizes)))
@@ -71,8 +76,6 @@ def random_mesh(rng, world=WORLD):
 
 
 def random_placements(rng, mesh, shape, fused=True):
-    from xfer.mesh import Interleaved, Replicate, Segmented, Shard, StridedShard
-
     out, fused_dims = [], set()
     for size in mesh.sizes:
         dim = rng.randrange(len(shape))
@@ -108,8 +111,6 @@ def equals_dtensor_redistribute(rank):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    from xfer.dtensor import xferdtensor
-
     rng = random.Random(1)
     meshes = [init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))]
     for _ in range(max(EXAMPLES // 10, 4)):
@@ -133,8 +134,6 @@ def fsdp_order_equals_torch(rank):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
-
-    from xfer.dtensor import xferdtensor
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     full = values((8, 3))
@@ -161,8 +160,6 @@ def fsdp_order_equals_torch(rank):
 @case
 def any_mesh_to_any_mesh(rank, count=EXAMPLES // 4, world=WORLD, device="cpu", largest=12, **options):
     """Meshes of different ranks, shapes and sizes, overlapping or not, all placements, odd strides on both sides."""
-    from xfer.dtensor import xferdtensor
-
     rng = random.Random(2)
     for i in range(max(count, 10)):
         shape = tuple(rng.choice([1, 2, 4, 6, 9, largest]) for _ in range(rng.randint(1, 3)))
@@ -198,8 +195,6 @@ def disjoint_meshes_of_dtensors(rank):
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
-    from xfer.dtensor import xferdtensor
-
     left, right = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [3, 2])
     full = values((5, 6))
     src = dst = None
@@ -217,9 +212,6 @@ def disjoint_meshes_of_dtensors(rank):
 @case
 def qkv_of_a_trainer_to_an_engine(rank):
     """Interleaved per KV group over two ranks -> [q; k; v] over two others, KV heads replicated: Megatron -> vLLM."""
-    from xfer.dtensor import xferdtensor
-    from xfer.mesh import Interleaved, MeshInfo, Segmented
-
     q, kv, hidden = 16, 2, 5
     full = values((q + 2 * kv, hidden), torch.bfloat16)
     trainer, engine = MeshInfo.line("tp", [0, 1]), MeshInfo.line("tp", [2, 3])
@@ -237,18 +229,12 @@ def qkv_of_a_trainer_to_an_engine(rank):
 @case
 def what_a_rank_holds_it_takes_from_itself(rank):
     """Replicas on all ranks, shards wanted on two of them: nothing goes over the wire, though others could send."""
-    from xfer import dtensor
-    from xfer.mesh import MeshInfo, Replicate, Shard
-
     full = values((4096, 3))
     got = full.new_zeros(2048, 3) if rank < 2 else None
     everyone, two = MeshInfo.line("dp", range(4)), MeshInfo.line("tp", [0, 1])
     moves, real = [], dtensor._plan
-    dtensor._plan = lambda *args: moves.append(real(*args)) or moves[-1]
-    try:
-        dtensor.xferdtensor(full, everyone, [Replicate()], got, two, [Shard(0)])
-    finally:
-        dtensor._plan = real
+    with patch.object(dtensor, "_plan", lambda *args: moves.append(real(*args)) or moves[-1]):
+        xferdtensor(full, everyone, [Replicate()], got, two, [Shard(0)])
     assert got is None or torch.equal(got, full.chunk(2)[rank])
     rows = moves[0].program.rows
     assert (rows["src"] == rank).all() and (rows["dst"] == rank).all()
@@ -257,10 +243,6 @@ def what_a_rank_holds_it_takes_from_itself(rank):
 
 @case
 def casts_follow_the_destination(rank):
-    from xfer.dtensor import xferdtensor
-    from xfer.errors import CoverageError
-    from xfer.mesh import MeshInfo, Replicate, Shard
-
     a, b = MeshInfo.line("x", [0, 1]), MeshInfo.line("x", [1, 2, 3])
     full = torch.randn(7, 4, generator=torch.Generator().manual_seed(0))
     half = full.bfloat16()
@@ -270,11 +252,7 @@ def casts_follow_the_destination(rank):
     assert dst is None or torch.equal(dst, half.float())
     src = full.chunk(2)[rank] if rank < 2 else None
     dst = torch.zeros(7, 4, dtype=torch.bfloat16) if rank > 0 else None
-    try:
-        xferdtensor(src, a, [Shard(0)], dst, b, [Replicate()])
-        raise AssertionError("a cast that loses bits was not refused")
-    except CoverageError as e:
-        assert "narrow" in str(e)
+    raises(CoverageError, "narrow", src, a, [Shard(0)], dst, b, [Replicate()])
     assert dst is None or not dst.any(), "nothing may move before an error"
     xferdtensor(src, a, [Shard(0)], dst, b, [Replicate()], narrow=True)
     assert dst is None or torch.equal(dst, half)
@@ -282,58 +260,44 @@ def casts_follow_the_destination(rank):
 
 @case
 def a_warm_call_ships_new_values_after_one_small_exchange(rank):
-    from xfer import dtensor
-    from xfer.mesh import MeshInfo, Shard
-
     mesh = MeshInfo.line("tp", range(4))
     for version in range(3):
         src, got = torch.full((2, 8), float(10 * version + rank)), torch.zeros(8, 2)
-        with exchanges() as sizes:
-            dtensor.xferdtensor(src, mesh, [Shard(0)], got, mesh, [Shard(1)], global_shape=(8, 8))
+        with exchanges() as exchanged:
+            xferdtensor(src, mesh, [Shard(0)], got, mesh, [Shard(1)], global_shape=(8, 8))
+        sizes = sizes_of(exchanged)
         assert got[:, 0].tolist() == [10 * version + r for r in range(4) for _ in range(2)]
         assert (len(sizes) > 1 and max(sizes) > 100) if version == 0 else sizes == [40]
 
 
-@contextmanager
 def exchanges():
-    """The bytes of each exchange between the ranks inside."""
-    from xfer.dtensor_exchange import RankExchange
+    """Patches the exchange between ranks; yields the bytes of each one."""
+    real = RankExchange.exchange
+    return patch.object(RankExchange, "exchange", autospec=True, side_effect=real)
 
-    real, sizes = RankExchange.exchange, []
-    RankExchange.exchange = lambda self, data, deadline: sizes.append(len(data)) or real(self, data, deadline)
-    try:
-        yield sizes
-    finally:
-        RankExchange.exchange = real
+
+def sizes_of(exchanged):
+    return [len(call.args[1]) for call in exchanged.call_args_list]
 
 
 @contextmanager
-def reading(calls=None):
-    """Inside, destinations read sources' memory themselves, runs of a byte included; `calls` gets one entry per opening of routes."""
-    from xfer import dtensor, dtensor_routes
-    from xfer.transport import peer_host
+def reading():
+    """Runs of a byte are read from sources' memory too. Yields the plan of each opening of routes."""
+    opened, plans = dtensor_routes.find_ways, []
 
-    call, opened, shortest = dtensor.xferdtensor, dtensor_routes.find_ways, peer_host.SHORTEST
-
-    def counted(*args, **kwargs):
+    def noted(*args, **kwargs):
         ways = opened(*args, **kwargs)
-        if calls is not None:
-            calls.append(ways.plan)
+        plans.append(ways.plan)
         return ways
 
-    dtensor.xferdtensor = functools.partial(call, peer=True)
-    dtensor_routes.find_ways, peer_host.SHORTEST = counted, 1
-    try:
-        yield
-    finally:
-        dtensor.xferdtensor, dtensor_routes.find_ways, peer_host.SHORTEST = call, opened, shortest
+    with patch.object(dtensor_routes, "find_ways", noted), patch.object(peer_host, "SHORTEST", 1):
+        yield plans
 
 
 @case
 def any_mesh_to_any_mesh_by_reading(rank):
-    plans = []
-    with reading(plans):
-        any_mesh_to_any_mesh(rank, EXAMPLES // 8)
+    with reading() as plans:
+        any_mesh_to_any_mesh(rank, EXAMPLES // 8, peer=True)
     assert any(p.pulled_in for p in plans)
 
 
@@ -342,26 +306,25 @@ def routes_are_kept_and_followed(rank):
     """Routes are opened once for each set of sources, whatever the destination, and hold no memory that nobody uses."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
-    from xfer import dtensor, dtensor_routes
-    from xfer.mesh import MeshInfo, Shard
-
     mesh, full = MeshInfo.line("x", range(4)), values((64, 64), torch.int64)
-    opened, version = [], 0
+    version = 0
 
     def move(src, got):
         nonlocal version
         version += 1
         src.copy_(full.chunk(4)[rank] + version)
-        dtensor.xferdtensor(src, mesh, [Shard(0)], got.zero_(), mesh, [Shard(1)])
+        xferdtensor(src, mesh, [Shard(0)], got.zero_(), mesh, [Shard(1)], peer=True)
         assert torch.equal(got, full.chunk(4, 1)[rank] + version)
 
     src, got = full.chunk(4)[rank].clone(), torch.zeros(64, 16, dtype=torch.int64)
-    with reading(opened):
+    with reading() as opened:
         move(src, got)
         opened.clear()
-        with exchanges() as sizes:
+        with exchanges() as exchanged:
             move(src, got)
-        assert not opened and sizes == [40, 2], "a second call says so, moves, and hears that all have moved"
+        assert not opened and sizes_of(exchanged) == [40, 2], (
+            "a second call says so, moves, and hears that all have moved"
+        )
         move(src, torch.zeros_like(got))
         move(src, got)
         assert not opened
@@ -384,42 +347,26 @@ def routes_are_kept_and_followed(rank):
 
 @case
 def a_failed_read_is_told_to_every_rank(rank):
-    from xfer import dtensor
-    from xfer.errors import LayoutError, PeerLost
-    from xfer.mesh import MeshInfo, Shard
-    from xfer.transport import peer_host
-
     mesh, full = MeshInfo.line("x", range(4)), values((16, 16))
     got = torch.zeros(16, 4)
     move = (full.chunk(4)[rank].clone(), mesh, [Shard(0)], got, mesh, [Shard(1)])
-    real = peer_host._read
-
-    def broken(*args):
-        raise OSError(3, "no such process")
-
+    gone = OSError(3, "no such process")
     with reading():
-        dtensor.xferdtensor(*move)
-        try:
-            if rank == 1:
-                peer_host._read = broken
-            raises(PeerLost, "no such process" if rank == 1 else "rank 1: failed while bytes moved", *move)
-        finally:
-            peer_host._read = real
+        xferdtensor(*move, peer=True)
+        with patch.object(peer_host, "_read", side_effect=gone) if rank == 1 else nullcontext():
+            why = "no such process" if rank == 1 else "rank 1: failed while bytes moved"
+            raises(PeerLost, why, *move, peer=True)
         got.zero_()
-        dtensor.xferdtensor(*move)
+        xferdtensor(*move, peer=True)
         assert torch.equal(got, full.chunk(4, 1)[rank])
-        raises(LayoutError, "rank 1 passed", *move[:3], got[:9] if rank == 1 else got, *move[4:])
-        dtensor.xferdtensor(*move)
+        raises(LayoutError, "rank 1 passed", *move[:3], got[:9] if rank == 1 else got, *move[4:], peer=True)
+        xferdtensor(*move, peer=True)
 
 
 @case
 def subgroups_number_their_own_ranks(rank):
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard as TorchShard
-
-    from xfer.dtensor import xferdtensor
-    from xfer.errors import LayoutError
-    from xfer.mesh import MeshInfo, Replicate
 
     group = dist.new_group([1, 2, 3])
     mesh = DeviceMesh("cpu", [2, 3])  # global ranks: 1 and 2 of the group
@@ -436,9 +383,6 @@ def subgroups_number_their_own_ranks(rank):
 
 @case
 def nothing_and_scalars(rank):
-    from xfer.dtensor import xferdtensor
-    from xfer.mesh import MeshInfo, Replicate, Shard
-
     mesh, one = MeshInfo.line("x", range(4)), MeshInfo.line("x", [3])
     got = torch.zeros(()) if rank == 3 else None
     xferdtensor(torch.tensor(5.0), mesh, [Replicate()], got, one, [Replicate()])
@@ -457,14 +401,8 @@ def nothing_and_scalars(rank):
 
 
 def raises(kind, text, *args, **kwargs):
-    from xfer.dtensor import xferdtensor
-
-    try:
+    with pytest.raises(kind, match=re.escape(text)):
         xferdtensor(*args, **kwargs)
-    except kind as e:
-        assert text in str(e), f"{text!r} is not in: {e}"
-    else:
-        raise AssertionError(f"{kind.__name__} was not raised")
 
 
 @case
@@ -473,10 +411,6 @@ def disagreement_is_told_to_every_rank(rank):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial
     from torch.distributed.tensor import Replicate as TorchReplicate
-
-    from xfer.dtensor import xferdtensor
-    from xfer.errors import LayoutError, PlanMismatch, Unsupported
-    from xfer.mesh import MeshInfo, Replicate, Segmented, Shard
 
     mesh = MeshInfo.line("x", range(4))
     src, dst = values((2, 8)), torch.zeros(8, 2)
@@ -518,43 +452,25 @@ def disagreement_is_told_to_every_rank(rank):
 @case
 def plans_that_differ_never_run(rank):
     """Same descriptions, another plan on one rank (another xfer, a bug): all ranks hear of it, nothing moves."""
-    from dataclasses import replace
-
-    from xfer import dtensor
-    from xfer.errors import PlanMismatch
-    from xfer.mesh import MeshInfo, Shard
 
     mesh = MeshInfo.line("x", range(4))
     dst = torch.zeros(12, 1)
     move = (values((3, 4)), mesh, [Shard(0)], dst, mesh, [Shard(1)])
     real = dtensor._plan
-
-    def broken(*args):
-        raise RuntimeError("no memory")
-
-    try:
-        if rank == 1:
-            dtensor._plan = lambda *args: replace(real(*args), digest=b"x" * 16)
+    other = {"side_effect": lambda *args: replace(real(*args), digest=b"x" * 16)}
+    with patch.object(dtensor, "_plan", **other) if rank == 1 else nullcontext():
         raises(PlanMismatch, "rank 1: " + (b"x" * 16).hex(), *move)
-        if rank == 1:
-            dtensor._plan = broken
-        raises(
-            RuntimeError if rank == 1 else PlanMismatch, "no memory" if rank == 1 else "rank 1: could not plan", *move
-        )
-    finally:
-        dtensor._plan = real
+    with patch.object(dtensor, "_plan", side_effect=RuntimeError("no memory")) if rank == 1 else nullcontext():
+        kind, why = (RuntimeError, "no memory") if rank == 1 else (PlanMismatch, "rank 1: could not plan")
+        raises(kind, why, *move)
     assert not dst.any()
-    dtensor.xferdtensor(*move)
+    xferdtensor(*move)
     assert dst.any()
 
 
 @case
 def zz_ranks_that_do_not_come(rank):
     """A late one is a deadline, at the first meeting and when the ranks know each other; one that died is lost at once."""
-    from xfer.dtensor import xferdtensor
-    from xfer.errors import DeadlineExceeded, PeerLost
-    from xfer.mesh import MeshInfo, Shard
-
     first, known = dist.new_group([0, 1]), dist.new_group([0, 1])
     dying = dist.new_group([2, 3])
     move = (
