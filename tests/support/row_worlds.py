@@ -240,3 +240,17 @@ def apply_world(programs: list[Program], storages: list[list[np.ndarray]]) -> li
             at = starts[:, None] + np.arange(ITEMSIZE[DTYPES[r["dst_dtype"]]])
             out[p.rank][r["dst_root"]][at] = apply_rows(one, source, storages[p.rank])[r["dst_root"]][at]
     return out
+
+
+CASTS = [
+    ("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float32"), ("bfloat16", "float16"),
+    ("float16", "bfloat16"), ("float64", "float32"), ("float32", "float8_e4m3fn"),
+]  # fmt: skip
+
+
+def hard_values(dtype: str) -> torch.Tensor:
+    """Values whose conversion shows how it rounds: random bits, ties, subnormals, infinities, NaNs."""
+    bits = torch.randint(-(2**31), 2**31 - 1, (4096,), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
+    ties = (torch.arange(2048, dtype=torch.int32) << 20) | 0x8000
+    ends = torch.tensor([0x7F800000, 0x7FC00001, 1], dtype=torch.int32)
+    return torch.cat([bits, ties, ends]).view(torch.float32).to(getattr(torch, dtype))

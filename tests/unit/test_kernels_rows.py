@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
-from tests.support.row_worlds import apply_rows, fresh_sources, random_rows, row, unpacked_wire
+from tests.support.row_worlds import CASTS, apply_rows, fresh_sources, hard_values, random_rows, row, unpacked_wire
 from xfer.errors import LayoutError
 from xfer.kernels import bind, strided
-from xfer.plan.program import ITEMSIZE, Op, wire_dtype
+from xfer.plan.program import ITEMSIZE, wire_dtype
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
 
@@ -26,57 +26,28 @@ def flat(data: np.ndarray) -> torch.Tensor:
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.booleans(), st.integers(0, 3))
-def test_pack_unpack_equals_the_element_loop(seed, peel, spare):
-    """src storage -> wire -> dst storage; negative strides, casts, odd offsets and odd storage starts included."""
+def test_both_ways_to_copy_equal_the_element_loop(seed, peel, spare):
+    """Over a wire or locally; negative strides, casts, odd offsets and odd storage starts. A second call carries new bytes."""
     rng = np.random.default_rng(seed)
     rows, src, dst = random_rows(rng)
-    want = apply_rows(rows, src, dst)
     # A binding may begin anywhere in its torch storage.
-    s = [flat(np.concatenate([np.zeros(spare, np.uint8), r]))[spare:] for r in src]
-    d = [flat(np.concatenate([np.zeros(spare, np.uint8), r]))[spare:] for r in dst]
+    s, d, here = (
+        [flat(np.concatenate([np.zeros(spare, np.uint8), r]))[spare:] for r in some] for some in (src, dst, dst)
+    )
     with patch.object(strided, "PEEL_LIMIT", strided.PEEL_LIMIT if peel else 0):  # both ways to walk backwards
-        out, into = bind(rows, s, "src"), bind(rows, d, "dst")
+        out, into, local = bind(rows, s, "src"), bind(rows, d, "dst"), bind(rows, here, "local", src_roots=s)
     wire = torch.full((max(out.nbytes, into.nbytes) + 5,), 0x5A, dtype=torch.uint8)
-    out.pack(wire)
-    assert np.array_equal(wire.numpy()[: out.nbytes], unpacked_wire(rows, src, out.nbytes, 0x5A))
-    into.unpack(wire)
-    into.fill()
-    for got, w in zip(d, want):
-        assert np.array_equal(got.numpy(), w)
-
-
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(st.integers(0, 2**32 - 1))
-def test_local_copy_equals_the_element_loop(seed):
-    rows, src, dst = random_rows(np.random.default_rng(seed))
-    want = apply_rows(rows, src, dst)
-    s, d = [flat(r) for r in src], [flat(r) for r in dst]
-    local = bind(rows, d, "local", src_roots=s)
-    local.copy()
-    local.fill()
-    for got, w in zip(d, want):
-        assert np.array_equal(got.numpy(), w)
-
-
-@settings(max_examples=EXAMPLES // 2, deadline=None)
-@given(st.integers(0, 2**32 - 1))
-def test_a_warm_call_reads_the_storages_again(seed):
-    """The second call with the same buffer carries new bytes: nothing but addresses is kept."""
-    rng = np.random.default_rng(seed)
-    rows, src, dst = random_rows(rng)
-    s, d = [flat(r) for r in src], [flat(r) for r in dst]
-    out, into = bind(rows, s, "src"), bind(rows, d, "dst")
-    wire = torch.empty(out.nbytes, dtype=torch.uint8)
-    out.pack(wire)
-    into.unpack(wire)
-    again = fresh_sources(rng, rows, src)
-    for t, r in zip(s, again):
-        t.copy_(torch.from_numpy(r))
-    out.pack(wire)
-    into.unpack(wire)
-    into.fill()
-    for got, w in zip(d, apply_rows(rows, again, dst)):
-        assert np.array_equal(got.numpy(), w)
+    for data in (src, fresh_sources(rng, rows, src)):
+        for t, r in zip(s, data):
+            t.copy_(torch.from_numpy(r))
+        out.pack(wire)
+        assert np.array_equal(wire.numpy()[: out.nbytes], unpacked_wire(rows, data, out.nbytes, 0x5A))
+        into.unpack(wire)
+        local.copy()
+        into.fill()
+        local.fill()
+        for got, also, want in zip(d, here, apply_rows(rows, data, dst)):
+            assert np.array_equal(got.numpy(), want) and np.array_equal(also.numpy(), want)
 
 
 def test_heads_and_neighbours_fold_into_one_copy():
@@ -117,31 +88,13 @@ def test_a_short_wire_buffer_and_a_wrong_side_are_refused():
         rows.copy()
 
 
-@pytest.mark.parametrize(
-    "src, dst",
-    [
-        ("float32", "bfloat16"),
-        ("float32", "float16"),
-        ("bfloat16", "float32"),
-        ("bfloat16", "float16"),
-        ("float64", "float32"),
-        ("float32", "float8_e4m3fn"),
-        ("bfloat16", "float8_e5m2"),
-    ],
-)
+@pytest.mark.parametrize("src, dst", [*CASTS, ("bfloat16", "float8_e5m2")])
 def test_casts_round_as_torch_does(src, dst):
-    """Ties, subnormals, infinities, NaNs: the two halves of a cast (sender, taker) give what `.to()` gives at once."""
-    bits = torch.randint(-(2**31), 2**31 - 1, (4096,), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
-    ties = (torch.arange(2048, dtype=torch.int32) << 20) | 0x8000
-    value = torch.cat([bits, ties, torch.tensor([0x7F800000, 0x7FC00001, 1], dtype=torch.int32)]).view(torch.float32)
-    value = value.to(getattr(torch, src))
+    """The two halves of a cast (source, destination) give what `.to()` gives at once."""
+    value = hard_values(src)
     want = value.to(getattr(torch, dst))
-    n = value.numel()
-    rows = row(
-        (n,), src_dtype=src, dst_dtype=dst, src_strides=(ITEMSIZE[src],), dst_strides=(ITEMSIZE[dst],), op=Op.CAST
-    )
-    got = torch.empty_like(want)
-    wire = torch.empty(n * ITEMSIZE[wire_dtype(src, dst)], dtype=torch.uint8)
+    got, rows = torch.empty_like(want), row((len(value),), src_dtype=src, dst_dtype=dst)
+    wire = torch.empty(len(value) * ITEMSIZE[wire_dtype(src, dst)], dtype=torch.uint8)
     bind(rows, [value.view(torch.uint8)], "src").pack(wire)
     bind(rows, [got.view(torch.uint8)], "dst").unpack(wire)
     same = torch.equal(got.view(torch.uint8), want.view(torch.uint8))

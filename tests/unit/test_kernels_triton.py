@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.row_worlds import apply_rows, byte_starts, random_rows, row
+from tests.support.row_worlds import CASTS, apply_rows, byte_starts, hard_values, random_rows, row
 from tests.support.sums import checksum_rows
 from tests.unit.test_kernels_checksum import fragments, random_tensor
 from xfer.kernels import checksum
@@ -80,22 +80,18 @@ def test_pack_unpack_equals_the_element_loop(seed, spare, start):
     st.sampled_from([0, 100, 1 << 30]),
 )
 def test_local_copy_equals_the_element_loop_in_any_order_of_tiles(seed, numbers, grouped, burst):
-    rng = np.random.default_rng(seed)
-    rows, src, dst = random_rows(rng)
+    rows, src, dst = random_rows(np.random.default_rng(seed))
     want = apply_rows(rows, src, dst)
     s, d = [flat(r) for r in src], [flat(r) for r in dst]
     abort = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     turns = Turns([numbers[k % 2] for k in range(len(s))], burst) if grouped else None
     local = bound(rows, d, "local", s, turns=turns, abort=abort)
-    local.copy()
-    local.fill()
-    assert all(same(g, w) for g, w in zip(d, want))
-    # The counter starts anew: a second call moves the bytes again.
-    for t, r in zip(d, dst):
-        t.copy_(torch.from_numpy(r))
-    local.copy()
-    local.fill()
-    assert all(same(g, w) for g, w in zip(d, want))
+    for _ in range(2):  # the counter starts anew: a second call moves the bytes again
+        for t, r in zip(d, dst):
+            t.copy_(torch.from_numpy(r))
+        local.copy()
+        local.fill()
+        assert all(same(g, w) for g, w in zip(d, want))
 
 
 @runs
@@ -132,18 +128,12 @@ def test_rows_of_any_width_and_alignment(width, shift):
 
 
 @runs
-@pytest.mark.parametrize("src, dst", [("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float32"),
-                                      ("bfloat16", "float16"), ("float16", "bfloat16"), ("float64", "float32"),
-                                      ("float32", "float8_e4m3fn")])  # fmt: skip
+@pytest.mark.parametrize("src, dst", CASTS)
 def test_casts_round_as_torch_does(src, dst):
-    bits = torch.randint(-(2**31), 2**31 - 1, (4096,), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
-    ties = (torch.arange(2048, dtype=torch.int32) << 20) | 0x8000
-    value = torch.cat([bits, ties, torch.tensor([0x7F800000, 0x7FC00001, 1], dtype=torch.int32)]).view(torch.float32)
-    value = value.to(getattr(torch, src)).to(DEVICE)
-    want = value.to(getattr(torch, dst))
-    n = value.numel()
-    rows = row((n,), src_dtype=src, dst_dtype=dst, op=Op.CAST)
+    value = hard_values(src).to(DEVICE)
+    want, n = value.to(getattr(torch, dst)), len(value)
     got = torch.empty_like(want)
+    rows = row((n,), src_dtype=src, dst_dtype=dst)
     bound(rows, [got.view(torch.uint8)], "local", [value.view(torch.uint8)]).copy()
     assert torch.equal(got.float().nan_to_num(7.5), want.float().nan_to_num(7.5))
     plain = ~want.float().isnan()
