@@ -406,10 +406,8 @@ RANK = """
 """
 
 
-@pytest.mark.parametrize(
-    "fault, kinds, limit", [("die", {"PeerLost"}, 3.0), ("hang", {"DeadlineExceeded", "PeerLost"}, 3.0)]
-)
-def test_survivors_of_a_process_that_dies_or_hangs_say_so_in_time_and_meet_again(tmp_path, fault, kinds, limit):
+@pytest.mark.parametrize("fault, kinds", [("die", {"PeerLost"}), ("hang", {"DeadlineExceeded", "PeerLost"})])
+def test_survivors_of_a_process_that_dies_or_hangs_say_so_in_time_and_meet_again(tmp_path, fault, kinds):
     script = tmp_path / "rank.py"
     script.write_text(textwrap.dedent(RANK))
     command = [sys.executable, str(script), str(tmp_path / "store")]
@@ -425,7 +423,7 @@ def test_survivors_of_a_process_that_dies_or_hangs_say_so_in_time_and_meet_again
             p.wait()
     for out in outs:
         kind, seconds, text = out[0].split("\t")
-        assert kind in kinds and float(seconds) < limit * PATIENCE
+        assert kind in kinds and float(seconds) < 3.0 * PATIENCE
         assert "engine 0 worker 0" in text or kind == "PeerLost"
         assert "wave" in text
         assert out[1].startswith("again")

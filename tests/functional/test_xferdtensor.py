@@ -288,6 +288,7 @@ def reading():
     def noted(*args, **kwargs):
         ways = opened(*args, **kwargs)
         plans.append(ways.plan)
+        assert not peer_host.takes(ways.rest.local()).any(), "a rank reads its own rows as it reads those of others"
         return ways
 
     with patch.object(dtensor_routes, "find_ways", noted), patch.object(peer_host, "SHORTEST", 1):

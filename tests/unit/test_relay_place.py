@@ -84,26 +84,17 @@ def test_a_wait_ends_when_the_pull_is_cancelled():
         steps.before(0, None)
 
 
-def test_the_first_of_a_row_waits_for_nobody_and_says_nothing_when_nobody_listens():
-    said = []
+@pytest.mark.parametrize("tells, want", [(False, []), (True, [0, 1])])
+def test_the_first_of_a_row_waits_for_nobody_and_says_nothing_when_nobody_listens(tells, want):
+    """A gate beside it hears of every part all the same."""
+    said, told = [], []
     steps = Steps(False, lambda run, part: said.append(part))
-    for tells, want in ((False, []), (True, [0, 1])):
-        steps.begin(1, 0.0, lambda: False, tells)
-        for part in (0, 1):
-            steps.before(part, None)
-            steps.after(part, None)
-        assert said == want
-
-
-def test_what_stands_beside_is_told_of_every_part_whoever_listens():
-    told = []
-    steps = Steps(False, lambda run, part: None)
     steps.beside = SimpleNamespace(after=lambda wave, stream: told.append((wave, stream)))
-    for tells in (False, True):
-        steps.begin(1, 0.0, lambda: False, tells)
-        for part in (0, 1):
-            steps.after(part, None)
-    assert told == [(0, None), (1, None)] * 2
+    steps.begin(1, 0.0, lambda: False, tells)
+    for part in (0, 1):
+        steps.before(part, None)
+        steps.after(part, None)
+    assert said == want and told == [(0, None), (1, None)]
 
 
 class Later:
