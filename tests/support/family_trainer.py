@@ -1,7 +1,5 @@
-"""The trainer process of tests of families: real Megatron models of every kind of rank, and what xfer reads of them.
-
-{"do": "layout", "name": family, "number": layout}      {"do": "digits", "name": family}
-The assertions are in tests/functional/test_trainer_families.py; here is only what they need to know.
+"""The trainer process of tests of families: real Megatron models of every kind of rank, and what xfer reads of them (proc.obey). It
+asserts what must be true.
 """
 
 from __future__ import annotations
@@ -9,7 +7,6 @@ from __future__ import annotations
 import json
 import subprocess
 import tempfile
-import traceback
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -20,10 +17,10 @@ from safetensors.torch import save_file
 
 from tests.support import architectures
 from tests.support.families import FAMILIES, register
-from tests.support.layouts import differing, left_out, region
+from tests.support.layouts import TIED, differing, left_out, region
 from tests.support.one_process import random_weights
 from tests.support.one_process_megatron import Build, Checkpoint, Whole, bridge_of, chunks_of, import_bridge, trainers
-from tests.support.proc import PYTHON, ROOT, commands, emit, environment
+from tests.support.proc import PYTHON, ROOT, emit, environment, obey
 from xfer.errors import LayoutError
 from xfer.mesh.parallel import TrainerParallel
 from xfer.trace.fragment import TensorSpec
@@ -89,48 +86,44 @@ def export(bridge, chunks, tensors) -> dict[str, torch.Tensor]:
         return {name: t.detach().clone().contiguous() for name, t in stream}
 
 
-def layout(name: str, number: int) -> dict:
+def layout(name: str, number: int) -> None:
+    """The world's fragments are what Bridge exports from one rank. Answers the layout's row for the docs."""
     family, m = BY_NAME[name], made(name)
     seen: list[tuple[list[str], object]] = []
     build = Build(family.trainer[number], provider=family.provider)
     world = trainers(
         m.folder, build, [m.whole], look=lambda rank, chunks, layout: seen.append((left_out(chunks, layout), layout))
     )
+    assert sorted(s.name for s in world.catalog.specs) == sorted(m.exported) == sorted(m.tensors)
     truth = grouped(world.catalog, m.exported)
     held = {n: torch.zeros(t.shape, dtype=torch.bool) for n, t in truth.items()}
-    wrong = set()
     for inventory, storages in zip(world.classes, world.weights[0]):
         roots = {r.name: s for r, s in zip(inventory.roots, storages)}
         for f in inventory.table.fragments(world.catalog, inventory.roots):
             held[f.tensor][f.index] = True
-            if not same(truth[f.tensor][f.index], region(roots[f.root], f)):
-                wrong.add(f.tensor)
+            assert same(truth[f.tensor][f.index], region(roots[f.root], f)), f
+    assert all(bool(h.all()) for h in held.values()), [n for n, h in held.items() if not bool(h.all())]
     computed = {r.target for _, layout in seen for r in layout.traced.recipes}
+    changed = {n for n, t in m.tensors.items() if not same(t, m.exported[n])}
+    assert changed <= computed, "the checkpoint comes back, but for what the export computes"
     left = sorted({name for names, _ in seen for name in names})
-    return dict(
-        exported=sorted(m.exported),
-        checkpoint=sorted(m.tensors),
-        named=sorted(s.name for s in world.catalog.specs),
-        changed=[n for n in m.tensors if n in m.exported and not same(m.tensors[n], m.exported[n])],
-        computed=sorted(computed),
-        wrong=sorted(wrong),
-        missing=[n for n, h in held.items() if not bool(h.all())],
-        left=left,
-        row=architectures.trainer_row(family, m.bridge, world, [x for _, x in seen], left),
-    )
+    assert all(name.endswith(TIED) for name in left), left
+    emit("layout", row=architectures.trainer_row(family, m.bridge, world, [x for _, x in seen], left))
 
 
-def digits(name: str) -> dict:
-    """On one rank: what a conversion rearranges. How it cuts tensors over ranks is the other witness's business."""
+def digits(name: str) -> None:
+    """Index digits through the real conversion on one rank say the same as the trace. They do not survive arithmetic, and say so."""
     m = made(name)
     with one_rank(m.folder, m.whole, BY_NAME[name].provider) as (bridge, chunks):
         traced = MegatronTrainer(chunks, bridge).read().traced
-        computed = sorted({r.target for r in traced.recipes})
+        computed, refused = {r.target for r in traced.recipes}, set()
         try:
             probed = MegatronTrainer(chunks, bridge, probe="all").read().traced
+            assert not differing(probed, traced) and len(traced.specs) > 10
         except LayoutError as e:
-            return dict(computed=computed, refused=sorted(line.split(":")[0] for line in e.violations))
-    return dict(computed=computed, refused=[], differ=differing(probed, traced), tensors=len(traced.specs))
+            refused = {line.split(":")[0] for line in e.violations}
+        assert refused == computed
+    emit("digits")
 
 
 def grouped(catalog, tensors) -> dict[str, torch.Tensor]:
@@ -148,16 +141,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def main() -> None:
+if __name__ == "__main__":
     import_bridge()  # patches this process
     register()
-    for command in commands():
-        do = command.pop("do")
-        try:
-            emit(do, **{"layout": layout, "digits": digits}[do](**command))
-        except Exception as e:
-            emit("failed", text=traceback.format_exc(), error=type(e).__name__)
-
-
-if __name__ == "__main__":
-    main()
+    obey(layout, digits)
