@@ -21,7 +21,7 @@ import importlib.util
 import sys
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -137,7 +137,7 @@ class RMSNorm(torch.nn.Module):
         **__: object,
     ):
         super().__init__()
-        size = normalized_shape if hidden_size is None else hidden_size
+        size = cast(int, normalized_shape if hidden_size is None else hidden_size)  # callers give one of the two
         for name in self._names:
             parameter = torch.nn.Parameter(torch.empty(size, dtype=params_dtype or dtype, device=device))
             _mark(parameter, sequence_parallel=sequence_parallel)
