@@ -16,7 +16,6 @@ import sys
 
 import torch
 import torch.nn.functional as F
-from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -210,13 +209,6 @@ def _sharded(module, prefix, cuts, offsets, metadata):
     )
 
 
-class TwinProvider(TESpecProvider):
-    """Megatron's own provider, whose names `install` binds to the modules of this file. It would ask TE's version for a norm."""
-
-    def layer_norm(self, rms_norm=False, for_qk=False, has_residual=False):
-        return WrappedTorchNorm
-
-
 TWINS = {
     twin.__name__: twin
     for twin in (
@@ -228,7 +220,7 @@ TWINS = {
         TERowParallelGroupedLinear,
         TEDotProductAttention,
     )
-} | {"TENorm": WrappedTorchNorm, "TEActivationOp": None, "TESpecProvider": TwinProvider}
+} | {"TENorm": WrappedTorchNorm, "TEActivationOp": None}
 
 
 def install() -> None:
@@ -238,6 +230,7 @@ def install() -> None:
     Without TE its names hold instances of MagicMock, or nothing, in every module that imported them. Megatron and Bridge build
     layers of them and compare with them, so all of these modules are given the twins.
     """
+    from megatron.core.extensions import transformer_engine_spec_provider as provider
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer import attention, multi_latent_attention
     from megatron.core.transformer.moe import moe_layer
@@ -250,7 +243,8 @@ def install() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron."):
             vars(module).update({n: twin for n, twin in TWINS.items() if n in vars(module)})
-    gpt_layer_specs.TESpecProvider, gpt_layer_specs.TENorm = TwinProvider, WrappedTorchNorm
+    gpt_layer_specs.TESpecProvider, gpt_layer_specs.TENorm = provider.TESpecProvider, WrappedTorchNorm
+    provider.is_te_min_version = lambda *_: True  # there is no version to ask for
     for module in (attention, multi_latent_attention, moe_layer):
         module.HAVE_TE, module.TELinear, module.TENorm = True, TELinear, WrappedTorchNorm
         module.TEColumnParallelLinear = TEColumnParallelLinear

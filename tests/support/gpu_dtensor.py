@@ -19,7 +19,7 @@ MOVES = EXAMPLES // 8
 
 
 def spawn(size: int, folder, backend: str, part: str, seconds: float = 150.0) -> list[dict]:
-    """What `part` returned on each of `size` ranks, which share the GPUs evenly."""
+    """What `part` returned on each of `size` ranks, which share two GPUs evenly."""
     context = mp.spawn(_main, (size, str(folder), backend, part), size, join=False)
     until = time.monotonic() + seconds
     try:
@@ -33,7 +33,7 @@ def spawn(size: int, folder, backend: str, part: str, seconds: float = 150.0) ->
 
 
 def _main(rank: int, size: int, folder: str, backend: str, part: str) -> None:
-    device = torch.device("cuda", rank * torch.cuda.device_count() // size)
+    device = torch.device("cuda", rank * 2 // size)
     torch.cuda.set_device(device)
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=size)
     plans, open_ways = [], dtensor_routes.find_ways
