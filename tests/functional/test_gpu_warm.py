@@ -9,6 +9,7 @@ Without a GPU the calls of Python are counted by test_warm_refit.py.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import pytest
 
@@ -56,9 +57,9 @@ def watched(folder, layers: int, route: str) -> dict[bool, dict[str, list[dict]]
 def test_a_warm_refit_allocates_nothing_and_does_nothing_per_tensor(route, tmp_path):
     """Verified it asks for a few bytes in which constants are compared, as many for many tensors."""
     few, many = (watched(tmp_path / f"{n}", n, route) for n in (FEW, MANY))
-    print(few, many)
     for verify, who in itertools.product((False, True), ("trainer", "worker")):
         for a, b in zip(few[verify][who], many[verify][who], strict=True):
             assert b["allocations"] <= a["allocations"] and (verify or not a["allocations"]), (who, a, b)
-            assert b["calls"] < a["calls"] + MORE, (who, a, b)
+            more = Counter(b["functions"]) - Counter(a["functions"])
+            assert b["calls"] < a["calls"] + MORE, (who, a["calls"], b["calls"], more.most_common(12))
             assert b["syncs"] < a["syncs"] + MORE and b["syncs"] < 10, (who, a, b)

@@ -264,7 +264,8 @@ class Rank:
                     phases=[dict(o.phases) for o in r.outcomes], errors=[str(o.error or "") for o in r.outcomes],
                 )
             )  # fmt: skip
-        emit("refitted", reports=reports, plan=self.session.explain(), **reports[-1])
+        plan = "" if self._watch.on else self.session.explain()  # which has a line for some tensors
+        emit("refitted", reports=reports, plan=plan, **reports[-1])
 
     def memory(self, gpu: int | None = None) -> None:
         """Bytes: of the device beside torch's allocator, allocated by it, and free. `gpu`: another one than this rank's own."""
