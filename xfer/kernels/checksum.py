@@ -100,12 +100,12 @@ class Sums:
 
     def ended(self) -> list[int]:
         """`values` of what `begin` began, on a stream that comes after it."""
-        out = self._slowly() if len(self._rows) else [0] * self._slots
+        out = self._slowly() if len(self._rows) else np.zeros(self._slots, np.uint64)
         if self._fast is not None:
-            out = [added(a, b) for a, b in zip(out, self._fast.values())]
-        return out
+            out = added(out, self._fast.values())
+        return out.tolist()
 
-    def _slowly(self) -> list[int]:
+    def _slowly(self) -> np.ndarray:
         mixer = _Mixer(self._roots, self._slots)
         for r, slot in zip(self._rows, self._slot.tolist()):
             if (where := placed(r, self._side, self._shapes)) is not None:
@@ -195,8 +195,9 @@ class _Mixer:
         self.work = [torch.empty(CHUNK, dtype=torch.int32, device=self.device) for _ in range(4)]
         self.factors = torch.tensor(FACTORS, dtype=torch.int64).to(torch.int32).to(self.device)  # wraps
 
-    def values(self) -> list[int]:
-        return [joined(low, high) for low, high in self.totals.tolist()]
+    def values(self) -> np.ndarray:
+        """uint64 [slots]."""
+        return joined(*self.totals.cpu().numpy().astype(np.uint64).T)
 
     def add(self, slot: int, own: str, final: str, root: int, where: Placed) -> None:
         """Cuts the outermost dim until a part fits into a chunk."""

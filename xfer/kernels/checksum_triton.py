@@ -217,9 +217,9 @@ class TritonSums:
         for table in self._tables:
             self._run(*table)
 
-    def values(self) -> list[int]:
-        """Of the last launch, 0 <= v < 2**64. One device synchronisation."""
-        return [joined(low, high) for low, high in self._out.tolist()]
+    def values(self) -> np.ndarray:
+        """uint64 [slots] of the last launch. One device synchronisation."""
+        return joined(*self._out.cpu().numpy().astype(np.uint64).T)
 
     def lend(self, order: Callable[[np.ndarray, int], Order]) -> tuple[Lent, Order] | None:
         """The largest table of whole groups that are read as they lie goes to another kernel, for good and once. order: of (tiles, bytes
