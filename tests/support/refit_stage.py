@@ -12,6 +12,7 @@ from pathlib import Path
 
 from examples.common.ports import free_port
 from tests.support.proc import Child, Family, stop_all
+from tests.support.refit_job import until
 
 
 class Stage:
@@ -73,6 +74,9 @@ def lines(child: Child) -> list[str]:
     return [x for x in child.log_path.read_text().splitlines() if " xfer: " in x]
 
 
+LEFT = "goes on serving version 2: trainer"
+
+
 def says_what_happened(trainers: list[list[str]], engines: list[list[str]], layouts: Sequence[dict]) -> None:
     """A job that goes well says a line for each thing that happens, with the time and the rank, and warns about nothing."""
     assert not [x for some in (*trainers, *engines) for x in some if not re.search(r" INFO |^INFO ", x)]
@@ -83,7 +87,7 @@ def says_what_happened(trainers: list[list[str]], engines: list[list[str]], layo
             assert any(re.match(want, x) for x in said), (want, said)
         for version in (1, 2):
             assert sum(f"replica {replica} serves version {version}, outage" in x for x in said) == 1, said
-        assert sum("goes on serving version 2: trainer" in x for x in said) == 1, said
+        assert sum(LEFT in x for x in said) == 1, said
     for joined in ("4 of 4 trainers have joined", "has joined: "):  # in either order
         order = ["listening at tcp://", joined, " direct, in ", "version 1 committed", "version 2 committed"]
         found = [next((i for i, x in enumerate(trainers[0]) if words in x), None) for words in order]
@@ -133,6 +137,11 @@ def two_refits_are_fresh_loads(
         if kept is not None:
             assert [k["kept"] for k in on_all(running, "kept", do="kept")] == [k["kept"] for k in kept]
         stage.trained("closed", do="close")
+        until(
+            lambda: all(any(LEFT in x for x in lines(e)) for e in running),
+            20,
+            "controllers hear that the trainers left",
+        )
         says_what_happened([lines(c)[n:] for c, n in zip(stage.trainers, logged)], list(map(lines, running)), engines)
         layouts = [how for i, how in enumerate(engines) if how not in engines[:i]]
         for how in layouts:  # fresh engines load while the others end
