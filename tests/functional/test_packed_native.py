@@ -4,6 +4,9 @@ packing and unpacking, and its typed messages accept what xfer gives.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from functools import cached_property
+
 import pytest
 import torch
 
@@ -46,6 +49,33 @@ def test_vllm_finds_that_tensors_match_their_declaration_at_every_sync(module):
             shapes=[list(m.shape) for m in meta],
         )
         assert [n for g in source.groups() for n in g], "vLLM's own grouping runs over it"
+
+
+class NewerSource(ABC):
+    """What vLLM 0.33.0 asks of a `WeightSource`; its backends drive `iter_full`."""
+
+    def __init_subclass__(cls):
+        assert isinstance(cls.__dict__["metadata"], cached_property)
+
+    @property
+    @abstractmethod
+    def metadata(self): ...
+
+    def iter_full(self):
+        raise NotImplementedError
+
+
+def test_a_source_has_the_form_that_a_newer_vllm_asks_for(module, monkeypatch):
+    from vllm.distributed.weight_transfer import base
+
+    monkeypatch.setattr(base, "WeightSource", NewerSource)
+    source = weight_source(TensorTrainer(module), bucket_bytes=256)
+    for _ in range(2):
+        with torch.no_grad():
+            module[0].weight.add_(1)
+        got = dict(source.iter_full())
+        same(got, module)
+        assert [(m.name, m.dtype, m.shape) for m in source.metadata] == [(n, t.dtype, t.shape) for n, t in got.items()]
 
 
 def test_vllm_packs_and_unpacks_the_tensors(module):

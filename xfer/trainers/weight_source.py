@@ -7,12 +7,14 @@ engine is an unmodified vLLM with `weight_transfer_config={"backend": "nccl"}` (
 
 Over vLLM's own sources this adds: buckets are gathered together, conversion tasks are checked on all ranks at every sync,
 and the tensors match their declaration. Versions, commit, coverage and deadlines belong to xfer's session; vLLM's
-backends have none. vLLM 0.26 or later must be installed where the trainer runs: earlier versions have no `WeightSource`.
+backends have none. vLLM 0.26 or later must be installed where the trainer runs: earlier versions have no `WeightSource`. vLLM 0.33
+renamed what a source implements: `metadata` is a property and is read once, and `iter_full` replaces iteration.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 
 import torch
 
@@ -47,15 +49,19 @@ def weight_source(trainer: object, bucket_bytes: int = BUCKET_BYTES):
             self.source = source
             self._read = False
 
-        def metadata(self) -> list[ParamMeta]:
+        def _metadata(self) -> list[ParamMeta]:
             specs = [t for g in self._begin().groups for t in g.tensors]
             return [ParamMeta(s.name, getattr(torch, s.dtype), s.shape) for s in specs]
 
-        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        metadata = cached_property(_metadata) if hasattr(WeightSource, "iter_full") else _metadata
+
+        def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
             plan = self._begin()
             with torch.no_grad():
                 for group in plan.groups:
                     yield from self.source.tensors(group)
+
+        __iter__ = iter_full  # before vLLM 0.33
 
         def _begin(self):
             """Finish gathers and rebuild stale tasks. A second call in a row costs two small collectives."""
