@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from tests.support.world import SHAPES, ToyEngine, ToyLayout, ToySource, ToyTaker, World, good, raised, right
+from tests.support.world import SHAPES, Meets, ToyEngine, ToyLayout, ToySource, ToyTaker, World, good, raised, right
 from xfer.direct import holders
 from xfer.errors import CoverageError, DeadlineExceeded, LayoutError, Unsupported, VerificationError
 from xfer.participants import faults
@@ -28,22 +28,16 @@ from xfer.trace.fragment import TensorSpec
 EXAMPLES = min(100, max(10, int(os.environ.get("XFER_EXAMPLES", "10"))))
 
 
-class Computing(ToySource):
-    """All ranks meet before they are ready, as where adapters are merged. `breaks`: this one fails there. `unreadable`: after it has
-    looked."""
+class Unreadable(Meets):
+    """`unreadable`: reading fails after the rank has looked at its storages."""
 
-    breaks = unreadable = False
+    unreadable = False
 
     def read(self):
         layout = super().read()
         if self.unreadable:
             raise RuntimeError("boom")
-        return ToyLayout(replace(layout.traced, gathers=("g",)), layout.roots, layout.tensors)
-
-    def compute(self, meet):
-        if self.breaks:
-            raise RuntimeError("boom")
-        meet((0, 1), "same")
+        return layout
 
 
 def export(source: ToySource) -> None:
@@ -92,7 +86,7 @@ def test_whatever_changed_and_failed_before_a_refit_that_commits_has_the_bytes_o
         point(role, index, where)
 
     monkeypatch.setattr(faults, "point", armed)
-    with World(drop=("extra",), host_pull=host_pull, deadline_s=6.0, sources=[Computing(i, 2) for i in range(2)]) as w:
+    with World(drop=("extra",), host_pull=host_pull, deadline_s=6.0, sources=[Unreadable(i, 2) for i in range(2)]) as w:
         version, takers = 0, w.engines[0].takers
 
         def happens(rank: int, what: str) -> None:
@@ -104,7 +98,7 @@ def test_whatever_changed_and_failed_before_a_refit_that_commits_has_the_bytes_o
                 "release": w.sessions[rank].release,
                 "fails to read": lambda: setattr(source, "unreadable", True),
                 "fails to drain": lambda: setattr(source, "fail", RuntimeError("boom")),
-                "fails to compute": lambda: setattr(source, "breaks", True),
+                "fails to compute": lambda: setattr(source, "breaks", "before"),
                 "moves": lambda: moved(taker),
                 "turns": lambda: turned(taker),
                 "cannot read": lambda: setattr(taker, "read", unreadable),
@@ -134,7 +128,7 @@ def test_whatever_changed_and_failed_before_a_refit_that_commits_has_the_bytes_o
                 out = w.refit(version, verify=version % 2 == 0)
                 for rank in range(2):
                     source = w.sources[rank]
-                    source.fail, source.breaks, source.unreadable = None, False, False
+                    source.fail, source.breaks, source.unreadable = None, "", False
                     takers[rank].__dict__.pop("read", None)
                 arming.clear()
                 if not FAILS & {what for _, what in (*trainers, *workers)} or not isinstance(out[0], BaseException):

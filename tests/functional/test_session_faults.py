@@ -47,13 +47,6 @@ def test_a_rank_that_raises_at_any_point_ends_the_refit_for_all_and_the_next_is_
         w.commits(100)
 
 
-def test_an_error_of_xfers_own_kind_keeps_its_kind_on_all_ranks():
-    with World(trainers=3) as w:
-        w.commits(1)
-        w.sources[1].fail = e.RebindError("layer 3 was offloaded")
-        w.fails(2, e.RebindError, "layer 3 was offloaded", "trainer 1")
-
-
 @pytest.mark.parametrize("late", ["to raise", "to tell"])
 def test_why_a_connection_closed_comes_before_that_it_did(monkeypatch, late):
     """What others tell of a rank that raises is here first, and their replica's part is over by then."""

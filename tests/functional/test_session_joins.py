@@ -25,47 +25,21 @@ from xfer.transport import routes
 pytestmark = pytest.mark.usefixtures(peers.__name__)
 
 
-@pytest.fixture
-def links_late(monkeypatch):
-    """Workers of replica 1 do not open their link until the event is set."""
-    link, link_on = lane.Lane._open, threading.Event()
+@pytest.mark.parametrize("host_pull", [True, False])
+def test_a_trainer_that_gives_up_on_a_silent_coordinator_leaves_links_of_joiners_alone(monkeypatch, host_pull):
+    """It once stopped them without a word, so that the workers of the replica that joined could never take part."""
+    monkeypatch.setattr(world, "HOST_PULL", host_pull)
+    monkeypatch.setattr(client, "SILENCE_S", 0.5)
+    link, link_on, silent = lane.Lane._open, threading.Event(), threading.Event()
 
     def late(self, message):
         assert self.replica != 1 or self._role == "trainer" or link_on.wait(20)
         link(self, message)
 
-    def begin() -> threading.Event:
+    with World(trainers=2, replicas=2) as w:
+        w.commits(1)
+        w.leave(1)
         monkeypatch.setattr(lane.Lane, "_open", late)
-        return link_on
-
-    return begin
-
-
-def test_a_replica_that_joins_beside_a_refit_holds_up_none_of_its_trainers(monkeypatch, links_late):
-    """Their lanes link for it; what committed was told as "its parameters may still be read"."""
-    monkeypatch.setattr(refit, "STOP_GRACE_S", 0.3)
-    with World(trainers=2, replicas=2) as w:
-        w.commits(1)
-        w.leave(1)
-        w.sessions[0].prepare()
-        until_true(lambda: w.coordinator.refit is not None)
-        link_on = links_late()
-        w.come(1)
-        until_true(lambda: w.phase(1) == "linking")
-        assert w.commits(2, [0], min_replicas=1).committed == 1
-        link_on.set()
-        w.controllers[1].wait_ready(15.0)
-
-
-@pytest.mark.parametrize("host_pull", [True, False])
-def test_a_trainer_that_gives_up_on_a_silent_hub_leaves_links_of_joiners_alone(monkeypatch, links_late, host_pull):
-    """It stopped them and said so to nobody: the joiner's workers could never take part, and had to be served anew."""
-    monkeypatch.setattr(world, "HOST_PULL", host_pull)
-    monkeypatch.setattr(client, "SILENCE_S", 0.5)
-    with World(trainers=2, replicas=2) as w:
-        w.commits(1)
-        w.leave(1)
-        silent, link_on = threading.Event(), links_late()
         w.come(1)
         until_true(lambda: w.phase(1) == "linking")
         until_true(lambda: all(s.lanes[1]._now is s.lanes[1]._stop for s in w.sessions))  # begun
@@ -83,11 +57,17 @@ def test_a_trainer_that_gives_up_on_a_silent_hub_leaves_links_of_joiners_alone(m
 HELD = {
     "sums are bound": (sums.Sums, "__init__"),
     "a trainer has opened": (direct_trainer.DirectTrainer, "opened"),
+    "routes are found": (routes, "find_ways"),
 }
 
 
 @pytest.mark.parametrize(
-    ("held", "change"), [("sums are bound", "move"), *(("a trainer has opened", c) for c in ("move", "turn", "export"))]
+    ("held", "change"),
+    [
+        ("sums are bound", "move"),
+        ("routes are found", "move"),
+        *(("a trainer has opened", c) for c in ("move", "turn", "export")),
+    ],
 )
 def test_what_trainers_hold_may_change_while_a_replica_links(monkeypatch, held, change):
     """The change comes while a thread that links stands at `held`. What was made for the old storages was kept for the new ones;
@@ -116,20 +96,6 @@ def test_what_trainers_hold_may_change_while_a_replica_links(monkeypatch, held, 
             assert w.commits(2).committed == 2
         assert [s.error for s in w.engines[1].sessions] == [None] * 2
         assert w.commits(3).committed == 2
-
-
-@pytest.mark.parametrize("host_pull", [False, True])
-def test_storages_may_move_while_the_only_replica_links(monkeypatch, host_pull):
-    """As where a source is a callable that makes copies, and connect() did not wait."""
-    monkeypatch.setattr(world, "HOST_PULL", host_pull)
-    find, opening, looked = routes.find_ways, threading.Event(), threading.Event()
-    monkeypatch.setattr(routes, "find_ways", lambda *a, **k: (opening.set(), looked.wait(5), find(*a, **k))[2])
-    monkeypatch.setattr(refit.computing, "compute", lambda *a: looked.set() or 0.0)
-    with World(trainers=1, wait=False) as w:
-        assert opening.wait(10)
-        w.sources[0].move()
-        for version in (1, 2):
-            w.commits(version)
 
 
 @pytest.mark.parametrize("host_pull", [True, False])
@@ -257,26 +223,6 @@ def test_sources_are_not_free_while_a_replica_that_is_waited_for_has_yet_to_join
 
 
 # ---- replicas that cannot join
-
-
-def test_a_replica_of_which_a_worker_found_no_lock_is_not_told_to_be_ready():
-    """The worker says so after the plan, and the coordinator reads it late."""
-    with World(trainers=1, replicas=2) as w:
-        w.commits(1)
-        w.leave(1)
-        toy = ToyEngine(2)
-
-        def no_lock() -> None:
-            w.later(lambda: time.sleep(0.5))
-            raise RuntimeError("no lock")
-
-        toy.takers[1].choose_lock = no_lock
-        with pytest.raises(e.XferError, match="no lock"):
-            w.come(1, toy).wait_ready(10.0)
-        assert w.phase(1) == "failed"
-        w.fails(3, e.XferError, "no lock")
-        assert not toy.paused
-        right(w, 3, [0])
 
 
 def beyond(monkeypatch, then=lambda: None) -> None:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from tests.support.world import SHAPES, ToyLayout, ToySource, World, flat, good, until_true
+from tests.support.world import SHAPES, Meets, ToyLayout, ToySource, World, flat, good, until_true
 from tests.unit.test_trace_owned import IN, OUT, Merge, computed, full_tensors
 from xfer import errors as e
 from xfer.coordinator.deadlines import CALL_GRACE_S
@@ -107,22 +107,14 @@ def test_what_the_trainers_compute_together_arrives_bit_for_bit_in_every_refit(w
 
 
 def test_a_plan_digest_covers_what_is_computed(world):
-    """The same fragments and roots, another factor: another inventory, and so another plan key and digest."""
-
-    def announced(session):
-        return session._party.shelf._own[session.side.inventory]
-
-    mine = announced(world.sessions[0])
-    assert mine.recipes and mine.recipes != announced(world.sessions[1]).recipes
-    other = [computed(m, full_tensors(m, 0), 0) for m in (MERGE, Merge(2, (0, 0, 0), interleaved=True, scale=3.0))]
-    assert other[0].fragments == other[1].fragments and other[0].root == other[1].root
-    digests = []
-    for c in other:
-        world.sources[0].done = c
-        world.sessions[0].layout = world.sources[0].read()
-        (s := world.sessions[0]).side.read(s._catalog, s.layout)
-        digests.append(announced(world.sessions[0]).digest())
-    assert digests[0] == mine.digest() != digests[1]
+    """The same fragments and roots with another factor give another inventory, and so another plan key and digest."""
+    session, source, digests = world.sessions[0], world.sources[0], set()
+    for merge in (MERGE, replace(MERGE, scale=3.0)):
+        source.done = computed(merge, full_tensors(merge, 0), 0)
+        session.layout = source.read()
+        session.side.read(session._catalog, session.layout)
+        digests.add(session.party.shelf._own[session.side.inventory].digest())
+    assert len(digests) == 2
 
 
 def test_a_rank_that_does_not_come_leaves_no_gather_behind(world):
@@ -170,7 +162,7 @@ def broken(*_):
 
 
 def test_a_computation_that_waits_for_a_rank_that_has_stopped_ends_by_the_deadline(world, monkeypatch):
-    """They have met, so nobody is missing at the rendezvous; what goes on is waited for by the next call, and the one after repairs."""
+    """All ranks have met, so none is missing at the rendezvous. The next call waits for what still runs; the one after it commits."""
     monkeypatch.setattr("xfer.participants.computing.STOP_GRACE_S", 0.5)
     served(world, 1)
     on, last = threading.Event(), world.sources[1]
@@ -186,61 +178,6 @@ def test_a_computation_that_waits_for_a_rank_that_has_stopped_ends_by_the_deadli
     assert [s.computations for s in world.sources] == [3, 3]
 
 
-class Meets(ToySource):
-    """Computes with all other ranks, which is to say that it meets them. `inside`, `go_on`: once they have met. `breaks`: it fails
-    after that."""
-
-    def __init__(self, rank: int, world: int):
-        super().__init__(rank, world)
-        self.inside, self.go_on, self.computations = threading.Event(), threading.Event(), 0
-        self.digest, self.breaks, self.late_s = "same", False, 0.0
-        self.go_on.set()
-
-    def read(self) -> ToyLayout:
-        layout = super().read()
-        return ToyLayout(replace(layout.traced, gathers=("g",)), layout.roots, layout.tensors)
-
-    def compute(self, meet) -> None:
-        time.sleep(self.late_s)
-        meet(tuple(range(self.world)), self.digest)
-        self.computations += 1
-        self.inside.set()
-        self.go_on.wait(60)
-        if self.breaks:
-            raise RuntimeError("boom")
-
-
-@pytest.mark.parametrize("ends", ["an error", "the deadline of one"])
-def test_a_rank_that_hears_from_another_that_it_gave_up_is_told_why_as_that_one_is(monkeypatch, ends):
-    """Not that they would gather different tensors: nobody knows that."""
-    init, go_on = SessionMeeting.__init__, threading.Event()
-
-    def hears_by_that_only(meeting, store, me: int, until: float, over) -> None:
-        init(meeting, store, me, time.monotonic() if ends != "an error" and me == 0 else until, over)
-        if me == 1:
-            meeting._waiting = meeting._store
-
-    with World(trainers=3, sources=[Meets(i, 3) for i in range(3)]) as w:
-        w.commits(1)
-        values, last, drain = w.coordinator.store._values, w.sources[2], w.sources[2].drain
-
-        def late() -> None:
-            until_true(lambda: any(v == b"2" for k, v in list(values.items()) if k.endswith("/n")))
-            raise e.RebindError("layer 3 was offloaded", where="trainer 2")
-
-        last.drain = late if ends == "an error" else lambda: go_on.wait(60)
-        with monkeypatch.context() as patch:
-            patch.setattr(SessionMeeting, "__init__", hears_by_that_only)
-            patch.setattr("xfer.participants.refit.STOP_GRACE_S", 0.5)
-            out = w.refit(2, deadline_s=10.0)
-        kind, said = (e.RebindError, "offloaded") if ends == "an error" else (e.DeadlineExceeded, "not all have come")
-        assert all(isinstance(r, kind) and said in r.message and "trainer 2" in str(r) for r in out[:2]), out
-        last.drain = drain
-        go_on.set()
-        w.commits(3)
-        assert [s.computations for s in w.sources] == [2, 2, 2]
-
-
 @pytest.mark.parametrize("agree", [True, False])
 def test_a_rank_that_looks_when_its_attempt_is_over_does_as_the_others_did(monkeypatch, agree):
     """Whether all go on to gather. The coordinator had forgotten that, so it waited to the deadline; and a gather would wait for it."""
@@ -254,63 +191,44 @@ def test_a_rank_that_looks_when_its_attempt_is_over_does_as_the_others_did(monke
     with World(trainers=2, sources=[Meets(i, 2) for i in range(2)], deadline_s=15.0) as w:
         w.commits(1)
         for s in w.sources:
-            s.digest, s.breaks, s.late_s = "same" if agree else f"of {s.rank}", bool(s.rank), 0.2 * s.rank
+            s.digest, s.breaks, s.late_s = "same" if agree else f"of {s.rank}", "after" if s.rank else "", 0.2 * s.rank
         with monkeypatch.context() as patch:
             patch.setattr(SessionMeeting, "_appears", late)
             w.fails(2, e.XferError, "boom" if agree else "would gather different", within=10)
         assert [s.computations for s in w.sources] == [1 + agree] * 2
         for s in w.sources:
-            s.digest, s.breaks, s.late_s = "same", False, 0.0
+            s.digest, s.breaks, s.late_s = "same", "", 0.0
         for version in (3, 4):
             w.commits(version)
         kept = {key.split("/")[0] for key in w.coordinator.store._values if key.startswith("x")}
         assert kept == {"x4"}, "of the last attempt only"
 
 
-def refuses_while_it_runs(w: World) -> None:
-    """The next call and a release wait for what an interrupted call left behind."""
-    w.fails(3, e.DeadlineExceeded, deadline_s=0.5)
-    w.sessions[0].deadline_s = 0.5
-    with pytest.raises(e.DeadlineExceeded, match="uses this rank's parameters"):
-        w.sessions[0].release()
-    w.sessions[0].deadline_s = w.deadline_s
-
-
-@pytest.mark.parametrize("begins", [True, False])
 @pytest.mark.parametrize("what", ["drain", "compute"])
-def test_a_call_that_is_interrupted_as_it_begins_something_leaves_nothing_that_nobody_knows(monkeypatch, what, begins):
-    """Starting a thread waits for it, so that it may run by then, or is about to. What does is waited for, what does not never will."""
+def test_a_step_that_goes_on_after_its_call_was_interrupted_is_waited_for(monkeypatch, what):
+    """The interrupt comes while the thread of the step starts; see also test_background.py."""
     source, inside, go_on = Meets(0, 1), threading.Event(), threading.Event()
     with World(trainers=1, sources=[source]) as w:
         w.commits(1)
         start, step, background = threading.Thread.start, getattr(source, what), []
 
-        def held(*a):
-            inside.set()
-            go_on.wait(20)
-            return step(*a)
-
         def interrupted(thread) -> None:
+            start(thread)
             background.extend([thread] * (thread.name == "xfer-background"))
-            if thread not in background or len(background) <= (what == "compute"):  # a drain comes first
-                return start(thread)
-            if begins:
-                start(thread)
+            if thread in background and len(background) > (what == "compute"):  # a drain comes first
                 assert inside.wait(10)
-            raise KeyboardInterrupt
+                raise KeyboardInterrupt
 
-        setattr(source, what, held)
+        setattr(source, what, lambda *a: (inside.set(), go_on.wait(20), step(*a)))
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", interrupted)
             w.fails(2, KeyboardInterrupt)
         setattr(source, what, step)
-        if begins:
-            refuses_while_it_runs(w)
-        else:
-            before = source.drained, source.computations
-            start(background[-1])  # the system may still get to it
-            background[-1].join(10)
-            assert before == (source.drained, source.computations)
+        w.fails(3, e.DeadlineExceeded, deadline_s=0.5)
+        w.sessions[0].deadline_s = 0.5
+        with pytest.raises(e.DeadlineExceeded, match="uses this rank's parameters"):
+            w.sessions[0].release()
+        w.sessions[0].deadline_s = w.deadline_s
         go_on.set()
         w.sessions[0].release()
         w.commits(4)

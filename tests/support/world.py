@@ -121,6 +121,27 @@ class ToySource:
         return self.read().tensors
 
 
+class Meets(ToySource):
+    """Meets all other ranks before it is ready, as ranks do that gather together. `breaks`: it raises "before" or "after" that."""
+
+    def __init__(self, rank: int, world: int):
+        super().__init__(rank, world)
+        self.digest, self.breaks, self.late_s, self.computations = "same", "", 0.0, 0
+
+    def read(self) -> ToyLayout:
+        layout = super().read()
+        return ToyLayout(replace(layout.traced, gathers=("g",)), layout.roots, layout.tensors)
+
+    def compute(self, meet) -> None:
+        time.sleep(self.late_s)
+        for now in ("before", "after"):
+            if self.breaks == now:
+                raise RuntimeError("boom")
+            if now == "before":
+                meet(tuple(range(self.world)), self.digest)
+                self.computations += 1
+
+
 class ToyTaker:
     """Worker `rank` of `world` holds columns of every matrix, all of every vector, and two padding rows of `embed`."""
 
@@ -136,7 +157,6 @@ class ToyTaker:
         }
         self.spare = torch.full((12,), 7.0, dtype=torch.bfloat16)
         self.locked, self.began_with = False, "whole"
-        self.locks = []
 
     def read(self, catalog) -> EngineLayout:
         # Refits write the locked tensor's bytes to a spare; the live ones hold NaN until the commit.
@@ -174,12 +194,10 @@ class ToyTaker:
 
     def engage_lock(self) -> None:
         self.locked = True
-        self.locks.append("engaged")
         self.live["norm"].fill_(float("nan"))
 
     def release_lock(self) -> None:
         self.live["norm"].copy_(self.spare)
-        self.locks.append("released")
         self.locked, self.began_with = False, "whole"  # last: tests that wait for this read what lives right after
 
     def run_recipes(self) -> None:

@@ -12,17 +12,14 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.cluster_model import Job, Process, specs
+from tests.support.cluster_model import Job, Process
 from xfer.coordinator import deadlines
 from xfer.coordinator import messages as m
 from xfer.coordinator.commit import Phase
 from xfer.coordinator.coordinator import Coordinator
 from xfer.coordinator.events import Connected, Received, Send, Unproven
-from xfer.coordinator.layouts import pack_specs
 from xfer.coordinator.state import Options, ReplicaPhase, differences, told
-from xfer.errors import LayoutError, PlanMismatch
-from xfer.trace.catalog import Catalog
-from xfer.trace.fragment import TensorSpec
+from xfer.errors import PlanMismatch
 
 GOOD = [True]
 
@@ -331,38 +328,6 @@ def test_a_rank_that_calls_anew_without_a_word_ends_the_call_that_it_left(seed):
     assert all(t.outcome.attempt == 3 and t.outcome.outcomes[0].committed for t in job.trainers)
 
 
-@pytest.mark.parametrize("replicas", [0, 1, 2])
-def test_a_rank_that_raises_ends_the_refit_for_all_without_any_time_passing(seed, replicas):
-    """`replicas` 0: none is connected."""
-    job = served(3, max(1, replicas), 2, seed)
-    job.faults[job.trainers[1], m.Ready] = True
-    began = job.now
-    if replicas:
-        ran(job)
-    else:
-        leave(job, 0)
-        for i in range(3):
-            ran(job, i)
-    assert all("a gather failed" in says(t.outcome) for t in job.trainers) and job.now == began
-    if replicas:
-        assert all(e.serving and not e.inside for e in job.engines)
-        assert committed(job) == [True] * replicas
-
-
-def test_calling_on_some_ranks_only_ends_at_the_deadline_and_names_the_missing(seed):
-    job = served(3, 1, 1, seed)
-    began = job.now
-    call(job, 0, 2, deadline_s=5.0)
-    job.settle(5.0 + deadlines.CALL_GRACE_S)
-    for i in (0, 2):
-        assert "trainer 1: it has not called nccl_xfer_refit()" in says(job.trainers[i].outcome)
-    assert job.engines[0].serving and job.now <= began + 5.0 + deadlines.CALL_GRACE_S
-    call(job, 1)
-    job.run()  # the same refit, too late: answered at once
-    assert says(job.trainers[1].outcome) == says(job.trainers[0].outcome)
-    assert committed(job) == GOOD
-
-
 @pytest.mark.parametrize(
     ("mine", "theirs"),
     [
@@ -383,18 +348,6 @@ def test_ranks_that_ask_for_different_refits_are_told_what_differs(mine, theirs)
         assert f"trainer 0: {name}={value!r}" in says(t.outcome) and f"trainer 1: {name}=" in says(t.outcome)
         t.attempt = 2
     assert committed(job) == [True, True]
-
-
-def test_exports_that_disagree_end_the_refit_and_not_the_session(seed):
-    job = served(2, 1, 1, seed)
-    odd = Catalog.union([("trainer", [TensorSpec("t0", (4,), "float32")])]).to_bytes()
-    t = job.trainers[0]
-    for _ in range(2):
-        t._changed = {"specs": pack_specs(odd, [])}
-        assert committed(job) == [False] and "t0" in says(t.outcome)
-        assert isinstance(t.outcome.outcomes[0].error, LayoutError)
-    t._changed = {"specs": specs(0)}
-    assert committed(job) == GOOD
 
 
 # ---- prepared refits
@@ -459,15 +412,6 @@ def test_a_trainer_that_is_lost_while_workers_install_costs_the_next_refit_not_t
     assert job.engines[0].serving and job.engines[0].contents == ["2"] * 2
     ran(job, 0, 1)
     assert all("trainer 2" in says(t.outcome) for t in job.trainers[:2])
-
-
-def test_with_no_replica_left_a_refit_fails_at_once(seed):
-    job = served(2, 1, 2, seed)
-    job.end(job.engines[0].workers[0])
-    job.run()
-    assert job.engines[0].controller.kept_out, "it hears at once that its replica is lost"
-    ran(job)
-    assert all("worker 0" in says(t.outcome) for t in job.trainers)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -21,7 +21,17 @@ from xfer.rendezvous import channel
 NAN, INF = float("nan"), float("inf")
 RAW = b"\xff\xfe of the environment".decode("utf-8", "surrogateescape")
 DOOR = {
-    "rendezvous": [None, 29600, "http://h:1", "tcp://h", "tcp://h:0", "tcp://a..b:1", f"tcp://{RAW}:1"],
+    "rendezvous": [
+        None,
+        29600,
+        "http://h:1",
+        "tcp://h",
+        "tcp://h:0",
+        "tcp://:1",
+        "tcp://h:99999",
+        "tcp://a..b:1",
+        f"tcp://{RAW}:1",
+    ],
     "token": [None, 8, "short", RAW],
 }
 SECONDS = [None, 0, -1.0, NAN, INF, "soon", [1]]
