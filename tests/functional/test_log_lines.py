@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 import xfer
 from examples.common.ports import free_port
-from tests.functional.test_versions import Job, good, job
+from tests.functional.test_versions import Job
 from tests.support.connect import flat_connect
-from tests.support.world import TOKEN, ToyEngine, ToySource, World, until_true
+from tests.support.world import TOKEN, ToyEngine, ToySource, World, good, until_true
 from xfer import logs
 from xfer.cli import app
 
@@ -35,7 +35,7 @@ def shape(line: str) -> str:
 
 
 def test_a_job_says_a_line_for_each_thing_that_happens_and_one_a_refit(said):
-    with job(trainers=2) as j:
+    with Job(trainers=2) as j:
         j.controllers[0].wait_ready(20.0)
         started = {*map(shape, said())}
         assert {
@@ -61,7 +61,7 @@ def test_a_job_says_a_line_for_each_thing_that_happens_and_one_a_refit(said):
 
 
 def test_an_engine_that_leaves_first_warns_about_nothing_either(said):
-    with job(trainers=1) as j:
+    with Job(trainers=1) as j:
         good(j.refit())
         j.controllers[0].close()
         until_true(lambda: any("takes part no more" in x for x in said()))
@@ -117,18 +117,15 @@ def test_processes_that_are_missing_are_said_while_others_wait_and_by_status(sai
 
 
 def test_a_trainer_that_dies_is_warned_of_and_a_replica_that_a_refit_missed(said):
-    j = Job(trainers=1, replicas=2)
-    good(j.refit())
-    j.engines[1].fail["start"] = RuntimeError("not now")
-    good(j.refit(min_replicas=1))
-    (warned,) = [x for x in said() if "committed by 1 of 2 replicas" in x]
-    assert warned.startswith("WARNING "), warned
-    assert "replica 1 did not commit, serves version 1: XferError: RuntimeError: not now" in warned, warned
-    j.ranks[0]._session.party.channel.close()  # as when its process is killed
-    until_true(lambda: any(x.startswith("WARNING xfer: replica 0 goes on serving version 2: ") for x in said()))
-    for c in j.controllers:
-        c.close()
-    j.ranks[0].close()
+    with Job(trainers=1, replicas=2) as j:
+        good(j.refit())
+        j.engines[1].fail["start"] = RuntimeError("not now")
+        good(j.refit(min_replicas=1))
+        (warned,) = [x for x in said() if "committed by 1 of 2 replicas" in x]
+        assert warned.startswith("WARNING "), warned
+        assert "replica 1 did not commit, serves version 1: XferError: RuntimeError: not now" in warned, warned
+        j.sessions[0]._session.party.channel.close()  # as when its process is killed
+        until_true(lambda: any(x.startswith("WARNING xfer: replica 0 goes on serving version 2: ") for x in said()))
 
 
 PROCESS = """

@@ -2,59 +2,41 @@
 
 import threading
 import time
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import xfer
-from examples.common.ports import free_port
 from tests.support.connect import flat_connect
-from tests.support.world import TOKEN, ToyEngine, ToySource, World
+from tests.support.world import TOKEN, World, good
 from xfer.cli import app
 from xfer.errors import EngineLost, RefitFailed, XferError
 
 
-class Job:
-    """`trainers` ranks on threads and `replicas` engines of one worker each."""
+class Job(World):
+    """A world over xfer's public calls, with engines of one worker."""
 
     def __init__(self, trainers: int = 2, replicas: int = 1):
-        self.rendezvous = f"tcp://127.0.0.1:{free_port()}"
-        self.engines = [ToyEngine(1) for _ in range(replicas)]
-        where = dict(rendezvous=self.rendezvous, token=TOKEN, deadline_s=20.0)
-        self.controllers = [xfer.serve(e, replica=i, **where) for i, e in enumerate(self.engines)]
-        self._threads = World(trainers=trainers)
-        self.sources = [ToySource(i, trainers) for i in range(trainers)]
+        super().__init__(trainers, 1, replicas)
 
-        def connect(i: int) -> xfer.Session:
-            return flat_connect(trainer=self.sources[i], replicas=replicas, **where)
+    @property
+    def where(self) -> dict:
+        return dict(rendezvous=self.rendezvous, token=TOKEN, deadline_s=self.deadline_s)
 
-        self.ranks = self._threads.on_all(connect)
+    def serve(self, engine, replica: int) -> xfer.Controller:
+        return xfer.serve(engine, replica=replica, **self.where)
+
+    def _connect_one(self, i: int) -> None:
+        self.sessions[i] = flat_connect(trainer=self.sources[i], replicas=self.replicas, **self.where)
 
     def refit(self, version=None, **more) -> list:
-        """What each rank was given or raised."""
-        return self._threads.on_all(lambda i: xfer.nccl_xfer_refit(self.ranks[i], version=version, **more))
+        """Return what each rank got or raised."""
+        return self.on_all(lambda i: xfer.nccl_xfer_refit(self.sessions[i], version=version, **more))
 
-
-@contextmanager
-def job(**kinds):
-    made = Job(**kinds)
-    try:
-        yield made
-    finally:
-        made._threads.on_all(lambda i: made.ranks[i].close())
-        for c in made.controllers:
-            c.close()
-        for s in (s for e in made.engines for s in e.sessions):
-            s.close()
-
-
-def good(results: list) -> xfer.RefitReport:
-    for r in results:
-        if isinstance(r, BaseException):
-            raise r
-    return results[0]
+    def close(self) -> None:
+        self.on_all(lambda i: self.sessions[i].close())
+        super().close()
 
 
 def refused(results: list, *texts: str) -> None:
@@ -65,14 +47,14 @@ def refused(results: list, *texts: str) -> None:
 @pytest.mark.parametrize("given", [1, 0, -3, np.int64(7), "1", "step-5", None], ids=repr)
 def test_a_label_comes_back_in_the_type_that_it_was_given(given):
     want = 1 if given is None else int(given) if isinstance(given, np.integer) else given
-    with job() as j:
+    with Job() as j:
         threading.Timer(0.3, lambda: results.extend(j.refit(given))).start()
         results: list = []
         waited = j.controllers[0].wait_version(given, 20.0)
         while len(results) < 2:
             time.sleep(0.01)
         report = good(results)
-        seen = [report.version, report.outcomes[0].version, j.ranks[1].version, j.controllers[0].version, waited]
+        seen = [report.version, report.outcomes[0].version, j.sessions[1].version, j.controllers[0].version, waited]
         assert seen == [want] * 5 and {type(v) for v in seen} == {type(want)}, seen
         assert j.engines[0].label == str(want), "vLLM keeps labels as text"
         assert j.controllers[0].wait_version(str(want), 1.0) == want
@@ -81,15 +63,15 @@ def test_a_label_comes_back_in_the_type_that_it_was_given(given):
 
 
 def test_without_a_version_there_is_none():
-    with job(trainers=1) as j:
-        assert j.ranks[0].version is None and j.controllers[0].version is None
+    with Job(trainers=1) as j:
+        assert j.sessions[0].version is None and j.controllers[0].version is None
         j.engines[0].fail["start"] = RuntimeError("no")
         report = good(j.refit(min_replicas=0))
         assert report.outcomes[0].version is None and "serves nothing" in str(report.outcomes[0])
 
 
 def test_a_label_that_is_not_new_is_refused_on_all_ranks_and_moves_nothing():
-    with job() as j:
+    with Job() as j:
         for label, wrong in ((5, (5, 4, np.int64(0), "5")), ("a", ("a", 5, 3)), (7, (7, "7", 6)), (None, (8, "8", 1))):
             last = good(j.refit(label)).version
             told, log = j.engines[0].label, list(j.engines[0].log)
@@ -102,7 +84,7 @@ def test_a_label_that_is_not_new_is_refused_on_all_ranks_and_moves_nothing():
 
 def test_a_call_that_raised_may_be_made_again_under_its_label():
     """Nothing was committed under it; or a replica has, which is given the same weights once more."""
-    with job(replicas=2) as j:
+    with Job(replicas=2) as j:
         good(j.refit(1))
         j.sources[1].fail = RuntimeError("boom")
         refused(j.refit(2), "boom")
@@ -110,7 +92,7 @@ def test_a_call_that_raised_may_be_made_again_under_its_label():
         j.engines[1].fail["start"] = RuntimeError("not now")
         for r in j.refit(2):
             assert isinstance(r, RefitFailed | XferError) and "not now" in str(r), r
-        assert [c.version for c in j.controllers] == [2, 1] and j.ranks[0].version == 2
+        assert [c.version for c in j.controllers] == [2, 1] and j.sessions[0].version == 2
         report = good(j.refit(2))
         assert report.committed == 2 and [c.version for c in j.controllers] == [2, 2]
         refused(j.refit(2), "2")
@@ -118,7 +100,7 @@ def test_a_call_that_raised_may_be_made_again_under_its_label():
 
 def test_a_call_that_returned_has_used_its_label_up():
     """Also with fewer replicas than there are; and an early one, once its outcome is known."""
-    with job(replicas=2) as j:
+    with Job(replicas=2) as j:
         j.engines[1].fail["start"] = RuntimeError("not now")
         report = good(j.refit(1, min_replicas=1))
         assert report.committed == 1 and isinstance(report.outcomes[1].error, XferError)
@@ -129,8 +111,8 @@ def test_a_call_that_returned_has_used_its_label_up():
 
 
 def test_reports_and_sessions_are_one_readable_line_each():
-    with job(replicas=2) as j:
-        session, controller = j.ranks[1], j.controllers[1]
+    with Job(replicas=2) as j:
+        session, controller = j.sessions[1], j.controllers[1]
         controller.wait_ready(20.0)
         lines = [f"<Session of trainer 1 of 2, 2 replicas, at {j.rendezvous}: no refit yet>"]
         lines += [f"<Controller of replica 1 at {j.rendezvous}: no refit yet>"]

@@ -20,18 +20,9 @@ from xfer.rendezvous import channel
 
 NAN, INF = float("nan"), float("inf")
 RAW = b"\xff\xfe of the environment".decode("utf-8", "surrogateescape")
+ADDRESSES = ["h", "h:0", ":1", "h:99999", "a..b:1", f"{RAW}:1", "::1:1", "[::1:1", "::1]:1", "[one]:1", "[]:1"]
 DOOR = {
-    "rendezvous": [
-        None,
-        29600,
-        "http://h:1",
-        "tcp://h",
-        "tcp://h:0",
-        "tcp://:1",
-        "tcp://h:99999",
-        "tcp://a..b:1",
-        f"tcp://{RAW}:1",
-    ],
+    "rendezvous": [None, 29600, "http://h:1", "10.0.0.1:1", *(f"tcp://{x}" for x in ADDRESSES)],
     "token": [None, 8, "short", RAW],
 }
 SECONDS = [None, 0, -1.0, NAN, INF, "soon", [1]]

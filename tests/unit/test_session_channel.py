@@ -84,21 +84,18 @@ def test_a_wrong_token_is_refused_on_both_sides_and_nothing_is_said(listener):
         c.dial(listener.address, "short", 1.0)
 
 
-def test_a_replayed_proof_does_not_open_the_door(listener):
-    """A proof is made of both nonces, so what was seen on another connection is worthless."""
-    with listener.connect() as sock:
-        assert sock.recv(8 + 32).startswith(c.MAGIC)
-        sock.sendall(c.MAGIC + os.urandom(32) + c.proof(TOKEN, b"client", os.urandom(32), os.urandom(32)))
-        sock.recv(32)
-        until_true(lambda: listener.refused)
-    assert not listener.got
+REPLAYED = c.MAGIC + os.urandom(32) + c.proof(TOKEN, b"client", os.urandom(32), os.urandom(32))
+"""A proof for the nonces of another connection."""
 
 
-def test_garbage_instead_of_a_proof_is_dropped(listener):
+@pytest.mark.parametrize(("greeting", "told"), [(REPLAYED, True), (b"GET / HTTP/1.1\r\n\r\n" + b"\0" * 200, False)])
+def test_a_caller_that_does_not_prove_the_token_is_dropped(listener, greeting, told):
     with listener.connect() as sock, contextlib.suppress(ConnectionError):
-        sock.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"\0" * 200)
+        assert sock.recv(8 + 32).startswith(c.MAGIC)
+        sock.sendall(greeting)
         while sock.recv(1 << 10):
             pass
+    until_true(lambda: listener.refused or not told)
     assert not listener.got and not listener.ended
 
 

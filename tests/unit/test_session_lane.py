@@ -1,4 +1,4 @@
-"""A lane's scopes: what runs of an epoch that was given up ends, however soon the next epoch follows."""
+"""Lanes: the work of an epoch that was given up ends, however soon the next epoch follows."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def lane_of(party: RendezvousClient, role: str = "trainer") -> Lane:
     return Lane(party, role, 1, torch.device("cpu"), 0, Waiting(party, role))
 
 
-def test_a_go_that_a_lane_will_not_follow_is_refused_aloud():
-    """Its link is broken by itself alone, or its call raised before the coordinator let it go: others waited to the deadline."""
+def test_a_lane_that_cannot_follow_a_go_says_so():
+    """Its own rank broke the link, or its call raised before the go came. Other ranks once waited to the deadline."""
     for stop in (
         lambda lane: lane.cancel(PeerLost("stopped"), None),
         lambda lane: lane.give_up(2, PeerLost("stopped")),
@@ -73,34 +73,24 @@ def test_a_go_that_a_lane_will_not_follow_is_refused_aloud():
         lane.close()
 
 
-@pytest.fixture
-def waiting():
-    """(party, lane), the lane inside its wait of epoch 1."""
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_a_wait_of_an_epoch_ends_when_the_next_one_begins(cancelled):
+    """The next epoch takes no cancelled one back, and a cancel that comes late concerns none."""
     party = RendezvousClient()
     lane = lane_of(party)
     try:
         lane.post(m.OpenLink(0, 1, True, 1))
         assert lane.plane.waits.wait(10)
-        yield party, lane
+        if cancelled:
+            lane.cancel(PeerLost("given up"), 1)
+        lane.post(m.OpenLink(0, 2, True, 1))  # before the waiting thread can have looked
+        assert lane.wait_idle(10), "still waits for a value of epoch 1"
+        assert party.said == [m.LinkOpen(0, 2)]
+        lane.cancel(PeerLost("late"), 1)
+        lane.post(m.OpenLink(0, 2, False, 1))
+        assert lane.wait_idle(10) and party.said == [m.LinkOpen(0, 2)] * 2
     finally:
         lane.close()
-
-
-def test_the_next_epoch_does_not_call_back_what_was_cancelled(waiting):
-    party, lane = waiting
-    lane.cancel(PeerLost("given up"), 1)
-    lane.post(m.OpenLink(0, 2, True, 1))  # before the waiting thread can have looked
-    assert lane.wait_idle(10), "still waits for a value of epoch 1"
-    assert party.said == [m.LinkOpen(0, 2)]
-
-
-def test_an_epoch_that_nobody_gave_up_ends_with_the_next_one(waiting):
-    party, lane = waiting
-    lane.post(m.OpenLink(0, 2, True, 1))
-    assert lane.wait_idle(10) and party.said == [m.LinkOpen(0, 2)]
-    lane.cancel(PeerLost("late"), 1)  # of an epoch that is over: concerns nobody
-    lane.post(m.OpenLink(0, 2, False, 1))
-    assert lane.wait_idle(10) and party.said == [m.LinkOpen(0, 2)] * 2
 
 
 class Routes:
@@ -121,8 +111,8 @@ class Routes:
     "role, drained, closed", [("worker", True, True), ("worker", False, False), ("trainer", True, False)]
 )
 def test_a_worker_that_is_stopped_lets_go_of_the_trainers_memory(role, drained, closed):
-    """Or one that was killed could not start again beside it. Not while a kernel still reads there, but then; and a trainer has to
-    know later that its routes were there."""
+    """A trainer that was killed needs that memory to start again. While a kernel still reads, the lane waits for its end. A trainer's
+    lane keeps its routes, since a later release must close them."""
     party = RendezvousClient()
     lane = lane_of(party, role)
     lane.plane._routed = routes = Routes(drained)
@@ -140,8 +130,8 @@ def test_a_worker_that_is_stopped_lets_go_of_the_trainers_memory(role, drained, 
 
 
 @pytest.mark.parametrize("message", [m.OpenLink(0, 2, True, 1), m.Go(1, (0,), (1,), "1", False, 1.0)])
-def test_what_comes_for_a_lane_that_has_ended_keeps_nobody_waiting(message):
-    """A coordinator that has not heard yet that this process leaves goes on with the refit."""
+def test_a_message_for_a_lane_that_has_ended_keeps_no_thread_waiting(message):
+    """The coordinator continues the refit until it hears that this process leaves."""
     party = RendezvousClient()
     lane = lane_of(party)
     lane.close()
@@ -162,8 +152,8 @@ def test_an_epoch_that_begins_while_its_lane_is_stopped_is_stopped_too(monkeypat
     assert time.monotonic() - began < 4 * PATIENCE and not lane._thread.is_alive()
 
 
-def test_who_stops_a_lane_does_not_wait_for_its_link():
-    """It may be the thread that reads for all lanes. That bytes are written until the link has ended, the lane says."""
+def test_cancelling_a_lane_does_not_wait_for_its_link():
+    """The caller may be the thread that reads for all lanes. Until the link has ended, the lane is not idle."""
     lane, ended = lane_of(RendezvousClient()), threading.Event()
     lane.plane._link = SimpleNamespace(
         abort=lambda seconds=10.0: ended.wait(seconds), drained=lambda seconds=0.0: ended.wait(seconds), close=ended.set
@@ -176,7 +166,7 @@ def test_who_stops_a_lane_does_not_wait_for_its_link():
     lane.close()
 
 
-def test_what_a_kernel_works_with_outlives_its_lane():
+def test_routes_that_a_kernel_uses_outlive_their_lane():
     lane, routes = lane_of(RendezvousClient(), "worker"), Routes(drained=False)
     lane.plane._routed, gone = routes, weakref.ref(routes)
     lane.close()

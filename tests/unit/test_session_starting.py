@@ -1,64 +1,48 @@
-"""A thread that is only being started cannot be joined; who ends a session must not come upon one."""
+"""A session may end while one of its threads starts: Python cannot join a thread that has not started."""
 
 import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
 
+from xfer.background import BackgroundCall
 from xfer.direct import late
 from xfer.rendezvous import channel as c
 
 
 @pytest.fixture
 def held(monkeypatch):
-    """Gives a function: while threads of this name are held just before their start, call the other one on a thread of
-    its own, let the start happen, and raise what it raised."""
-    start = threading.Thread.start
+    """Return a function that calls `begin`. Just before a thread of this name starts, another thread calls `then`."""
 
     def meanwhile(name: str, begin, then) -> None:
-        before, go, over = threading.Event(), threading.Event(), threading.Event()
-        raised: list[BaseException] = []
+        start, calls = threading.Thread.start, []
 
         def late_start(thread: threading.Thread) -> None:
             if thread.name.startswith(name):
-                before.set()
-                go.wait(10)
+                calls.append(BackgroundCall(then))
+                calls[0].ended(time.monotonic() + 0.2)  # it may wait for the start, or be done without
             start(thread)
 
-        def run() -> None:
-            before.wait(10)
-            try:
-                then()
-            except BaseException as e:
-                raised.append(e)
-            over.set()
-
         monkeypatch.setattr(threading.Thread, "start", late_start)
-        start(threading.Thread(target=run, daemon=True))
-        beginning = threading.Thread(target=begin, daemon=True)
-        start(beginning)
-        assert before.wait(10)
-        over.wait(0.2)  # it may wait for the start, or be done without
-        go.set()
-        assert over.wait(10)
-        beginning.join(10)
-        if raised:
-            raise raised[0]
+        begin()
+        (call,) = calls
+        call.take(time.monotonic() + 10)
 
     return meanwhile
 
 
 class _End(socket.socket):
-    """One of a pair, which has no TCP options."""
+    """One end of a socket pair, which has no TCP options."""
 
     def setsockopt(self, *_) -> None: ...
 
 
 def test_a_connections_reader(held):
-    """A coordinator that closes in the moment in which a client proved the token at its door."""
+    """The coordinator closes at the moment when a client has proved the token."""
     ours, theirs = socket.socketpair()
     with theirs:
         one = c.Channel(_End(fileno=ours.detach()), "client")
