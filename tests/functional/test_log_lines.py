@@ -1,4 +1,4 @@
-"""What a job says by itself, at INFO: one line for each thing that happens, and nothing for a message or a tensor."""
+"""A job logs one line at INFO for each event, and none for a message or a tensor."""
 
 import logging
 import os
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def said(caplog, monkeypatch):
-    """The lines so far, without the numbers that are different each time."""
+    """Return a function that returns the lines logged so far."""
     caplog.set_level(logging.INFO, "xfer")
     monkeypatch.setattr(logs, "EVERY_S", 0.2)
     return lambda: [f"{r.levelname} {r.getMessage()}" for r in caplog.records if r.name == "xfer"]
@@ -172,7 +172,7 @@ QUIET, NEWS, CAREFUL = (f"{TIME} {x}" for x in ("DEBUG xfer: quiet", "INFO xfer:
     ],
 )
 def test_lines_are_shown_once_and_as_the_process_is_configured(configured, level, shows):
-    """By the user where there is a configuration, in vLLM's processes by vLLM's handlers, else with the time."""
+    """The user's configuration comes first, in vLLM's processes vLLM's handlers; else lines show the time."""
     env = {k: v for k, v in os.environ.items() if k != "XFER_LOG_LEVEL"} | {"PYTHONPATH": str(ROOT)}
     env |= {"XFER_LOG_LEVEL": level} if level else {}
     code = PROCESS.format(configured=configured)

@@ -1,7 +1,7 @@
-"""What ranks hold changes between refits, and in some that fail: a refit that commits has the bytes of its moment.
+"""Storages and exports change between refits: a refit that commits moves the bytes that trainers hold at its call.
 
-Checksums alone do not see most of it: both ends would sum the same old storages. Trainers that drift apart, and training that
-reaches no engine, are here too.
+Checksums alone do not show a refit of old storages, since both ends sum them. Not only changes: trainers that hold different
+bytes of one tensor, and training whose result no engine receives.
 """
 
 import gc
@@ -169,7 +169,7 @@ def test_exports_that_change_are_planned_anew_and_refused_every_time_until_they_
 
 
 class Keeping(ToyTaker):
-    """Has a parameter that no refit writes, as `keep=` names them; what it is to be is read with the layout."""
+    """Has a parameter that no refit writes, as `keep=` names them. `read` notes its value."""
 
     def __init__(self, *a):
         super().__init__(*a)
@@ -186,7 +186,7 @@ class Keeping(ToyTaker):
 
 
 def test_what_was_lost_while_a_layout_could_not_be_read_does_not_pass_for_what_is_to_be_kept():
-    """An engine sleeps at level 2 after a refit that ended in its reading; the next one that reads has no other to compare with."""
+    """The engine loses its weights (sleep level 2) after a refit that failed while it read its layout."""
     engine = ToyEngine(2)
     taker = engine.takers[0] = Keeping(0, 2)
     with World(trainers=1, drop=("extra",), engines=[engine]) as w:
@@ -227,7 +227,7 @@ def test_an_engine_that_cannot_read_is_named_where_others_do_not_call_at_all():
 
 @pytest.mark.parametrize("verify", [False, True])
 def test_a_refit_that_is_interrupted_commits_nothing_of_what_comes_after(monkeypatch, verify):
-    """A caller that catches KeyboardInterrupt goes on with the weights; the engine must not get these as that version."""
+    """A caller that catches KeyboardInterrupt may step; the engine must not get the next weights as the interrupted version."""
     with World(trainers=1, workers=1) as w:
         w.commits(1)
         step, begun = threading.Event(), Lane._go
@@ -268,7 +268,7 @@ ASIDE = 77
 
 
 def test_trainers_that_differ_are_told_before_anything_moves_until_a_first_version_is_committed(monkeypatch):
-    """They may differ when they connect: checkpoints may be loaded after that."""
+    """They may differ when they connect, since checkpoints may be loaded later."""
     with World(trainers=3, shapes=WIDE) as w:
         for _ in range(2):
             w.sources[1].params["norm"][3] += 1
@@ -324,7 +324,7 @@ def test_replicas_of_one_layout_cost_one_reading_and_a_refit_that_is_not_verifie
 
 
 class Adapted(ToySource):
-    """`trains`: its tensors that require grad. It has adapters, whole on every rank, which no engine has."""
+    """`trains`: its tensors that require grad. Every rank holds whole adapters, which no engine has."""
 
     def __init__(self, rank: int, world: int, trains):
         super().__init__(rank, world, SHAPES | {n: (40,) for n in ("lora_A", "lora_B")})
@@ -351,7 +351,7 @@ def test_nothing_that_trains_is_sent():
 
 @pytest.fixture
 def steps(caplog):
-    """Training steps of these tensors with a refit after each; how many warnings there were by then."""
+    """Return a function: training steps of these tensors, a refit after each. It returns the number of warnings after each."""
     caplog.set_level(logging.WARNING, "xfer")
 
     def run(w: World, names, times: int) -> list[int]:
@@ -379,7 +379,7 @@ def test_two_refits_in_a_row_that_send_nothing_new_while_training_goes_on_are_to
 
 
 def test_training_that_arrives_is_never_doubted(steps, monkeypatch):
-    """One rank that sends what changes is enough: on a pipeline stage only adapters may train."""
+    """It is enough that one rank sends a tensor that changes: on a pipeline stage, perhaps only adapters train."""
     with adapted(("lora_A", "norm"), ("lora_A", "norm")) as w, adapted(("lora_A",), ("norm",)) as stages:
         assert steps(stages, ("lora_A", "norm"), 4) == [0] * 4
         assert steps(w, ("lora_A",), 2) == [0, 0]

@@ -147,7 +147,7 @@ def refuse(text: str = "this model cannot be read"):
 
 
 def test_the_second_calls_of_all_ranks_meet_however_fast_each_is():
-    """A quick rank used to reach the first call's rendezvous and to hear its error again."""
+    """A quick rank once reached the rendezvous of the first call and got its error again."""
     job = Job(3)
     for version, slow in enumerate(({}, {0: 0.3}, {1: 0.3, 2: 0.6}), 1):
 
@@ -226,7 +226,7 @@ def test_an_engine_that_is_served_again_meets_the_next_session():
 
 
 def test_a_controller_that_was_closed_before_trainers_came_does_not_come_any_more():
-    """When trainers came it took the replica's place for a moment, in which the controller that was served after it was refused."""
+    """It once took the replica's place for a moment, so that the next controller was refused."""
     before = set(threading.enumerate())
     xfer.serve(ToyEngine(1), rendezvous=somewhere(), token=TOKEN).close()
     until = time.monotonic() + 3.0 * PATIENCE
@@ -260,7 +260,7 @@ def test_an_engine_that_cannot_be_used_is_named_to_all_ranks_at_once(no_engine, 
 
 
 def test_all_ranks_hear_why_trainer_0_refuses_however_late_they_are():
-    """One comes later, when trainer 0 has left; one still reads its layout then. They found the rendezvous gone."""
+    """Trainer 1 connects after trainer 0 has left; trainer 2 still reads its layout then."""
     w = World(trainers=3, sources=[ToySource(i, 3) for i in range(3)], sessions=[None] * 3)
     w.rendezvous, read = somewhere(), w.sources[2].read
     w.sources[0].read, w.sources[2].read = refuse, lambda: (time.sleep(0.8), read())[1]
@@ -297,7 +297,7 @@ REJECTED = {
 
 @pytest.mark.parametrize("case", REJECTED)
 def test_a_rank_that_waits_in_vain_is_told_which_processes_were_rejected_meanwhile(monkeypatch, case):
-    """All ranks are told, also where the deadline of rank 0, which knows, comes last."""
+    """All ranks hear it, also when the deadline of rank 0 comes last."""
     opened = TrainerSession.open
     monkeypatch.setattr(TrainerSession, "open", lambda s, wait: (time.sleep(0.0 if s.index else 0.3), opened(s, wait)))
     common, engine = dict(rendezvous=somewhere(), token=TOKEN), "engine" in case
@@ -318,8 +318,8 @@ def test_a_rank_that_waits_in_vain_is_told_which_processes_were_rejected_meanwhi
     assert isinstance(rejected, e.HandshakeError)
 
 
-def test_what_the_coordinator_said_last_arrives_though_it_has_not_read_what_it_was_sent():
-    """A socket that is closed with bytes unread takes back what the other side has not read of its own."""
+def test_the_last_message_of_the_coordinator_arrives_though_it_has_unread_bytes():
+    """Closing a socket with unread bytes discards bytes that the other side has not read yet."""
     at = somewhere()
     server = Server(at, TOKEN, Options(2, 1, 20.0, 4096))
     one, other = (RendezvousClient(at, TOKEN, "trainer", index=i, size=2, deadline_s=10.0) for i in range(2))
@@ -339,7 +339,7 @@ def test_what_the_coordinator_said_last_arrives_though_it_has_not_read_what_it_w
 
 @pytest.mark.parametrize("say", [b"", b"xfer\x01"])
 def test_strangers_that_do_not_prove_the_token_hold_nobody_up(say):
-    """More of them than the door has room for. A client that has the token comes in at once."""
+    """There are more of them than the server greets at once. A client with the token connects at once."""
     with World() as w, contextlib.ExitStack() as idle:
         port = int(w.rendezvous.rsplit(":", 1)[1])
         for _ in range(3 * GREETERS):

@@ -1,6 +1,6 @@
-"""A rank raises, hangs, does not call, or hears nothing: all calls end in a typed error, in time, and the next refit is whole.
+"""A rank raises, hangs, does not call, or loses the coordinator: all calls end in a typed error, in time, and the next refit commits.
 
-Ranks are threads; processes that die are in test_session_deaths.py, pulls that do not end in test_session_routes.py.
+Ranks are threads. Processes that die: test_session_deaths.py. Pulls that do not end: test_session_routes.py.
 """
 
 import threading
@@ -22,7 +22,7 @@ from xfer.rendezvous.client import RendezvousClient
 from xfer.transport.p2p import P2P
 
 SLACK_S = 3.0 * PATIENCE
-"""Of a busy machine."""
+"""Delay that a busy machine may add."""
 
 
 @pytest.mark.parametrize("pulled", [False, True])
@@ -48,8 +48,8 @@ def test_a_rank_that_raises_at_any_point_ends_the_refit_for_all_and_the_next_is_
 
 
 @pytest.mark.parametrize("late", ["to raise", "to tell"])
-def test_why_a_connection_closed_comes_before_that_it_did(monkeypatch, late):
-    """What others tell of a rank that raises is here first, and their replica's part is over by then."""
+def test_ranks_hear_the_cause_of_a_closed_connection(monkeypatch, late):
+    """Other ranks report the broken link before the rank that raised reports its error."""
     run, say, raises = P2P.run, RendezvousClient.try_send, threading.Event()
 
     def runs(self, *args, **kwargs):
@@ -78,7 +78,7 @@ def test_why_a_connection_closed_comes_before_that_it_did(monkeypatch, late):
 
 
 def test_a_drain_that_waits_for_ranks_that_do_not_call_ends_at_the_deadline_and_names_them():
-    """As Megatron's overlapped gathers do with data parallelism; here an event stands for the gather."""
+    """Megatron's overlapped gathers wait so under data parallelism; here an event stands for the gather."""
     with World(trainers=4) as w:
         w.commits(1)
         gathered = threading.Event()
@@ -114,7 +114,7 @@ def test_a_call_waits_for_the_gathers_that_the_last_one_left_behind():
 
 @pytest.mark.parametrize("hub_is_lost", [False, True])
 def test_a_lane_that_does_not_stop_is_told_apart(monkeypatch, hub_is_lost):
-    """Its parameters may still be read, so they must be neither written nor freed: PeerLost says so, and xfer keeps them."""
+    """Its parameters may still be read, and must be neither written nor freed: PeerLost says so, and xfer keeps them alive."""
     monkeypatch.setattr(refit, "STOP_GRACE_S", 1.0)
     with World(trainers=2, deadline_s=20.0) as w:
         w.commits(1)
@@ -155,7 +155,7 @@ def test_a_trainer_that_lost_the_hub_before_its_go_does_not_take_its_parameters_
 
 
 def test_a_trainer_that_gave_up_on_a_hub_that_stood_still_says_so(monkeypatch):
-    """It has broken its links, and the coordinator, for which that refit went well, let workers begin the next one over them."""
+    """It has broken its links. The coordinator saw that refit commit, and once started the next one over them."""
     monkeypatch.setattr(client, "SILENCE_S", 0.5)
     with World(trainers=2, workers=1) as w:
         w.commits(1)

@@ -1,6 +1,6 @@
-"""Replicas that join beside refits, changes and failures: threads of real participants that meet in the wrong moment.
+"""Replicas that join during refits, changes and failures, with real participants as threads.
 
-Each was a defect once. Orders of messages alone are in tests/unit/test_coordinator.py and test_coordinator_cases.py.
+Each test was a defect once. Orders of messages alone are in tests/unit/test_coordinator.py and test_coordinator_cases.py.
 """
 
 import threading
@@ -103,7 +103,7 @@ def test_what_trainers_hold_may_change_while_a_replica_links(monkeypatch, held, 
 def test_a_replica_that_joins_while_weights_are_released_is_refitted_when_they_are_back(
     monkeypatch, host_pull, released
 ):
-    """Engines are restarted while they sample, and colocated trainers have let go of their weights by then."""
+    """Engines restart while they sample; colocated trainers have released their weights by then."""
     monkeypatch.setattr(world, "HOST_PULL", host_pull)
     with World(trainers=2, replicas=2) as w:
         w.commits(1)
@@ -117,7 +117,7 @@ def test_a_replica_that_joins_while_weights_are_released_is_refitted_when_they_a
 
 @pytest.mark.parametrize("fails", ["compute", "inventory"])
 def test_a_trainer_that_failed_before_it_told_of_changed_exports_tells_them_later(monkeypatch, fails):
-    """Also to a replica that joins meanwhile."""
+    """A replica that joins meanwhile gets them too."""
     made, failed = direct_trainer.trainer_inventory, []
 
     def once(*a, **k):
@@ -163,7 +163,7 @@ def test_a_replica_that_could_not_be_linked_costs_the_others_nothing_when_storag
 
 
 def test_a_call_does_not_take_the_link_of_an_engine_that_joins_for_a_transfer_that_does_not_stop(monkeypatch):
-    """It is of a replica that was lost in this very refit, so that its lane has been let go in it."""
+    """The replica was lost in the same refit, in which its lane had begun to move bytes."""
     moved, linking, go_on, begun = (threading.Event() for _ in range(4))
     open_routes = DirectPlane._open_routes
 
@@ -222,12 +222,13 @@ def test_sources_are_not_free_while_a_replica_that_is_waited_for_has_yet_to_join
         w.commits(3)
 
 
-# ---- replicas that cannot join
-
-
-def beyond(monkeypatch, then=lambda: None) -> None:
-    """The worker of replica 1 says that it is worker 1 of 1, as vLLM's offline data parallelism counted its workers."""
-    join = WorkerSession._join
+@pytest.mark.parametrize(("wait", "together"), [(False, False), (False, True), (True, False)])
+def test_a_replica_that_fails_before_the_trainers_have_read_is_left_out_like_one_that_fails_later(
+    monkeypatch, wait, together
+):
+    """Unless they wait for all replicas: then they hear the reason. `together`: ranks read in one collective. The worker says that it
+    is worker 1 of 1, as with vLLM's offline data parallelism."""
+    failed, read, join = threading.Event(), ToySource.read, WorkerSession._join
 
     def refused(session):
         session.index = session.replica
@@ -235,23 +236,17 @@ def beyond(monkeypatch, then=lambda: None) -> None:
             return join(session)
         finally:
             if session.replica:
-                then()
+                failed.set()
+
+    def late(source):
+        assert failed.wait(20)
+        time.sleep(0.5 if together else 0.0)  # longer than trainers wait for a connect that cannot succeed
+        return read(source)
 
     monkeypatch.setattr(WorkerSession, "_join", refused)
-
-
-@pytest.mark.parametrize(("wait", "together"), [(False, False), (False, True), (True, False)])
-def test_a_replica_that_fails_before_the_trainers_have_read_is_left_out_like_one_that_fails_later(
-    monkeypatch, wait, together
-):
-    """Unless they wait for all replicas: then they hear why it cannot come. `together`: ranks read in one collective."""
-    failed, read = threading.Event(), ToySource.read
-    # Together: longer than what is pointless is waited for.
-    late = lambda source: (failed.wait(20), time.sleep(0.5 if together else 0.0), read(source))[2]  # noqa: E731
     monkeypatch.setattr(ToySource, "read", late)
     monkeypatch.setattr(ToySource, "reads_together", together)
     monkeypatch.setattr("xfer.participants.trainer.STOP_GRACE_S", 0.2)
-    beyond(monkeypatch, failed.set)
     w = World(trainers=1, workers=1, replicas=2, wait=wait)
     text = "worker 1 of 1: an engine that was started as one rank of several"
     if wait:

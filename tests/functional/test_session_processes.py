@@ -1,4 +1,4 @@
-"""How processes end: jobs of real processes, forks, and threads that are inside C++ when a session closes.
+"""The end of processes: jobs of real processes, forks, and threads inside C++ when a session closes.
 
     .venvs/trainer/bin/python -m pytest -q tests/functional/test_session_processes.py
     .venvs/trainer/bin/python -m pytest -q -s -m slow tests/functional/test_session_processes.py     # 50 processes end
@@ -97,7 +97,7 @@ print(staying, w.rendezvous, flush=True)
 w.commits(3)
 sys.stdin.read()
 """
-"""What a loader of data does: its processes are forked from a trainer, end when they like, and may live on when it is dead."""
+"""A data loader does this: its processes are forked from a trainer, end at any time, and may outlive the trainer."""
 
 
 def test_a_process_that_is_forked_from_one_that_connected_neither_ends_its_session_nor_holds_it():
@@ -123,8 +123,8 @@ def test_a_process_that_is_forked_from_one_that_connected_neither_ends_its_sessi
 
 
 def test_no_thread_is_inside_a_link_when_close_has_returned(monkeypatch):
-    """A trainer died by std::terminate at its end: the coordinator takes leave by closing, the thread that read that freed the
-    lane's link, in C++, and came back when the interpreter was gone."""
+    """A trainer died by std::terminate at its end: the thread that read the coordinator's close was freeing the lane's link, in
+    C++, and returned when the interpreter was gone."""
     inside, abort, stop = [], GlooLink.abort, Lane.stop
 
     def slow(link, seconds=0.0):
@@ -144,7 +144,7 @@ def test_no_thread_is_inside_a_link_when_close_has_returned(monkeypatch):
 
 
 def test_lanes_that_plan_their_first_replicas_at_once_do_not_crash_the_process():
-    """A trainer with two replicas died of it, at random: two threads had msgspec look at one class for the first time."""
+    """A trainer with two replicas died at random when two threads used msgspec on one class for the first time."""
     layout = ToySource(0, 1).read()
     catalog = Catalog.union([("trainer 0", layout.traced.specs)])
     made = trainer_inventory(catalog, rank=0, host="", roots=layout.roots, fragments=layout.traced.fragments)

@@ -1,4 +1,4 @@
-"""What a refit promises when all goes well, over real sockets: versions, reports, labels, arguments, and leaving.
+"""Refits that succeed, over real sockets: versions, reports, labels, arguments, and leaving.
 
 The engine and the trainers are small stand-ins (tests/support/world.py). Orders of messages: tests/unit/test_coordinator.py.
 Faults: test_session_faults.py and test_session_deaths.py.
@@ -145,7 +145,7 @@ def test_engines_serve_until_the_first_trainer_enters_and_prepare_arms_them_earl
 
 @pytest.mark.parametrize("by", ["prepare", "refit"])
 def test_trainer_0_leaves_an_engine_that_was_armed_in_service(by):
-    """Also where the coordinator reads late that it leaves: the engine had to take the worst for granted."""
+    """Also when the coordinator reads the Leave late."""
     w = World(1, 1, deadline_s=10.0).connect()
     w.commits(1)
     go_on, results = threading.Event(), None
@@ -241,7 +241,7 @@ def test_two_threads_of_one_rank_cannot_refit_at_once():
 
 @pytest.mark.parametrize(("order", "slow"), [((0, 1), "run_recipes"), ((1, 0), "release_lock")])
 def test_leaving_after_the_sources_were_free_finishes_that_refit_first(order, slow):
-    """The engine would lose its rendezvous with half of a version in it, and stay out of service."""
+    """Else the engine would lose its rendezvous while it holds two versions, and stay out of service."""
     with World(trainers=2) as w:
         w.commits(1)
         returned = threading.Event()
@@ -282,7 +282,7 @@ def broken():
 
 
 def test_what_is_called_after_closing_says_that_it_was_closed_here():
-    """And not that a peer is lost, after which one would call again. A call that is inside hears it, too."""
+    """Not PeerLost, after which a caller would call again. A call that is running hears it, too."""
     w = World(trainers=2).connect()
     w.commits(1)
     results = w.start(2, [1])

@@ -1,4 +1,4 @@
-"""Relay chains (`Direct(relay=True)`): every byte leaves the trainers once, and a failure costs those behind it only.
+"""Relay chains (`Direct(relay=True)`): every byte leaves the trainers once, and a failure stops only the replicas behind it.
 
 Workers read each other's memory for real (transport/peer_host.py), or, where a pull has to be stopped in its middle, through
 tests/support/cpu_peer.py. The same on GPUs: test_gpu_refit.py.
@@ -82,7 +82,7 @@ def test_a_verified_chain_sums_what_is_whole_while_the_rest_comes(monkeypatch):
 
 
 def test_parts_are_handed_on_as_they_come(monkeypatch):
-    """Also in a refit in which those behind open their routes anew: what has come until then is told them then."""
+    """Also when the replicas behind open their routes anew: they then hear of the parts that are ready by then."""
     monkeypatch.setattr(relay_place, "PART_BYTES", 2048)
     with chain(3, shapes={"layers.0.w": (512, 24), "embed": (36, 8), "norm": (12,)}) as w:
         w.commits(1)
@@ -133,7 +133,7 @@ def test_a_worker_that_cannot_read_from_the_one_before_reads_from_the_trainers(m
 
 @pytest.mark.usefixtures("peers")
 def test_storages_that_move_are_handed_on_from_where_they_are_and_released_before_they_are_freed():
-    """A trainer's, then those of a replica in the middle: a worker that read the old ones would read NaN."""
+    """A trainer's storages move, then those of a replica in the middle. The old ones hold NaN."""
     with chain(3, workers=2) as w:
         w.commits(1)
         w.sources[0].move()
@@ -203,7 +203,7 @@ def test_a_replica_that_is_lost_in_its_middle_takes_along_those_behind_it_and_no
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_replica_that_fails_or_is_late_before_bytes_move_is_gone_around(monkeypatch, fails):
-    """Those behind it stand behind another one, in the same refit; a late one follows when it can."""
+    """In the same refit, those behind it read from another replica; a late one follows."""
     monkeypatch.setattr(relays, "TOGETHER_S", 0.3)
     with chain(3) as w:
         w.commits(1)
@@ -246,7 +246,7 @@ def test_an_engine_that_comes_new_into_a_refit_hands_on_nothing():
 @pytest.mark.usefixtures("peers")
 @pytest.mark.parametrize("hangs", [True, False])
 def test_a_worker_that_waits_for_parts_that_never_come_ends_at_the_deadline(hangs):
-    """The one before it hangs, or what it says is lost."""
+    """The one before it hangs, or its messages are lost."""
     with chain(2) as w:
         w.commits(1)
         if hangs:

@@ -1,4 +1,4 @@
-"""Routes in sessions: what is pulled and what is sent, storages that move, release, and pulls that end badly.
+"""Routes in sessions: pulls and sends, storages that move, release, and pulls that fail.
 
 tests/support/cpu_peer.py stands in for CUDA IPC; everything else is real. The same on GPUs: test_gpu_refit.py.
 """
@@ -64,7 +64,7 @@ def test_everything_is_pulled_and_the_report_says_so(shape):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="process_vm_readv is Linux's")
 def test_host_memory_is_read_by_the_workers_themselves(monkeypatch):
-    """The real route of CPUs: most bytes come so; rows of scattered bytes are sent."""
+    """The real route of CPUs: workers read most bytes; rows of scattered bytes are sent."""
     monkeypatch.setitem(routes.PEERS, "cpu", peer_host)
     for shortest, ways in ((2, {"peer"}), (1 << 20, {"peer", "gloo"})):
         monkeypatch.setattr(peer_host, "SHORTEST", shortest)
@@ -125,7 +125,7 @@ def test_moved_storages_are_mapped_again_by_all_ranks_together():
 
 
 class Views(ToySource):
-    """As a TensorTrainer whose caller gives other objects over the same bytes at every call."""
+    """A TensorTrainer whose callable returns new tensors over the same bytes at every call."""
 
     def __init__(self, rank: int, world: int):
         super().__init__(rank, world)
@@ -303,7 +303,7 @@ def not_drained(results: list) -> None:
 
 
 def test_a_pull_that_does_not_stop_quarantines_its_sources_and_no_refit_runs_beside_it(monkeypatch):
-    """A refit writes where that pull does, and would be torn by it after it was installed."""
+    """Both write the same storages: the old pull would tear the new version after its commit."""
     monkeypatch.setattr(readers, "GRACE_S", 0.2)
     with World(2, 1) as w:
         w.commits(1)

@@ -1,4 +1,4 @@
-"""Timelines of refits: kept when asked for, of every process, in the order in which things must happen."""
+"""Timelines of refits: every process keeps one if asked to, and moments are in the order of the protocol."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from xfer.participants import timeline
 
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
-    """A folder in which timelines are kept from now on."""
+    """Return a folder in which timelines are kept from now on."""
     folder = tmp_path / "timelines"
     monkeypatch.setenv(timeline.VARIABLE, str(folder))
     monkeypatch.setattr(timeline, "_moments", deque())
@@ -70,7 +70,7 @@ def test_moments_of_all_processes_come_in_the_order_in_which_things_happen(kept)
 
 
 def test_a_job_that_was_started_again_does_not_mix_with_the_one_before(kept):
-    """Both number their refits from one."""
+    """Both jobs number their refits from one."""
     refitted(2)
     (first,) = timeline.of_session(timeline.read(kept))[1]
     refitted(1)
@@ -88,7 +88,7 @@ def test_a_job_that_was_started_again_does_not_mix_with_the_one_before(kept):
 
 
 def test_medians_are_of_each_moment_after_the_first_of_its_refit():
-    """Also of moments that a refit has twice, or only some refits have."""
+    """A moment may come twice in a refit, or in some refits only."""
     moments = []
     for attempt, (begin, far) in enumerate([(10.0, 9.0), (20.0, 1.0), (30.0, 3.0), (40.0, 2.0)], 1):
         at = [(0.0, "a"), (far, "b"), (far + 0.5, "b")] + ([(far + 1.0, "c")] if attempt == 3 else [])
@@ -103,7 +103,7 @@ def test_medians_are_of_each_moment_after_the_first_of_its_refit():
     ("module", "who"), [("controller", "replica 0 controller"), ("worker", "replica 0 worker 1"), ("trainer", "trainer 1")]
 )  # fmt: skip
 def test_each_kind_of_process_writes_what_it_noted(module, who, kept, monkeypatch):
-    """In production each is a process of its own, here all are one: so only one kind writes at a time."""
+    """Here all are threads of one process, so only one kind may write at a time."""
 
     class Silent:
         ASIDE_S, HUB, mark = timeline.ASIDE_S, timeline.HUB, staticmethod(timeline.mark)
@@ -117,7 +117,7 @@ def test_each_kind_of_process_writes_what_it_noted(module, who, kept, monkeypatc
 
 
 def test_what_another_thread_of_the_process_takes_first_is_no_error(kept, monkeypatch):
-    """It was: after a commit, in a worker, which made a good replica a torn one."""
+    """It once raised in a worker after a commit, so that a good replica was taken for a torn one."""
 
     class Shared(deque):
         def __bool__(self) -> bool:
@@ -153,7 +153,7 @@ def entries(folder, count: int) -> bytes:
 
 
 def test_a_file_that_ends_anywhere_gives_its_whole_lines_and_a_note(kept, monkeypatch):
-    """Each refit is written by one call, so whoever reads while refits run finds whole lines."""
+    """Each refit is written by one call, so a reader finds whole lines while refits run."""
     lines, write = [], os.write
     monkeypatch.setattr(os, "write", lambda to, data: (lines.append(data), write(to, data))[1])
     whole = entries(kept, 2)

@@ -1,5 +1,5 @@
-"""Trainers that compute part of what they export, in sessions: scratch before "ready", and ranks that compute together meet
-before they gather.
+"""Trainers that compute some exported tensors: they fill scratch before "ready", and ranks that compute together meet before
+they gather.
 
 The gathers really wait for each other. With Megatron-Bridge's LoRA and a real vLLM: test_refit_e2e.py, with the trainer alone in
 every layout: test_megatron.py.
@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
+from tests.support.threads import run_ranks
 from tests.support.world import SHAPES, Meets, ToyLayout, ToySource, World, flat, good, until_true
 from tests.unit.test_trace_owned import IN, OUT, Merge, computed, full_tensors
 from xfer import errors as e
@@ -43,7 +44,7 @@ class Gather:
 
 
 class Adapted(ToySource):
-    """Beside what every toy trainer holds: a weight with an adapter, all cut over the ranks and merged on export."""
+    """Also has a weight with an adapter, both cut over the ranks and merged on export."""
 
     def __init__(self, rank: int, world: int, gather: Gather, merge: Merge = MERGE):
         self.merge, self.gather = merge, gather
@@ -238,22 +239,17 @@ def test_a_step_that_goes_on_after_its_call_was_interrupted_is_waited_for(monkey
 @given(st.integers(2, 4), st.lists(st.sampled_from(["", "0", "1"]), min_size=1, max_size=4))
 def test_every_meeting_of_the_same_ranks_compares_what_they_would_gather(world, differs):
     """Process groups may have the same ranks. `differs`: for each meeting, which rank has another digest."""
-    store, ends, ranks = HashStore(), [None] * world, tuple(range(world))
+    store, ranks = HashStore(), tuple(range(world))
 
-    def come(i: int) -> None:
+    def come(i: int) -> tuple[int, str]:
         meet, passed = SessionMeeting(lambda **_: store, i, time.monotonic() + 5, lambda: False), 0
         try:
             for number, odd in enumerate(differs):
                 meet(ranks, f"{number} of {i}" if odd == str(i) else f"{number}")
                 passed += 1
-            ends[i] = passed, ""
         except e.XferError as error:
-            ends[i] = passed, type(error).__name__
+            return passed, type(error).__name__
+        return passed, ""
 
-    threads = [threading.Thread(target=come, args=(i,)) for i in ranks]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(15)
     equal = next((n for n, odd in enumerate(differs) if odd), len(differs))
-    assert ends == [(equal, "PlanMismatch" if equal < len(differs) else "")] * world
+    assert run_ranks(world, come, 15.0) == [(equal, "PlanMismatch" if equal < len(differs) else "")] * world

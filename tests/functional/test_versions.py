@@ -1,4 +1,4 @@
-"""Labels of versions, as callers see them: in the type that they gave, each for one set of weights; and reports in one line."""
+"""Labels of versions keep the type that the caller gave, and each names one set of weights. Reports are one line each."""
 
 import threading
 import time
@@ -83,7 +83,7 @@ def test_a_label_that_is_not_new_is_refused_on_all_ranks_and_moves_nothing():
 
 
 def test_a_call_that_raised_may_be_made_again_under_its_label():
-    """Nothing was committed under it; or a replica has, which is given the same weights once more."""
+    """Either no replica committed it, or one did and gets the same weights again."""
     with Job(replicas=2) as j:
         good(j.refit(1))
         j.sources[1].fail = RuntimeError("boom")
@@ -99,7 +99,7 @@ def test_a_call_that_raised_may_be_made_again_under_its_label():
 
 
 def test_a_call_that_returned_has_used_its_label_up():
-    """Also with fewer replicas than there are; and an early one, once its outcome is known."""
+    """Also when some replicas failed, and when the call returned before the commit."""
     with Job(replicas=2) as j:
         j.engines[1].fail["start"] = RuntimeError("not now")
         report = good(j.refit(1, min_replicas=1))

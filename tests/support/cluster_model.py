@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 
-import msgspec
-
 from xfer.coordinator import messages as m
 from xfer.coordinator.coordinator import Coordinator
 from xfer.coordinator.deadlines import CALL_GRACE_S, HOLD_S, SETTLE_GRACE_S, STOP_GRACE_S
@@ -48,7 +46,11 @@ def digest(*parts: object) -> str:
 
 @dataclass(eq=False)
 class Process:
-    """One connection's other end. `hung`: the process is stopped; its connection stays open."""
+    """One connection's other end.
+
+    `hung`: the process is stopped; its connection stays open. `sent` is on its way to the coordinator, `heard` on its way to this
+    process; None there is the connection's end. `ended`: by refit, what its lanes have moved and not reported.
+    """
 
     job: Job
     role: str
@@ -58,14 +60,12 @@ class Process:
     alive: bool = True
     hung: bool = False
     connected: bool = True
-    sent: deque[m.Message] = field(default_factory=deque)  # not yet with the coordinator
-    heard: deque[m.Message | None] = field(
-        default_factory=deque
-    )  # not yet with this process; None: the connection's end
+    sent: deque[m.Message] = field(default_factory=deque)
+    heard: deque[m.Message | None] = field(default_factory=deque)
     todo: deque[Callable[[], None]] = field(default_factory=deque)
     said: list[m.Message] = field(default_factory=list)
     error: str = ""
-    ended: dict[int, list[m.Moved]] = field(default_factory=dict)  # refit -> what its lanes have moved and not reported
+    ended: dict[int, list[m.Moved]] = field(default_factory=dict)
 
     def say(self, message: m.Message) -> None:
         if self.connected and self.alive:
@@ -149,15 +149,12 @@ class Lane:
             self.broken = False
         if isinstance(message, m.PlanInputs):
             self.plan = digest(message.trainers, message.workers)
-            roll = o.job.coordinator.planning.layouts._rolls[
-                message.trainers if o.role == "trainer" else message.workers
-            ]
+            rolls = o.job.coordinator.planning.layouts._rolls
+            roll = rolls[message.trainers if o.role == "trainer" else message.workers]
             self.planned_from = roll.inventories[o.index]
             o.say(m.Planned(self.replica, message.epoch, self.plan))
         elif o.inventory() != self.planned_from:
-            o.fail(
-                "its layout is not the one that the plan was made from", 0, self.replica, message.epoch, PlanMismatch
-            )
+            o.fail("the plan was made from another layout", 0, self.replica, message.epoch, PlanMismatch)
         elif o.role == "worker" and message.relay:
             self.source = int(message.before or b"0")
             o.say(m.LinkOpen(self.replica, message.epoch, b"%d" % o.number, bool(self.source)))
@@ -167,13 +164,10 @@ class Lane:
     def _begin(self, go: m.Go, epoch: int) -> None:
         if self.cancelled or epoch != self.epoch:
             return self.owner.fail("cancelled", go.attempt, self.replica, epoch, PeerLost)
-        assert go.epoch == self.epoch, (
-            f"{self.owner.role} was told to go in epoch {go.epoch}, its link is of {self.epoch}"
-        )
-        assert self.owner.inventory() == self.planned_from, (
-            f"{self.owner.role} moves by a plan of a layout that is gone"
-        )
-        assert not self.broken, f"{self.owner.role} moves over a communicator that an abort has broken"
+        role = self.owner.role
+        assert go.epoch == self.epoch, f"{role}: go in epoch {go.epoch}, its link is of {self.epoch}"
+        assert self.owner.inventory() == self.planned_from, f"{role} moves by a plan of a layout that is gone"
+        assert not self.broken, f"{role} moves over a communicator that an abort has broken"
         self.moving = go.attempt
         self.owner.begun(go)
         self.owner.todo.append(lambda: self._end(go))
@@ -205,10 +199,8 @@ class Trainer(Process):
         self.outcome: m.Outcome | None = None
         self.releases = 0
         self.slow = False  # its drain waits for the test
-        self.say(self._hello())
-
-    def _hello(self) -> m.Hello:
-        return m.Hello("trainer", self.index, self.job.options.trainers, 0, f"host{self.index}", 1)
+        self._changed: dict = {}
+        self.say(m.Hello("trainer", self.index, self.job.options.trainers, 0, f"host{self.index}", 1))
 
     def inventory(self) -> bytes:
         return digest("trainer", self.layout, self.generation).encode()
@@ -229,13 +221,11 @@ class Trainer(Process):
             return
         if self.job.faults.pop((self, m.Ready), None):
             return self.fail("a gather failed", self.attempt)
-        news = self.changed() if hasattr(self, "_changed") else {}
+        news, self._changed = self._changed, {}
+        if "inventory" in news:
+            news["inventory"] = self.inventory()
         broken = tuple(r for r, lane in self.lanes.items() if lane.cancelled)
         self.say(m.Ready(self.attempt, 0.0, generation=self.generation, broken=broken, **news))
-
-    def changed(self) -> dict:
-        news, self._changed = self._changed, {}
-        return {k: (self.inventory() if k == "inventory" else v) for k, v in news.items()}
 
     def change(self, what: str) -> None:
         if what == "rebound":
@@ -246,7 +236,7 @@ class Trainer(Process):
         else:
             self.variant += 1
             news = {"specs": specs(self.variant)}
-        self._changed = {**getattr(self, "_changed", {}), **news}
+        self._changed |= news
 
     def hear(self, message: m.Message | None) -> None:
         if message is None:
@@ -269,12 +259,9 @@ class Trainer(Process):
             if message.void:
                 self.void.add(message.attempt)
             if self.called and message.attempt == self.attempt:
-                self._ended(message)
-
-    def _ended(self, outcome: m.Outcome) -> None:
-        self.called, self.outcome = False, outcome
-        if outcome.void:
-            self.call(*self._call)
+                self.called, self.outcome = False, message
+                if message.void:
+                    self.call(*self._call)
 
     def time_passed(self) -> None:
         if self.called and self.job.now > self.until + CALL_GRACE_S:
@@ -302,8 +289,9 @@ class Worker(Process):
         content = self.content
         holds = "whole" if content not in (WRITING, NOTHING) else "mix" if content == WRITING else "nothing"
         version = content if holds == "whole" else None
-        said = m.Hello("worker", self.index, self.job.workers, self.replica, "engine", 1)
-        self.say(msgspec.structs.replace(said, holds=holds, version=version))
+        self.moves = False  # its storages are others when it arms
+        hello = "worker", self.index, self.job.workers, self.replica, "engine", 1
+        self.say(m.Hello(*hello, holds=holds, version=version))
 
     @property
     def content(self) -> str:
@@ -335,9 +323,9 @@ class Worker(Process):
         if self.job.faults.pop((self, m.Armed), None):
             return self._give_up("it cannot arm")
         news = {}
-        if getattr(self, "_moved", False):
-            self._moved, self.layout, news = False, self.layout + 1, {"rebound": True}
-            news["inventory"] = self.inventory()
+        if self.moves:
+            self.moves, self.layout = False, self.layout + 1
+            news = {"rebound": True, "inventory": self.inventory()}
         self.say(m.Armed(self.receiving, generation=self.generation, in_step=self.job.in_step, **news))
         while self.inbox and self.receiving:
             self._take(self.inbox.popleft())
@@ -495,11 +483,7 @@ class Controller(Process):
         if isinstance(message, m.Arm):
             self.visit, self.verdict = message, None
             self.due, self.to_open = self.job.now + message.deadline_s, True
-        elif (
-            isinstance(message, m.Commit | m.Settle)
-            and self.visit is not None
-            and message.attempt == self.visit.attempt
-        ):
+        elif isinstance(message, m.Commit | m.Settle) and self.visit and message.attempt == self.visit.attempt:
             self.verdict = message
 
     def _open(self) -> None:
@@ -679,9 +663,8 @@ class Job:
     def check(self) -> None:
         for e in self.engines:
             if e.serving:
-                assert len(set(e.contents)) == 1 and e.contents[0] != WRITING, (
-                    f"replica {e.replica} serves {e.contents}"
-                )
+                whole = len(set(e.contents)) == 1 and e.contents[0] != WRITING
+                assert whole, f"replica {e.replica} serves {e.contents}"
 
     def decided(self, worker: Worker, attempt: int, commit: bool) -> None:
         """A worker heard the decision of a refit: one that heard Commit never hears anything else."""
@@ -689,17 +672,15 @@ class Job:
         assert before == commit, (
             f"replica {worker.replica} worker {worker.index} heard two decisions of refit {attempt}"
         )
-        others = {
-            v for (w, n), v in self.verdicts.items() if n == attempt and w.engine is worker.engine and w.connected
-        }
+        beside = [(w, v) for (w, n), v in self.verdicts.items() if n == attempt and w.engine is worker.engine]
+        others = {v for w, v in beside if w.connected}
         assert len(others) == 1 or not commit, f"replica {worker.replica}: refit {attempt} was decided in two ways"
 
     def check_reads(self, worker: Worker, go: m.Go) -> None:
         """A worker begins to read trainers' storages: no trainer may have been told that it is done with."""
         for t in self.trainers:
-            assert t.free.get(worker.replica, 0) < go.attempt, (
-                f"trainer {t.index} was told Drained before {worker.index} began"
-            )
+            free = t.free.get(worker.replica, 0)
+            assert free < go.attempt, f"trainer {t.index} was told Drained before {worker.index} began"
 
     def refit(self, **how: object) -> list[m.Outcome | None]:
         """All trainers call, and everything happens. Their outcomes."""

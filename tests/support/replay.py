@@ -20,9 +20,7 @@ def storage_bytes(t: torch.Tensor) -> torch.Tensor:
 
 
 def _region(f: Fragment, root: torch.Tensor, base: int = 0) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """The fragment's region of the storage, and the dims in which it runs against the box (torch has no strides <
-    0).
-    """
+    """Return the fragment's region of the storage, and the dims whose strides are negative, which torch does not have."""
     offset, strides = f.offset + base, list(f.strides)
     for d, (n, s) in enumerate(zip(f.extent, f.strides)):
         if s < 0:
@@ -31,15 +29,11 @@ def _region(f: Fragment, root: torch.Tensor, base: int = 0) -> tuple[torch.Tenso
     return byte_region(root, offset, f.extent, tuple(strides), f.dtype), flipped
 
 
-def _box(f: Fragment, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[f.index]
-
-
 def load(traced: Traced, tensors: Mapping[str, torch.Tensor], roots: Mapping[str, torch.Tensor]) -> None:
     """Engine side: write fragments, fills and recipes from full checkpoint `tensors` into the storages of `roots`."""
     for f in traced.fragments:
         region, flipped = _region(f, roots[f.root])
-        region.copy_(_box(f, tensors[f.tensor]).flip(flipped))
+        region.copy_(tensors[f.tensor][f.index].flip(flipped))
     for x in traced.fills:
         value = torch.frombuffer(bytearray(x.bits), dtype=getattr(torch, x.dtype)).reshape(())
         byte_region(roots[x.root], x.offset, x.extent, x.strides, x.dtype).copy_(value)
@@ -55,7 +49,7 @@ def export(traced: Traced, roots: Mapping[str, torch.Tensor], tensors: Mapping[s
     for f in traced.fragments:
         root = roots[f.root]
         region, flipped = _region(f, root, int(root.storage_offset()) * root.element_size())
-        _box(f, tensors[f.tensor]).copy_(region.flip(flipped))
+        tensors[f.tensor][f.index].copy_(region.flip(flipped))
     for r in traced.recipes:
         r.apply(lambda name: roots[name], tensors)
 

@@ -14,7 +14,10 @@ import torch
 from xfer.plan.program import DTYPE_CODE, DTYPES, ITEMSIZE, MAX_DIMS, ROW, Op, Program, wire_dtype
 
 PLAIN = ("bfloat16", "float32", "uint8", "float16", "int64", "float8_e4m3fn")
-CASTS = (("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "bfloat16"), ("float64", "float32"))
+CASTS = [
+    ("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float32"), ("bfloat16", "float16"),
+    ("float16", "bfloat16"), ("float64", "float32"), ("float32", "float8_e4m3fn"),
+]  # fmt: skip
 
 
 def dense(shape, item):
@@ -140,38 +143,22 @@ def fresh_sources(rng: np.random.Generator, rows: np.ndarray, like: list[np.ndar
     return _values(rng, [rng.integers(0, 256, len(r), dtype=np.uint8) for r in like], rows)
 
 
-def random_row(rng: np.random.Generator, source: Heap | None, taker: Heap, aligned: bool) -> np.ndarray:
+def random_row(rng: np.random.Generator, source: Heap | None, destination: Heap, aligned: bool) -> np.ndarray:
+    """Return a row from a place of `source` to one of `destination`, or a fill where there is no source."""
     extent = tuple(int(n) for n in rng.integers(1, 6, int(rng.integers(0, 4))))
     kind = rng.random()
+
+    def end(heap: Heap, name: str, dtype: str) -> dict:
+        root, offset, strides = heap.place(extent, ITEMSIZE[dtype], aligned)
+        return {f"{name}_dtype": dtype, f"{name}_strides": strides, f"{name}_root": root, f"{name}_offset": offset}
+
     if source is None:
         dtype = PLAIN[rng.integers(len(PLAIN))]
-        root, offset, strides = taker.place(extent, ITEMSIZE[dtype], aligned)
+        place = end(destination, "dst", dtype)
         bits = int(rng.integers(0, 2**63)) & ((1 << 8 * ITEMSIZE[dtype]) - 1)
-        return row(
-            extent,
-            src_dtype=dtype,
-            dst_strides=strides,
-            dst_root=root,
-            dst_offset=offset,
-            fill=bits,
-            op=Op.FILL,
-            tensor=-1,
-            src=-1,
-        )
+        return row(extent, src_dtype=dtype, fill=bits, op=Op.FILL, tensor=-1, src=-1, **place)
     src, dst = CASTS[rng.integers(len(CASTS))] if kind < 0.3 else (PLAIN[rng.integers(len(PLAIN))],) * 2
-    sroot, soff, sstr = source.place(extent, ITEMSIZE[src], aligned)
-    droot, doff, dstr = taker.place(extent, ITEMSIZE[dst], aligned)
-    return row(
-        extent,
-        src_dtype=src,
-        dst_dtype=dst,
-        src_strides=sstr,
-        dst_strides=dstr,
-        src_root=sroot,
-        src_offset=soff,
-        dst_root=droot,
-        dst_offset=doff,
-    )
+    return row(extent, **end(source, "src", src), **end(destination, "dst", dst))
 
 
 def wire_bytes(r) -> int:
@@ -180,41 +167,41 @@ def wire_bytes(r) -> int:
 
 def random_rows(rng: np.random.Generator) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
     """Rows of one message and some fills, with source and destination storages."""
-    source, taker = Heap(rng, int(rng.integers(1, 4))), Heap(rng, int(rng.integers(1, 4)))
+    source, destination = Heap(rng, int(rng.integers(1, 4))), Heap(rng, int(rng.integers(1, 4)))
     aligned = rng.random() < 0.7
     out, wire = [], 0
     for _ in range(int(rng.integers(1, 12))):
-        r = random_row(rng, None if rng.random() < 0.15 else source, taker, aligned)
+        r = random_row(rng, None if rng.random() < 0.15 else source, destination, aligned)
         if r["op"][0] != Op.FILL:
             r["wire"] = wire
             wire += wire_bytes(r[0])
         out += [r]
     rows = np.concatenate(out)
-    return rows, _values(rng, source.storages(), rows), taker.storages()
+    return rows, _values(rng, source.storages(), rows), destination.storages()
 
 
 def random_world(
     rng: np.random.Generator, ranks: int, waves: int, rows: int
 ) -> tuple[list[Program], list[list[np.ndarray]]]:
-    """Programs of ranks that may each send, take or both, and the storages of each. Unaligned rows travel too.
+    """Return programs of ranks that are sources, destinations or both, and the storages of each. Some rows are unaligned.
 
-    What a rank sends and what it takes are disjoint places of the same storages.
+    A rank reads and writes disjoint places of its storages.
     """
     heaps = [Heap(rng, int(rng.integers(1, 3))) for _ in range(ranks)]
     found, used = [], {}
     for _ in range(rows):
-        taker = int(rng.integers(ranks))
+        destination = int(rng.integers(ranks))
         if rng.random() < 0.1:
-            r = random_row(rng, None, heaps[taker], True)
+            r = random_row(rng, None, heaps[destination], True)
         else:
-            sender, wave = int(rng.integers(ranks)), int(rng.integers(waves))
-            r = random_row(rng, heaps[sender], heaps[taker], rng.random() < 0.8)
-            r["src"], r["wave"] = sender, wave
-            if sender != taker:
-                key = (sender, taker, wave)
+            source, wave = int(rng.integers(ranks)), int(rng.integers(waves))
+            r = random_row(rng, heaps[source], heaps[destination], rng.random() < 0.8)
+            r["src"], r["wave"] = source, wave
+            if source != destination:
+                key = (source, destination, wave)
                 r["wire"] = used.get(key, 0)
                 used[key] = used.get(key, 0) + wire_bytes(r[0])
-        r["dst"] = taker
+        r["dst"] = destination
         found.append(r)
     table = np.concatenate(found)
     table = table[np.lexsort((table["wire"], table["dst"], table["src"], table["wave"]))]
@@ -240,12 +227,6 @@ def apply_world(programs: list[Program], storages: list[list[np.ndarray]]) -> li
             at = starts[:, None] + np.arange(ITEMSIZE[DTYPES[r["dst_dtype"]]])
             out[p.rank][r["dst_root"]][at] = apply_rows(one, source, storages[p.rank])[r["dst_root"]][at]
     return out
-
-
-CASTS = [
-    ("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float32"), ("bfloat16", "float16"),
-    ("float16", "bfloat16"), ("float64", "float32"), ("float32", "float8_e4m3fn"),
-]  # fmt: skip
 
 
 def hard_values(dtype: str) -> torch.Tensor:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from examples.common.ports import free_port
+from tests.support.threads import all_good, run_ranks
 from xfer.coordinator.coordinator import Coordinator
 from xfer.coordinator.state import Options
 from xfer.engines.layout import EngineLayout
@@ -354,11 +355,8 @@ def until_true(condition, seconds: float = 10.0):
 
 
 def good(results):
-    """What every rank got, if none raised: the first one's."""
-    for r in results:
-        if isinstance(r, BaseException):
-            raise r
-    return results[0]
+    """Return the first rank's result. Raises the first error of any rank."""
+    return all_good(results)[0]
 
 
 def raised(results, kind, *texts: str) -> list:
@@ -482,21 +480,7 @@ class World:
     def on_all(self, call, ranks=None) -> list:
         """call(i) on every trainer's thread; results or the exceptions they raised."""
         ranks = range(self.trainers) if ranks is None else ranks
-        out = {}
-
-        def run(i):
-            try:
-                out[i] = call(i)
-            except BaseException as e:
-                out[i] = e
-
-        threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in ranks]
-        for t in threads:
-            t.start()
-        until = time.monotonic() + max(60.0, self.deadline_s * 6)
-        for t in threads:
-            t.join(max(0.0, until - time.monotonic()))
-        return [out.get(i, TimeoutError(f"trainer {i} hangs")) for i in ranks]
+        return run_ranks(len(ranks), lambda k: call(ranks[k]), max(60.0, self.deadline_s * 6))
 
     def refit(self, weights: int | None = None, ranks=None, **kw) -> list:
         options = REFIT | kw

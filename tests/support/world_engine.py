@@ -7,7 +7,6 @@
 
 import json
 import time
-import traceback
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,7 +19,7 @@ torchvision.install()
 
 from tests.support.one_process import Job, Trainers, by_golden, random_weights  # noqa: E402
 from tests.support.one_process_vllm import Worker, workers  # noqa: E402
-from tests.support.proc import commands, emit  # noqa: E402
+from tests.support.proc import emit, obey  # noqa: E402
 from xfer.engines.hf_spec import canonical_specs, checkpoint_specs  # noqa: E402
 from xfer.mesh.parallel import EngineParallel  # noqa: E402
 from xfer.plan.inventory import Inventory  # noqa: E402
@@ -31,17 +30,17 @@ GPUS = 8
 """Of a host."""
 
 
-def checkpoint(config: dict, folder: str, fp32: list[str]) -> dict:
+def checkpoint(config: dict, folder: str, fp32: list[str]) -> None:
     specs = [
         replace(s, dtype="float32") if any(fnmatchcase(s.name, p) for p in fp32) else s for s in canonical_specs(config)
     ]
     Path(folder).mkdir(parents=True)
     (Path(folder) / "config.json").write_text(json.dumps(config))
     save_file(random_weights(specs, 0), f"{folder}/model.safetensors", metadata={"format": "pt"})
-    return dict(tensors=len(specs))
+    emit("checkpoint", tensors=len(specs))
 
 
-def row(folder: str, world: str, parallel: dict, replicas: int, misread: bool = False) -> dict:
+def row(folder: str, world: str, parallel: dict, replicas: int, misread: bool = False) -> None:
     clock = [time.perf_counter()]
     trainers = Trainers.load(world)
     if misread:
@@ -84,8 +83,8 @@ def row(folder: str, world: str, parallel: dict, replicas: int, misread: bool = 
                 wrong += [f"replica {replica}, version {version}: {line}" for line in w.wrong(version)]
     clock.append(time.perf_counter())
     s, (began, traced, judged, ended) = plan.summary, clock
-    return dict(
-        ranks=len(sources), workers=len(team), replicas=replicas, golden=golden[:5], wrong=wrong[:5], moved=moved,
+    emit(
+        "row", ranks=len(sources), workers=len(team), replicas=replicas, golden=golden[:5], wrong=wrong[:5], moved=moved,
         alike=[n for w in team for n in _alike(w)][:5], waves=s.waves, messages=s.messages, direct=s.direct, staged=s.staged,
         fills=s.fills, judged=sum(int(j.sum()) for w in team for j in w.judged.values()),
         model_bytes=sum(t.nbytes for t in versions[0].values()), broadcast=s.broadcast_bytes, imbalance=max(imbalance),
@@ -114,14 +113,5 @@ def _alike(w: Worker) -> list[str]:
     ]
 
 
-def main() -> None:
-    for command in commands():
-        try:
-            do = command.pop("do")
-            emit(do, **{"checkpoint": checkpoint, "row": row}[do](**command))
-        except Exception:
-            emit("failed", text=traceback.format_exc())
-
-
 if __name__ == "__main__":
-    main()
+    obey(checkpoint, row)

@@ -5,18 +5,17 @@
 """
 
 import time
-import traceback
 
 import torch
 
 from tests.support.one_process import Trainers, random_weights
 from tests.support.one_process_megatron import Build, Whole, import_bridge, trainers
-from tests.support.proc import commands, emit
+from tests.support.proc import emit, obey
 from xfer.engines.hf_spec import checkpoint_specs
 from xfer.mesh.parallel import TrainerParallel
 
 
-def row(folder: str, world: str, parallel: dict, provider: dict, versions: int, every: bool = False) -> dict:
+def row(folder: str, world: str, parallel: dict, provider: dict, versions: int, every: bool = False) -> None:
     began = time.perf_counter()
     specs = checkpoint_specs(folder)
     weights = [Whole.imported(folder, random_weights(specs, v)) for v in range(versions)]
@@ -26,7 +25,8 @@ def row(folder: str, world: str, parallel: dict, provider: dict, versions: int, 
     made.save(world)
     traced = time.perf_counter()
     unlike = _unlike(made, trainers(folder, build, weights, every=True)) if every else []
-    return dict(
+    emit(
+        "row",
         ranks=len(made.class_of),
         classes=len(made.classes),
         fragments=sum(len(made.classes[c].table) for c in made.class_of),
@@ -47,18 +47,9 @@ def _unlike(by_class: Trainers, by_rank: Trainers) -> list[int]:
     return [rank for rank, c in enumerate(by_class.class_of) if not same(rank, c)]
 
 
-def main() -> None:
+if __name__ == "__main__":
     import_bridge()
     from tests.support import families
 
     families.register()
-    for command in commands():
-        try:
-            command.pop("do")
-            emit("row", **row(**command))
-        except Exception:
-            emit("failed", text=traceback.format_exc())
-
-
-if __name__ == "__main__":
-    main()
+    obey(row)

@@ -69,8 +69,8 @@ def looks(store: Store, key: str, until: float, over) -> bool:
 
 @dataclass(frozen=True)
 class Rank:
-    """patience: how often it looks. digest: on what it wants to agree. refuses: it fails instead of coming. dies_at: before its
-    so-manieth call, or never."""
+    """patience: number of looks before it gives up. digest: compared among ranks. refuses: it fails instead of coming. dies_at: number
+    of calls of the store before it dies."""
 
     patience: int = 5
     digest: str = "a"
@@ -79,7 +79,7 @@ class Rank:
 
 
 def run(ranks: list[Rank], choose) -> list[object]:
-    """By rank "on", its error, or None if it died. choose(alive): which rank goes on."""
+    """Return by rank "on", its error, or None if it died. `choose(alive)` returns the rank that goes on."""
     turns, shared, ends = Turns(len(ranks)), HashStore(), [None] * len(ranks)
 
     def come(r: int) -> None:

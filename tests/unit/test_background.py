@@ -1,4 +1,4 @@
-"""Background calls: deadlines, what happens to a result that comes too late, errors."""
+"""Background calls: deadlines, errors, and results that come too late."""
 
 from __future__ import annotations
 

@@ -161,17 +161,6 @@ def test_processes_of_a_replica_that_fails_while_it_joins_hear_why_at_once(seed,
     assert committed(job) == [True, True]
 
 
-def test_a_trainer_that_comes_after_a_replica_has_failed_hears_why(seed):
-    job = Job(2, 1, 1, seed)
-    late, job.trainers[1].sent = job.trainers[1].sent, type(job.trainers[1].sent)()
-    until(job, lambda: job.engines[0].workers)
-    job.engines[0].controller.fail("the engine refused", 0, 0)
-    job.run()
-    job.trainers[1].sent = late
-    until(job, lambda: not job.trainers[1].sent)
-    assert any("the engine refused" in says(x) for x in job.trainers[1].heard)
-
-
 def test_trainers_whose_layouts_all_change_while_a_replica_links_cost_it_one_link(seed):
     """Each finds that the link is of an older layout. The second report once ended the refit that the first one had let
     continue."""
@@ -253,7 +242,7 @@ def test_a_layout_change_that_is_told_after_its_refit_is_over_is_not_forgotten(s
     """The worker reports it once."""
     job = served(2, 1, 1, seed)
     (worker,) = job.engines[0].workers
-    worker._moved = True
+    worker.moves = True
     call(job, deadline_s=1.0)
     until(job, lambda: worker.receiving)
     with stopped(worker):
@@ -261,7 +250,7 @@ def test_a_layout_change_that_is_told_after_its_refit_is_over_is_not_forgotten(s
         assert "worker 0: not armed" in says(job.trainers[0].outcome)
         worker.todo.popleft()()  # it arms, before it hears that the refit is over
     job.run()
-    assert not worker._moved
+    assert not worker.moves
     assert committed(job) == GOOD
 
 
@@ -434,15 +423,6 @@ def test_trainers_do_not_wait_for_an_engine_that_comes_back_late_but_the_next_re
     assert all(t.outcome.outcomes[0].committed for t in job.trainers) and job.engines[0].serving
 
 
-def test_a_replica_that_never_comes_back_is_lost_and_the_others_go_on(seed):
-    job = served(1, 2, 1, seed)
-    job.faults[job.engines[1].controller, m.Settled] = True
-    assert committed(job, deadline_s=1.0) == [True, False]
-    assert job.trainers[0].outcome.outcomes[1].version is None
-    assert job.coordinator.replicas[1].phase is ReplicaPhase.LOST
-    assert committed(job) == [True, False] and "not back in service" in says(job.trainers[0].outcome)
-
-
 def test_a_refit_that_is_over_leaves_no_deadline_behind(seed):
     job = served(2, 1, 1, seed)
     left = len(job.coordinator.timers._heap)
@@ -463,7 +443,7 @@ def test_the_transfer_clock_runs_from_readiness_to_decision_whatever_is_done_bet
     assert o.committed and o.transfer_s == 0.0 and dict(o.phases)["plan"] == dict(o.phases)["link"] == 0.0
     job.trainers[1].slow = False
     w = job.engines[0].workers[0]
-    w._moved = True
+    w.moves = True
     call(job)
     for phase in (ReplicaPhase.PLANNING, ReplicaPhase.LINKING):
         until(job, lambda phase=phase: job.coordinator.replicas[0].phase is phase)

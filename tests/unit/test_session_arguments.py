@@ -1,4 +1,4 @@
-"""Arguments of `connect` and `serve` that cannot work are refused here, all at once, and nobody else hears of them."""
+"""`connect` and `serve` refuse arguments that cannot work, all at once, before they connect."""
 
 import asyncio
 import socket

@@ -1,4 +1,4 @@
-"""Control connections: nobody is heard who has not proved the token, and no frame can hurt whoever reads it. How they close.
+"""Control connections: a peer must prove the token first, no frame harms its reader, and closing leaves no peer waiting.
 
 scripts/pythons.sh runs this without torch.
 """
@@ -163,7 +163,7 @@ def test_a_closed_peer_is_an_error_on_send(listener):
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_client_that_has_proved_the_token_when_the_rendezvous_closes_is_not_left_waiting(inside):
-    """It has said nothing yet, or is about to be let in: for its whole deadline it waited for a welcome."""
+    """It has sent nothing yet, or is about to be admitted. It once waited for a welcome to its deadline."""
     at, ended = f"tcp://127.0.0.1:{free_port()}", threading.Event()
     server = Server(at, TOKEN, OPTIONS)
     prove = server.proven
@@ -175,7 +175,7 @@ def test_a_client_that_has_proved_the_token_when_the_rendezvous_closes_is_not_le
 
 
 def test_a_caller_that_comes_as_the_rendezvous_closes_is_let_go_at_once():
-    """Its connection was accepted and forgotten, so that a trainer which connected again waited 20 s for a greeting."""
+    """Its connection was once accepted and forgotten, so that a trainer waited 20 s for a greeting."""
     one, at, go_on = Listener(), threading.Event(), threading.Event()
     one.server.loop.call_soon_threadsafe(lambda: (at.set(), go_on.wait(10)))
     assert at.wait(10)

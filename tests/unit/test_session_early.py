@@ -1,4 +1,4 @@
-"""Checksums that begin while bytes move: which storages come first, and that the sum is the same."""
+"""Checksums that begin while bytes move: the choice of the first storages, and the same sum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Digests of what several trainers hold: which boxes are compared, and that every bit of them counts."""
+"""Digests of boxes that several trainers hold: all such boxes are compared, and every bit of them counts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def held_by(world: World) -> tuple[dict[tuple, set[int]], set[tuple]]:
 
 
 def told(world: World) -> dict[int, bytes]:
-    """What each trainer tells in a verified refit of its storages as they are."""
+    """Return what each trainer reports of its storages in a verified refit."""
     plan, shapes, out = plan_replica(world.catalog, world.sources(), world.destinations(), world.options), None, {}
     shapes = padded_shapes(world.catalog)
     for inv in world.sources():

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.proc import PATIENCE
+from tests.support.threads import all_good, run_ranks
 from tests.support.world import until_true
 from xfer.coordinator import messages as m
 from xfer.direct.plane import DirectPlane
@@ -196,11 +197,7 @@ def test_lanes_that_end_within_the_hold_say_done_once(hold_s, ends_s, messages):
         collector.done(7, m.Moved(replica, bytes_in=replica))
 
     lanes = range(len(ends_s))
-    threads = [threading.Thread(target=end, args=(i,)) for i in lanes]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(10 * PATIENCE)
+    all_good(run_ranks(len(lanes), end, 10.0 * PATIENCE))
     assert sorted(r for _, x in said for r in x.replicas) == list(lanes) and len(said) in messages
     assert sorted(y.replica for _, x in said for y in x.moved) == [i for i in lanes if i]
     assert all(seconds < 1.0 * PATIENCE for seconds, _ in said), "none waits longer than for the last lane, or the hold"

@@ -1,5 +1,5 @@
-"""Layouts between ranks: each class of equal ranks is published once, fetched only by who needs it, and nothing is believed
-that does not have the digest it was announced by.
+"""Layouts between ranks: each class of equal ranks publishes once, ranks fetch only what they need, and they refuse bytes whose
+digest is not the announced one.
 
 The coordinator's half and the clients' half are the real ones; queues stand in for the connections between them.
 """
@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.plan_worlds import worlds
+from tests.support.threads import run_ranks
 from xfer.coordinator import messages as m
 from xfer.coordinator.layouts import LayoutExchange, pack, roll_digest, unpack, unpack_one
 from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError
@@ -88,23 +89,15 @@ class Job:
         return m.PlanInputs(replica, 1, *rolls, deadline_s=seconds)
 
     def plan(self, ranks=None, inputs=None, cache=None, check=lambda: None) -> list:
-        """What `Shelf.plan` gives, or raises, on a thread per rank."""
-        inputs, ranks, out = inputs or self.inputs(), ranks or self.ranks, {}
+        """Return what `Shelf.plan` returns or raises, on a thread per rank."""
+        inputs, ranks = inputs or self.inputs(), ranks or self.ranks
 
-        def one(i: int) -> None:
+        def one(i: int):
             options = replace(self.options, hosts=())
-            try:
-                rank = self.ranks.index(ranks[i]) if ranks[i] in self.ranks else 0
-                out[i] = ranks[i].shelf.plan(inputs, rank, self.catalog, options, cache, check)
-            except Exception as e:
-                out[i] = e
+            rank = self.ranks.index(ranks[i]) if ranks[i] in self.ranks else 0
+            return ranks[i].shelf.plan(inputs, rank, self.catalog, options, cache, check)
 
-        threads = [threading.Thread(target=one, args=(i,), daemon=True) for i in range(len(ranks))]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join(30)
-        return [out.get(i, TimeoutError(f"{r.label} hangs")) for i, r in enumerate(ranks)]
+        return run_ranks(len(ranks), one, 30.0)
 
     def close(self) -> None:
         self.events.put(None)

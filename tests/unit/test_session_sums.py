@@ -1,4 +1,4 @@
-"""Sums of what a trainer sends: bound once per plan, of the bytes at the moment they are asked for, or were begun."""
+"""Sums of the bytes that a trainer sends: bound once per plan, and taken when they are begun, or else when asked for."""
 
 from __future__ import annotations
 
