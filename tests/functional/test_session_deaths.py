@@ -1,4 +1,4 @@
-"""Processes that are killed or stopped, at every point of a refit: which calls end, when and how, and what the engines hold then.
+"""Processes that are killed or stopped at every point of a refit: calls end in time, and engines serve no mix.
 
 Every trainer, controller and worker is a process of its own (tests/support/world_processes.py), and two replicas take part. Orders
 of messages alone are searched in tests/unit/test_coordinator.py; the same points with a real vLLM are in test_refit_errors.py.
@@ -21,12 +21,12 @@ from xfer.coordinator.deadlines import CALL_GRACE_S
 FAR = 20.0
 """Deadline of a refit that must end long before it."""
 GRACE_S = CALL_GRACE_S + 5.0 * PATIENCE
-"""What may be added to a deadline when a process does not answer, and some seconds of a busy machine."""
+"""Time after a deadline in which calls end when a process does not answer, and some seconds of a busy machine."""
 SHORT = 1.0 * PATIENCE
 """Deadline of a refit that is to reach it."""
 KNOWN = list(range(12))
 _whole: dict[bool, ProcessWorld] = {}
-"""Worlds that cases have left whole, by `host_pull`: the next case starts no processes but those that died."""
+"""Worlds that the last cases left whole, by `host_pull`: the next case starts only the processes that died."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -307,7 +307,7 @@ def test_a_process_that_is_killed_at_any_moment(world, seed):
 
 @pytest.mark.parametrize("world", [True], indirect=True)
 def test_a_trainer_that_is_killed_between_refits_is_mapped_no_longer(world):
-    """Its successor needs the memory, long before the engine joins again."""
+    """The trainer that is started next needs the memory, long before the engine joins again."""
     mapped = lambda: [x.value("holds", versions=[])["mapped"] for r in world.replicas for x in r.workers]  # noqa: E731
     assert all(mapped())
     world.trainers[2].signal(KILL)

@@ -29,14 +29,14 @@ from xfer.routes import worker_side
 HOST_PULL = "XFER_TEST_HOST_PULL"
 """In the environment: workers read the trainers' memory themselves, as on GPUs, and routes are opened by exchange."""
 RELAY = "XFER_TEST_RELAY"
-"""In the environment: replicas hand on what they read."""
+"""In the environment: replicas read from one another (`relay=True`)."""
 
 _ctx = mp.get_context("forkserver")
 _ctx.set_forkserver_preload(["tests.support.world_processes"])
 
 
 def _serve(conn: Connection, commands: dict) -> None:
-    """Answers one command after another until the pipe closes."""
+    """Answer one command after another until the pipe closes."""
     faulthandler.enable()  # a crash must not look like a kill
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     while True:
@@ -56,7 +56,7 @@ def _serve(conn: Connection, commands: dict) -> None:
 
 
 def _serve_trainer(conn: Connection, made: Callable[..., TrainerSession], **more: Callable) -> None:
-    """`made` gives the session of a `connect`; `more`: what else the test may ask for."""
+    """`made` returns the session of a `connect`; `more`: further commands of the test."""
     session: TrainerSession | None = None
 
     def connect(**args):
@@ -123,8 +123,7 @@ def _worker(conn: Connection, engine: Connection, rank: int, world: int, env: di
 
 
 class ProcessEngine(ToyEngine):
-    """Its workers are processes: calls go to all, answers are awaited from all, and the first worker that is gone ends
-    the call."""
+    """Its workers are processes. A call waits for the answers of all; the first worker that is gone ends it."""
 
     name = "toy engine of processes"
 
@@ -188,7 +187,7 @@ def _controller(conn: Connection, workers: list[Connection], env: dict) -> None:
 
 
 class Process:
-    """One of them, and the pipe over which it is told what to do."""
+    """A process and the pipe for its commands."""
 
     def __init__(self, target, *args):
         self.conn, there = _ctx.Pipe()
@@ -251,7 +250,7 @@ class ProcessWorld:
     """`trainers` processes and `replicas` engines of a controller and `workers` processes each."""
 
     mains = (_trainer, _worker, _controller)
-    """What the processes of each kind run."""
+    """Main functions of the processes of each kind."""
 
     def __init__(self, folder: Path, trainers=2, workers=2, replicas=2, deadline_s=20.0, host_pull=False, relay=False):
         self.folder, self.workers, self.deadline_s = Path(folder), workers, deadline_s
@@ -293,7 +292,7 @@ class ProcessWorld:
         return self.on_all("connect", **where)
 
     def serve_all(self) -> None:
-        """The engines come to a new rendezvous, before any trainer is there."""
+        """Engines connect to a new rendezvous before any trainer does."""
         self.rendezvous = f"tcp://127.0.0.1:{free_port()}"
         for r in self.replicas:
             self.serve(r)
@@ -302,7 +301,7 @@ class ProcessWorld:
         replica.controller.value("serve", rendezvous=self.rendezvous, replica=replica.index, deadline_s=self.deadline_s)
 
     def restart(self, index: int) -> None:
-        """The replica anew, at the same rendezvous."""
+        """Start the replica again, at the same rendezvous."""
         self.replicas[index].stop()
         self.fault(f"replica{index}", "")
         self.replicas[index] = self._replica(index)

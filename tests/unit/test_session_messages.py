@@ -1,4 +1,4 @@
-"""Control messages: only what was meant decodes, everything else is a ProtocolError, and nothing is ever unpickled."""
+"""Control messages: bytes decode to a valid message or raise ProtocolError, and nothing is unpickled."""
 
 import ast
 import os
@@ -96,7 +96,7 @@ def test_store_keys_that_gloo_and_nccl_use_are_accepted():
 
 
 class Special(Unsupported):
-    """Of a kind that xfer.errors does not know."""
+    """A class that xfer.errors does not list."""
 
 
 def test_every_error_crosses_the_wire_as_its_own_type():

@@ -1,4 +1,4 @@
-"""Turns are quick inside a refit, and as they were after the last of several."""
+"""The switch interval of threads is short during refits, and restored after the last of several."""
 
 import ctypes
 import sys
