@@ -84,17 +84,6 @@ def test_a_probe_says_the_same_as_the_trace_and_stands_in_for_it(arguments, tmp_
     run("probes", tmp_path, **arguments)
 
 
-@slow
-@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
-def test_context_parallel_ranks_train_the_same_model(family, tmp_path):
-    run("context_parallel", tmp_path, family=family)
-
-
-@slow
-def test_the_toy_trainer_really_learns(tmp_path):
-    run("learns", tmp_path)
-
-
 # ---- LoRA. One goes all the way to a real vLLM: test_staged.py
 
 DENSE, SPARSE = dict(tensors=47, changes=28), dict(tensors=135, changes=112)

@@ -10,7 +10,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed import DistStoreError, HashStore
@@ -32,21 +32,14 @@ SGD = torch.optim.SGD
 
 @given(st.integers(1, 24), st.integers(1, 24), st.integers(0, 5))
 def test_newton_schulz_brings_singular_values_near_one(rows, columns, seed):
-    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    """Of each matrix of a batch. The singular vectors stay."""
+    x = torch.randn(2, rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     u, s, v = torch.linalg.svd(x, full_matrices=False)
-    if s.min() < 0.02 * s.max():
-        return
-    rotated = u.T @ newton_schulz(x, steps=8) @ v.T
-    assert torch.allclose(rotated, torch.diag(rotated.diagonal()), atol=1e-8)  # same singular vectors
-    assert rotated.diagonal().min() > 0.6 and rotated.diagonal().max() < 1.3
-
-
-def test_newton_schulz_of_a_batch_is_that_of_each_and_rows_may_be_permuted():
-    x = torch.randn(3, 6, 10, dtype=torch.float64)
-    together = newton_schulz(x)
-    assert all(torch.allclose(together[i], newton_schulz(x[i])) for i in range(3))
-    order = torch.randperm(6)
-    assert torch.allclose(newton_schulz(x[0][order]), newton_schulz(x[0])[order])
+    assume((s.amin(-1) >= 0.02 * s.amax(-1)).all())
+    rotated = u.mT @ newton_schulz(x, steps=8) @ v.mT
+    values = rotated.diagonal(dim1=-2, dim2=-1)
+    assert torch.allclose(rotated, torch.diag_embed(values), atol=1e-8)
+    assert values.min() > 0.6 and values.max() < 1.3
 
 
 def test_muon_computes_in_the_dtype_that_it_is_told():
@@ -58,12 +51,6 @@ def test_muon_computes_in_the_dtype_that_it_is_told():
         steps[dtype] = p.detach()
     assert not torch.equal(steps[None], steps[torch.bfloat16])
     assert torch.cosine_similarity(steps[None].flatten(), steps[torch.bfloat16].flatten(), dim=0) > 0.99
-
-
-def test_muon_refuses_vectors_all_at_once():
-    with pytest.raises(Unsupported) as e:
-        Muon([nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(5))])
-    assert len(e.value.violations) == 2
 
 
 # ---- what is refused
@@ -155,17 +142,6 @@ def test_a_change_of_what_is_trained_is_an_error_at_the_next_step(change):
     change(net, o)
     with pytest.raises(LayoutError, match="has changed"):
         step(net, o, 1)
-
-
-def test_learning_rates_may_change_and_schedulers_work():
-    net = lm.Transformer()
-    o = optimizer(net)
-    schedule = torch.optim.lr_scheduler.LambdaLR(o, lambda epoch: 0.0 if epoch else 1.0)
-    step(net, o, 0)
-    schedule.step()
-    before = lm.digest(net)
-    step(net, o, 1)
-    assert lm.digest(net) == before
 
 
 def test_groups_cannot_be_added_and_state_dict_says_what_to_use():

@@ -26,35 +26,6 @@ from xfer.transport import nccl as nccl_links
 from xfer.transport.nccl import NcclLink
 
 
-def watched(deadline_s: float) -> tuple[DeadlineWatch, list[int], list[list]]:
-    """A watch; the number of collectives that have arrived, in a list; and what it says is late."""
-    arrived, said = [0], []
-    return DeadlineWatch(deadline_s, lambda: arrived[0], said.append), arrived, said
-
-
-def test_a_late_collective_is_reported_once_with_all_behind_it_at_its_deadline():
-    watch, arrived, said = watched(0.5 * PATIENCE)
-    began, arrived[0] = time.monotonic(), 1
-    posts = [watch.post(lambda i=i: f"bucket {i}", [torch.zeros(i)]) for i in range(4)]
-    watch._thread.join(30 * PATIENCE)
-    assert time.monotonic() - began >= 0.5 * PATIENCE
-    assert said == [posts[1:]] and [p.what() for p in said[0]] == ["bucket 1", "bucket 2", "bucket 3"]
-    assert [p.received[0].numel() for p in said[0]] == [1, 2, 3]
-
-
-def test_collectives_that_arrive_are_forgotten_and_a_closed_watch_leaves_no_thread():
-    watch, arrived, said = watched(0.2)
-    for n in range(1, 9):
-        arrived[0] = n  # the number that the next one gets
-        watch.post(lambda: "")
-        time.sleep(0.05)  # together longer than the deadline
-    until = time.monotonic() + 30 * PATIENCE
-    while watch.missing() and time.monotonic() < until:
-        time.sleep(0.01)
-    watch.close()
-    assert not said and not watch._thread.is_alive()
-
-
 class Stream:
     """Operations in order, on a thread; the one that `torch.cuda.stream` made current, for the thread that calls, takes them."""
 
