@@ -40,22 +40,31 @@ def sgd(net: nn.Module, lr: float = 0.1, **options) -> LayerWiseOptimizer:
 
 
 class Pair:
-    """Two equal models on the same data: `net` under owners, `truth` stepped on every rank."""
+    """Two equal models on the same data: `net` under owners, and `truth`, which every rank steps under DDP.
 
-    def __init__(self, **options):
-        self.net, self.truth = lm.Transformer(), lm.Transformer()
-        self.ddp = [DistributedDataParallel(n) for n in (self.net, self.truth)]
+    Args:
+        model: Key of MODELS.
+        ddp: If False, `net` is not wrapped, so that its gradients go to their owners only.
+        options: Of the LayerWiseOptimizer.
+    """
+
+    def __init__(self, model: str = "plain", ddp: bool = True, **options):
+        self.net, self.truth = MODELS[model](), MODELS[model]()
+        self.modules = [DistributedDataParallel(self.net) if ddp else self.net, DistributedDataParallel(self.truth)]
         options = {"bucket_bytes": 20_000, "deadline_s": 60.0, **options}
-        self.owners = LayerWiseOptimizer(self.ddp[0], lm.groups(self.net), **options)
+        self.owners = LayerWiseOptimizer(self.modules[0], lm.groups(self.net), **options)
         self.everywhere = lm.Everywhere(self.truth)
         self.number = 0
 
-    def backward(self) -> None:
-        tokens = lm.batch(self.number, dist.get_rank())
+    def backward(self) -> list[float]:
+        """The losses of both models."""
+        tokens, losses = lm.batch(self.number, dist.get_rank()), []
         self.number += 1
-        for ddp, optimizer in zip(self.ddp, (self.owners, self.everywhere)):
+        for module, optimizer in zip(self.modules, (self.owners, self.everywhere)):
             optimizer.zero_grad()
-            lm.loss_of(ddp, tokens).backward()
+            losses.append(lm.loss_of(module, tokens))
+            losses[-1].backward()
+        return [x.item() for x in losses]
 
     def step(self) -> None:
         self.owners.step()
@@ -82,48 +91,23 @@ class Pair:
 # ---- training
 
 
-def train(how: str, steps: int, model: str = "plain", ddp: bool = True, **options) -> None:
-    """how: "owners" (LayerWiseOptimizer), "everywhere" (every rank steps everything) or "one" (one process, all data)."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    net = MODELS[model]()
-    module = DistributedDataParallel(net) if ddp and how != "one" else net
-    if how == "owners":
-        optimizer = LayerWiseOptimizer(
-            module, lm.groups(net), **{"bucket_bytes": 20_000, "deadline_s": 60.0, **options}
-        )
-        ahead, begin = [], optimizer.gather.begin
-        optimizer.gather.begin = lambda: (ahead.append(optimizer.gather._ahead), begin())
-    else:
-        optimizer = lm.Everywhere(net)
-    losses, stale, digests = [], 0, {}
-    for step in range(steps):
-        ranks = range(size) if how == "one" else [rank]
-        loss = torch.stack([lm.loss_of(module, lm.batch(step, r)) for r in ranks]).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        total = loss.detach().double()
-        if how != "one":
-            dist.all_reduce(total)
-            total /= size
-        losses.append(total.item())
-        if how == "owners":
-            stale += not optimizer.gather.settled
-        elif how == "everywhere" and step + 1 in (10, steps):
-            digests[str(step + 1)] = lm.digest(net)
-    more = dict(digests=digests)
-    if how == "owners":
-        optimizer.drain()
-        s = optimizer.gather.stats
-        more |= dict(stale=stale, ahead=ahead, received=s.received, lacked=s.lacked, unexpected=s.unexpected)
-        more |= dict(buckets=len(optimizer.gather.buckets), pulled=len(optimizer.gather.pulls))
-        optimizer.close()
-    values = torch.cat([p.detach().double().flatten() for p in net.parameters()])
-    if how == "one":
-        train.one = values
-    elif how == "owners" and model == "plain" and hasattr(train, "one"):
-        more["distance"] = ((values - train.one).norm() / train.one.norm()).item()
-    emit("trained", losses=losses, digest=lm.digest(net), **more)
+def train(steps: int, **options) -> None:
+    """Trains a Pair. Answers both losses of each step, and the parameters that differ in the end."""
+    pair = Pair(**options)
+    gather, losses, ahead, stale = pair.owners.gather, [], [], 0
+    begin = gather.begin
+    gather.begin = lambda: (ahead.append(gather._ahead), begin())
+    for _ in range(steps):
+        losses.append(pair.backward())
+        pair.step()
+        stale += not gather.settled
+    pair.owners.drain()
+    stats, digest = gather.stats, lm.digest(pair.net)
+    emit(
+        "trained", losses=losses, wrong=pair.stale(), digest=digest, stale=stale, ahead=ahead, received=stats.received,
+        lacked=stats.lacked, unexpected=stats.unexpected, buckets=len(gather.buckets), pulled=len(gather.pulls),
+    )  # fmt: skip
+    pair.owners.close()
 
 
 def program(seed: int) -> None:
@@ -527,42 +511,22 @@ def dying(victim: int, how: str = "ends", deadline_s: float = 10.0, **options) -
 # ---- checkpoints
 
 
-def _values(net: nn.Module) -> list[float]:
-    return torch.cat([p.detach().flatten() for p in net.parameters()]).tolist()
-
-
 def checkpointed(folder: str, steps: int) -> None:
     """Trains, saves while a gather is on its way, and goes on."""
     pair = Pair()
     pair.steps(steps)
+    assert not pair.owners.gather.settled
     checkpoint.save(pair.owners, folder)
     saved = lm.digest(pair.truth)
-    pair.steps(steps)
+    pair.steps(1)
     pair.same()
-    emit("saved", saved=saved, values=_values(pair.net))
-
-
-def resumed(folder: str, again: str, steps: int, of: int) -> None:
-    """Loads what `of` ranks saved, saves it again, and goes on with all the data that they had."""
-    net = lm.Transformer(seed=99)
-    o = LayerWiseOptimizer(net, lm.groups(net), bucket_bytes=50_000)
-    checkpoint.load(o, folder)
-    checkpoint.save(o, again)
-    loaded, start = lm.digest(net), _values(net)
-    for step in range(steps, 2 * steps):
-        o.zero_grad()
-        mine = range(dist.get_rank(), of, dist.get_world_size())
-        for r in mine:
-            (lm.loss_of(net, lm.batch(step, r)) / len(mine)).backward()
-        o.step()
-    o.drain()
-    emit("resumed", loaded=loaded, start=start, values=_values(net))
+    emit("saved", saved=saved)
 
 
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    obey(train, program, hazard, dying, checkpointed, resumed)
+    obey(train, program, hazard, dying, checkpointed)
     os._exit(0)  # gloo's threads would wait for peers that are gone
 
 
