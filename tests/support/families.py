@@ -8,7 +8,7 @@ tensor-parallel sizes, and the vocabulary is padded by vLLM.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 
@@ -109,10 +109,12 @@ _DRAFTED = (T(world=4, tp=2, ep=2, etp=1), T(world=2, tp=2), T(world=4, tp=2, pp
 
 
 def _family(
-    name: str, kind: str, architecture: str, engine: tuple, trainer: tuple = (), fp32: tuple = (), **config: object
+    name: str, kind: str, architecture: str, engine: tuple, trainer: tuple = (), fp32: tuple = (), **more: object
 ) -> Family:
-    made = {**_BASE, "model_type": kind, "architectures": [architecture], **config}
-    return Family(name, {k: v for k, v in made.items() if v is not _ABSENT}, engine, trainer, fp32)
+    """`more`: fields of the config, and the other ones of Family."""
+    rest = {k: more.pop(k) for k in ("names", "drafter", "provider", "slow") if k in more}
+    made = {**_BASE, "model_type": kind, "architectures": [architecture], **more}
+    return Family(name, {k: v for k, v in made.items() if v is not _ABSENT}, engine, trainer, fp32, **rest)
 
 
 def _mlp(at: str, width: int) -> Shapes:
@@ -266,12 +268,9 @@ FAMILIES = (
     _family(
         "GLM-4.5", "glm4_moe", "Glm4MoeForCausalLM", _EP, _SPARSE, _BIAS, **_GLM_45, num_nextn_predict_layers=0
     ),
-    replace(
-        _family(
-            "GLM-4.5 with its MTP layer", "glm4_moe", "Glm4MoeForCausalLM", (), _DRAFTED, _BIAS, **_GLM_45,
-            num_nextn_predict_layers=1,
-        ),
-        drafter=_glm_drafter(),
+    _family(
+        "GLM-4.5 with its MTP layer", "glm4_moe", "Glm4MoeForCausalLM", (), _DRAFTED, _BIAS, **_GLM_45,
+        num_nextn_predict_layers=1, drafter=_glm_drafter(),
     ),
     _family(
         "DeepSeek-V2", "deepseek_v2", "DeepseekV2ForCausalLM", _EP, _SPARSE,
@@ -285,13 +284,10 @@ FAMILIES = (
         "EXAONE MoE", "exaone_moe", "ExaoneMoeForCausalLM", _EP, fp32=_BIAS, **_ALTERNATING, **_EXPERTS,
         num_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1, routed_scaling_factor=2.5,
     ),
-    replace(
-        _family(
-            "dots.llm1", "dots1", "Dots1ForCausalLM", _EP, fp32=_BIAS, n_routed_experts=8, n_shared_experts=1,
-            num_experts_per_tok=2, moe_intermediate_size=64, first_k_dense_replace=1, n_group=1, topk_group=1,
-            norm_topk_prob=True, routed_scaling_factor=2.5, sliding_window=None,
-        ),
-        slow=True,
+    _family(
+        "dots.llm1", "dots1", "Dots1ForCausalLM", _EP, fp32=_BIAS, n_routed_experts=8, n_shared_experts=1,
+        num_experts_per_tok=2, moe_intermediate_size=64, first_k_dense_replace=1, n_group=1, topk_group=1,
+        norm_topk_prob=True, routed_scaling_factor=2.5, sliding_window=None, slow=True,
     ),
     _family(
         "Hunyuan 3", "hy_v3", "HYV3ForCausalLM", _EP[:5], fp32=_BIAS, **_EXPERTS, expert_hidden_dim=64,
@@ -319,28 +315,22 @@ FAMILIES = (
         "Phi-3.5-MoE", "phimoe", "PhiMoEForCausalLM", _EP, num_local_experts=8, num_experts_per_tok=2, attention_bias=True,
         lm_head_bias=True, rope_parameters=dict(rope_type="default", rope_theta=10000.0),
     ),
-    replace(
-        _family(
-            "Step-3.5", "step3p5", "Step3p5ForCausalLM", _EP[:5], fp32=("*.router_bias",), num_attention_groups=2,
-            moe_num_experts=8, moe_top_k=2, moe_intermediate_size=64, share_expert_dim=96, moe_layers_enum="1",
-            use_head_wise_attn_gate=True, use_moe_router_bias=True, need_fp32_gate=True, norm_expert_weight=True,
-            moe_router_activation="sigmoid", sliding_window=64, rope_theta=10000.0,
-            layer_types=["full_attention", "sliding_attention"],
-            attention_other_setting=dict(
-                attention_type="sliding_attention", num_attention_heads=8, num_attention_groups=2, head_dim=32
-            ),
-        ),
-        names=_step(),
+    _family(
+        "Step-3.5", "step3p5", "Step3p5ForCausalLM", _EP[:5], fp32=("*.router_bias",), num_attention_groups=2,
+        moe_num_experts=8, moe_top_k=2, moe_intermediate_size=64, share_expert_dim=96, moe_layers_enum="1",
+        use_head_wise_attn_gate=True, use_moe_router_bias=True, need_fp32_gate=True, norm_expert_weight=True,
+        moe_router_activation="sigmoid", sliding_window=64, rope_theta=10000.0,
+        layer_types=["full_attention", "sliding_attention"],
+        attention_other_setting=dict(
+            attention_type="sliding_attention", num_attention_heads=8, num_attention_groups=2, head_dim=32
+        ), names=_step(),
     ),
-    replace(
-        _family(
-            "Ling 2 (Bailing V2)", "bailing_moe", "BailingMoeV2ForCausalLM", _EP, fp32=("*.expert_bias",), **_EXPERTS,
-            num_shared_experts=1, moe_shared_expert_intermediate_size=96, first_k_dense_replace=1, n_group=1,
-            topk_group=1, score_function="sigmoid", moe_router_enable_expert_bias=True, router_dtype="fp32",
-            use_bias=False, use_qkv_bias=False, use_qk_norm=True, use_rmsnorm=True, embedding_dropout=0.0,
-            rope_parameters=dict(rope_type="default", rope_theta=10000.0),
-        ),
-        names=_ling(),
+    _family(
+        "Ling 2 (Bailing V2)", "bailing_moe", "BailingMoeV2ForCausalLM", _EP, fp32=("*.expert_bias",), **_EXPERTS,
+        num_shared_experts=1, moe_shared_expert_intermediate_size=96, first_k_dense_replace=1, n_group=1,
+        topk_group=1, score_function="sigmoid", moe_router_enable_expert_bias=True, router_dtype="fp32",
+        use_bias=False, use_qkv_bias=False, use_qk_norm=True, use_rmsnorm=True, embedding_dropout=0.0,
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0), names=_ling(),
     ),
     _family(
         "DeepSeek-V3.2", "deepseek_v32", "DeepseekV32ForCausalLM", _EP, fp32=_BIAS, **_DEEPSEEK, index_topk=16,
@@ -403,12 +393,9 @@ FAMILIES = (
     _family(
         "Qwen3-Next", "qwen3_next", "Qwen3NextForCausalLM", _EP[:4], (*_SPARSE[:1], _SPARSE[2]), **_QWEN3_NEXT
     ),
-    replace(
-        _family(
-            "Qwen3-Next with its MTP layer", "qwen3_next", "Qwen3NextForCausalLM", (), _DRAFTED, **_QWEN3_NEXT
-        ),
-        drafter=_qwen_drafter(),
-        provider=dict(mtp_num_layers=1),
+    _family(
+        "Qwen3-Next with its MTP layer", "qwen3_next", "Qwen3NextForCausalLM", (), _DRAFTED, **_QWEN3_NEXT,
+        drafter=_qwen_drafter(), provider=dict(mtp_num_layers=1),
     ),
     _family(
         "Granite 4 hybrid", "granitemoehybrid", "GraniteMoeHybridForCausalLM", _EP[:4],

@@ -141,25 +141,6 @@ def test_gathers_that_one_thread_leaves_alone_are_finished_by_another():
 # ---- what owners offer
 
 
-class Wrapped(nn.Module):
-    """As Megatron's DDP: `buffers` are where gradients lie."""
-
-    def __init__(self, module: nn.Module):
-        super().__init__()
-        self.module, self.buffers = module, []
-
-    def forward(self, x):
-        return self.module(x)
-
-
-def test_a_rank_offers_what_it_owns():
-    o = Half(Wrapped(layers()))
-    o.train(101.0)
-    source = LayerWiseTrainer(TensorTrainer(o.modules[0].module, rank=0, world=2), o)
-    offered = {f.tensor for f in source.read().traced.fragments}
-    assert offered == {n for n, _ in o.named} - set(o.others) != set()
-
-
 def test_owners_want_an_adapter_that_can_leave_the_device_alone():
     base = SimpleNamespace(rank=0, world=2, device=torch.device("cpu"), reads_together=False)
     with pytest.raises(Unsupported, match="whole device") as e:
