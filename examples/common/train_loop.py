@@ -49,7 +49,8 @@ class Trainer:
     overlap_param_gather. `provider` keywords are set on Bridge's model provider before it is finalized (uneven
     stages: num_layers_in_first_pipeline_stage=1; padded vocabulary: should_pad_vocab=True, load=False).
     `lora`: fields of Bridge's own LoRA, which freezes the model and trains adapters (dim, alpha, target_modules, …), or
-    a function that makes another of Bridge's PEFT methods.
+    a function that makes another of Bridge's PEFT methods. `ddp`: more fields of Megatron's DistributedDataParallelConfig.
+    `optimizer`: makes the optimizer of the chunks; Megatron's Adam if it is None.
     """
 
     def __init__(
@@ -69,6 +70,8 @@ class Trainer:
         align_param_gather: bool = False,
         bucket_size: int = 50_000,
         lora: dict | Callable | None = None,
+        ddp: dict | None = None,
+        optimizer: Callable[[list[torch.nn.Module]], object] | None = None,
         **provider: object,
     ):
         self.folder = Path(folder)
@@ -77,30 +80,24 @@ class Trainer:
         self._groups.__enter__()
         try:
             self.bridge = megatron_cpu.import_bridge().from_hf_pretrained(str(folder))
-            sizes = dict(
-                tensor_model_parallel_size=tp,
-                pipeline_model_parallel_size=pp,
-                virtual_pipeline_model_parallel_size=vpp,
-                expert_model_parallel_size=ep,
-                expert_tensor_parallel_size=etp,
-                context_parallel_size=cp,
+            fields = dict(
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=distopt,
+                overlap_grad_reduce=overlap,
+                overlap_param_gather=overlap and distopt,
+                align_param_gather=align_param_gather,
+                bucket_size=bucket_size,  # several buckets even in a toy, or nothing would overlap
             )
             self.chunks = build_chunks(
                 self.bridge,
                 load=load,
                 lora=lora,
-                ddp=dict(
-                    grad_reduce_in_fp32=True,
-                    use_distributed_optimizer=distopt,
-                    overlap_grad_reduce=overlap,
-                    overlap_param_gather=overlap and distopt,
-                    align_param_gather=align_param_gather,
-                    bucket_size=bucket_size,  # several buckets even in a toy, or nothing would overlap
-                ),
-                **sizes,
+                ddp=fields | (ddp or {}),
+                **megatron_names(self._layout),
                 **provider,
             )
-            self.optimizer = _optimizer(self.chunks, distopt, overlap, lr)
+            self.optimizer = optimizer(self.chunks) if optimizer else _adam(self.chunks, lr)
+            _wire(self.chunks, self.optimizer)
         except BaseException:
             self.close()
             raise
@@ -200,6 +197,14 @@ class Trainer:
         dist.barrier()
 
 
+def megatron_names(layout: dict) -> dict:
+    """Parallel sizes under the names of Megatron's model configuration."""
+    long = dict(
+        tp="tensor_model", pp="pipeline_model", vpp="virtual_pipeline_model", ep="expert_model", etp="expert_tensor", cp="context"
+    )  # fmt: skip
+    return {f"{long[size]}_parallel_size": n for size, n in layout.items()}
+
+
 def build_chunks(
     bridge, *, load: bool = True, ddp: dict | None = None, lora: dict | Callable | None = None, **provider: object
 ) -> list[torch.nn.Module]:
@@ -207,23 +212,6 @@ def build_chunks(
     None for unwrapped chunks. `lora`: as in Trainer. Needs Megatron's process groups of the same sizes."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    p = make_provider(bridge, load=load, **provider)
-    if lora is not None:
-        from megatron.bridge.peft.lora import LoRA
-
-        peft = lora() if callable(lora) else LoRA(**lora)
-        p.register_pre_wrap_hook(lambda chunks: peft(chunks, training=True))  # after the checkpoint is loaded
-    return p.provide_distributed_model(
-        ddp_config=DistributedDataParallelConfig(**ddp) if ddp else None,
-        wrap_with_ddp=bool(ddp),
-        use_cpu_initialization=not torch.cuda.is_available(),
-        data_parallel_random_init=False,
-        bf16=p.params_dtype == torch.bfloat16,
-    )
-
-
-def make_provider(bridge, *, load: bool, **provider: object):
-    """Bridge's provider of these chunks. Raises what Megatron's own check of a configuration raises."""
     if not megatron_cpu.has_transformer_engine():
         from examples.common import te_twin
 
@@ -242,7 +230,18 @@ def make_provider(bridge, *, load: bool, **provider: object):
     if p.num_moe_experts and "moe_grouped_gemm" not in provider:
         p.moe_grouped_gemm = True
     p.finalize()
-    return p
+    if lora is not None:
+        from megatron.bridge.peft.lora import LoRA
+
+        peft = lora() if callable(lora) else LoRA(**lora)
+        p.register_pre_wrap_hook(lambda chunks: peft(chunks, training=True))  # after the checkpoint is loaded
+    return p.provide_distributed_model(
+        ddp_config=DistributedDataParallelConfig(**ddp) if ddp else None,
+        wrap_with_ddp=bool(ddp),
+        use_cpu_initialization=not torch.cuda.is_available(),
+        data_parallel_random_init=False,
+        bf16=p.params_dtype == torch.bfloat16,
+    )
 
 
 _GPU_ONLY = (
@@ -262,35 +261,37 @@ _GPU_ONLY = (
 )
 
 
-def _optimizer(chunks: list[torch.nn.Module], distopt: bool, overlap: bool, lr: float):
-    from megatron.core.distributed import finalize_model_grads
+def _adam(chunks: list[torch.nn.Module], lr: float):
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.utils import get_model_config
 
-    cfg = get_model_config(chunks[0])
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=lr,
-            weight_decay=0.0,
-            clip_grad=1.0,
-            bf16=cfg.bf16,
-            params_dtype=cfg.params_dtype,
-            use_distributed_optimizer=distopt,
-            overlap_param_gather=overlap and distopt,
-        ),
-        chunks,
+    cfg, ddp = get_model_config(chunks[0]), chunks[0].ddp_config
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=lr,
+        weight_decay=0.0,
+        clip_grad=1.0,
+        bf16=cfg.bf16,
+        params_dtype=cfg.params_dtype,
+        use_distributed_optimizer=ddp.use_distributed_optimizer,
+        overlap_param_gather=ddp.overlap_param_gather,
     )
-    # As Megatron's own training loop wires them.
+    return get_megatron_optimizer(config, chunks)
+
+
+def _wire(chunks: list[torch.nn.Module], optimizer) -> None:
+    """Connects them as Megatron's own training loop does."""
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.utils import get_model_config
+
+    cfg, ddp = get_model_config(chunks[0]), chunks[0].ddp_config
     cfg.finalize_model_grads_func = finalize_model_grads
     cfg.grad_scale_func = optimizer.scale_loss
-    if overlap:
-        no_sync = [chunk.no_sync for chunk in chunks]
-        cfg.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
-        if distopt and chunks[0].ddp_config.align_param_gather:
-            gather = [chunk.start_param_sync for chunk in chunks]
-            cfg.param_sync_func = gather if len(chunks) > 1 else gather[0]
-    return optimizer
+    each = lambda functions: functions if len(functions) > 1 else functions[0]  # noqa: E731
+    if ddp.overlap_grad_reduce:
+        cfg.no_sync_func = each([chunk.no_sync for chunk in chunks])
+    if ddp.overlap_param_gather and ddp.align_param_gather:
+        cfg.param_sync_func = each([chunk.start_param_sync for chunk in chunks])
 
 
 def _forward(batches, model):

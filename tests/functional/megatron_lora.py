@@ -4,8 +4,6 @@ must be true.
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
 from examples.common import megatron_cpu
@@ -129,6 +127,4 @@ def dora(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    CASES = {f.__name__: f for f in (merged, regrouped, dora)}
-    case, folder, arguments = sys.argv[1:]
-    main(lambda: CASES[case](Path(folder), **json.loads(arguments)))
+    main(merged, regrouped, dora)

@@ -207,12 +207,13 @@ def probes(folder: Path, family: str, **keywords) -> None:
 # ---- harness
 
 
-def main(run: Callable[[], None]) -> None:
-    """Runs a rank to its end."""
+def main(*cases: Callable[..., None]) -> None:
+    """Runs the case that the command line names on this rank, to its end."""
+    case, folder, arguments = sys.argv[1:]
     try:
         megatron_cpu.import_bridge()
         megatron_cpu.init_world()
-        run()
+        {f.__name__: f for f in cases}[case](Path(folder), **json.loads(arguments))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
@@ -223,6 +224,4 @@ def main(run: Callable[[], None]) -> None:
 
 
 if __name__ == "__main__":
-    CASES = {f.__name__: f for f in (values, drains, probes)}
-    case, folder, arguments = sys.argv[1:]
-    main(lambda: CASES[case](Path(folder), **json.loads(arguments)))
+    main(values, drains, probes)

@@ -1,4 +1,4 @@
-"""What users run of the layer-wise optimizers, run: the example under torchrun, and the GPU benchmark at toy size on the CPU."""
+"""The example of a layer-wise optimizer under torchrun, and the GPU benchmark at toy size on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What MegatronTrainer says of live storages is what Megatron-Bridge exports from them, bit for bit, whatever the layout; gathers in
+"""MegatronTrainer finds in live storages the tensors that Megatron-Bridge exports from them, bit for bit, in any layout; gathers in
 flight are finished first; numbers through Bridge's real collectives say the same as the trace; LoRAs are what Bridge merges.
 
 Four gloo ranks run real Megatron-Core models, optimizers and schedules. The assertions of a case are in megatron_worker.py and

@@ -1,4 +1,4 @@
-"""What silently breaks kept addresses and conversion tasks is noticed; what cannot be done right is refused by name.
+"""Changes that silently break kept addresses and conversion tasks are noticed; models that cannot be read right are refused by name.
 
 The cases with Megatron run in one child process, with their assertions: megatron_hazards.py.
 """
@@ -68,15 +68,3 @@ def test_every_way_of_losing_a_tensor_is_listed_at_once():
     with pytest.raises(RebindError) as e:
         slots.check()
     assert len(e.value.violations) == 3
-
-
-def test_parameters_of_one_storage_share_a_root():
-    m = model()
-    flat = torch.zeros(20)
-    m["a"].weight.data, m["a"].bias.data = flat[:16].view(4, 4), flat[16:]
-    slots = Slots([m], walk([m]))
-    bound = slots.bind()
-    places = {name: (p.root, p.offset) for name, p in bound.places.items()}
-    assert places["0:a.weight"] == ("0:a.weight", 0) and places["0:a.bias"] == ("0:a.weight", 64)
-    assert bound.tensors["0:a.weight"].data_ptr() == flat.data_ptr()
-    assert {r.name: r.nbytes for r in bound.roots}["0:a.weight"] == 80

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import subprocess
 import tempfile
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -48,40 +47,26 @@ def specs() -> dict[str, list[TensorSpec]]:
     return {f: [TensorSpec(n, tuple(s), d) for n, s, d in rows] for f, rows in json.loads(told.stdout).items()}
 
 
-@cache
-def made(name: str) -> Made:
-    folder = Path(tempfile.mkdtemp(dir=WORK.name))
-    (folder / "config.json").write_text(json.dumps(BY_NAME[name].config))
-    tensors = random_weights(specs()[name], 0)
-    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
-    provider = BY_NAME[name].provider
-    whole = Whole.imported(folder, tensors, provider)
-    with one_rank(folder, whole, provider) as (bridge, chunks):
-        return Made(str(folder), tensors, whole, export(bridge, chunks, tensors), type(bridge._model_bridge).__name__)
-
-
 WORK = tempfile.TemporaryDirectory()
 
 
-@contextmanager
-def one_rank(folder, whole, provider):
-    """(bridge, chunks) of the whole model, with its weights."""
-    build = Build(TrainerParallel(world=1), distopt=False, provider=provider)
-    with build.playing(0):
+@cache
+def made(name: str) -> Made:
+    folder, family = Path(tempfile.mkdtemp(dir=WORK.name)), BY_NAME[name]
+    (folder / "config.json").write_text(json.dumps(family.config))
+    tensors = random_weights(specs()[name], 0)
+    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    whole = Whole.imported(folder, tensors, family.provider)
+    build = Build(TrainerParallel(world=1), distopt=False, provider=family.provider)
+    with build.playing(0), torch.no_grad():
         bridge = bridge_of(folder)
         chunks = chunks_of(bridge, build)
-        with torch.no_grad():
-            whole.into(chunks)
-        yield bridge, chunks
-
-
-def export(bridge, chunks, tensors) -> dict[str, torch.Tensor]:
-    """Bridge's own export. On one rank its collectives have nobody to talk to."""
-
-    given = Checkpoint(tensors, hf_config(bridge))
-    stream = model_bridge_of(bridge).stream_weights_megatron_to_hf(chunks, given, cpu=True, show_progress=False)
-    with torch.no_grad():
-        return {name: t.detach().clone().contiguous() for name, t in stream}
+        whole.into(chunks)
+        given = Checkpoint(tensors, hf_config(bridge))
+        # On one rank the collectives of Bridge's export have no peers.
+        stream = model_bridge_of(bridge).stream_weights_megatron_to_hf(chunks, given, cpu=True, show_progress=False)
+        exported = {name: t.detach().clone().contiguous() for name, t in stream}
+    return Made(str(folder), tensors, whole, exported, type(bridge._model_bridge).__name__)
 
 
 def layout(name: str, number: int) -> None:

@@ -96,7 +96,7 @@ class Trainer:
         dist.barrier()
 
     def shards(self) -> list[list]:
-        """Of every parameter: name, local shape, placements; for the test to see that its case is what it says."""
+        """Name, local shape and placements of every parameter, by which the test checks its own case."""
         return [
             [n, list(p._local_tensor.shape), [str(x) for x in p.placements]] for n, p in self.model.named_parameters()
         ]

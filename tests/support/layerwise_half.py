@@ -29,8 +29,8 @@ class Twice(dist.HashStore):
 
 
 class Wire:
-    """As xfer.layerwise.wire.Wire, over a store in which rank 1 says the same as rank 0. value: of all that rank 1 owns. fails: what
-    whoever waits for it gets instead."""
+    """Stands for xfer.layerwise.wire.Wire, over a store in which rank 1 says the same as rank 0. value: every element of rank 1's
+    parameters. fails: an error that a wait for them raises instead."""
 
     rank, size, device, lost, deadline_s = 0, 2, torch.device("cpu"), None, 20.0
 

@@ -111,7 +111,7 @@ def train(steps: int, **options) -> None:
 
 
 def program(seed: int) -> None:
-    """What users do, in a random order and partly on some ranks only. Answers the states of buckets before each operation."""
+    """Calls that users make, in a random order and partly on some ranks only. Answers the states of buckets before each operation."""
     together, alone = random.Random(seed), random.Random(f"{seed} {dist.get_rank()}")
     pair = Pair(
         prefetch_depth=together.randint(1, 3),

@@ -1,21 +1,19 @@
 """One rank of a real Megatron-Core trainer under a layer-wise optimizer; does what the test says (proc.obey).
 
-`build` follows `build` in one process, so that many layouts cost one start. {"do": "one", …} trains rank 0 alone on the data
-of all: the truth that layouts are compared with.
+`build` follows `build` in one process, so that many layouts cost one start.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from pathlib import Path
 
 import torch
 
 from examples.common import megatron_cpu
 from tests.support.connect import flat_connect
 from tests.support.gpu_job import nccl_host
-from tests.support.proc import emit, obey
+from tests.support.proc import emit, methods, obey
 
 megatron_cpu.install()
 if torch.cuda.is_available():
@@ -27,12 +25,10 @@ if torch.cuda.is_available():
     torch.use_deterministic_algorithms(True)  # or two runs differ by the order in which atomics add
 megatron_cpu.init_world()
 
-from megatron.core.distributed import finalize_model_grads  # noqa: E402
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
-from megatron.core.utils import get_model_config  # noqa: E402
 
 import xfer  # noqa: E402
-from examples.common.train_loop import Task, Trainer, build_chunks  # noqa: E402
+from examples.common.train_loop import Task, Trainer  # noqa: E402
 from xfer.layerwise import checkpoint  # noqa: E402
 from xfer.layerwise.megatron import MegatronLayerWise, muon_and_adam  # noqa: E402
 from xfer.trainers.layerwise import LayerWiseTrainer  # noqa: E402
@@ -40,42 +36,23 @@ from xfer.trainers.megatron import MegatronTrainer  # noqa: E402
 
 
 class LayerWise(Trainer):
-    """The trainer of train_loop with another optimizer. `copies`: of how many data-parallel ranks this one does the work."""
+    """The trainer of train_loop with another optimizer.
 
-    def __init__(
-        self, folder: str, *, overlap: bool = True, adam: bool = False, copies: int = 1, options=None, provider=None, **sizes
-    ):  # fmt: skip
-        self.folder, self.copies, self.steps = Path(folder), copies, 0
-        self._groups = megatron_cpu.parallel(**sizes)
-        self._groups.__enter__()
-        self.bridge = megatron_cpu.import_bridge().from_hf_pretrained(str(folder))
-        long = dict(tp="tensor_model_parallel_size", pp="pipeline_model_parallel_size", ep="expert_model_parallel_size",
-                    vpp="virtual_pipeline_model_parallel_size", etp="expert_tensor_parallel_size",
-                    cp="context_parallel_size")  # fmt: skip
-        self.chunks = build_chunks(
-            self.bridge,
-            ddp=dict(
-                grad_reduce_in_fp32=True,
-                use_distributed_optimizer=False,
-                overlap_grad_reduce=True,  # in any case: it cuts sums into other buckets, with other rounding
-                overlap_param_gather=overlap,
-                bucket_size=50_000,
-            ),
-            **{long[k]: v for k, v in sizes.items()},
-            **(provider or {}),
-        )
-        groups = muon_and_adam(self.chunks, lr=0.005, adam_lr=1e-3)
-        self.optimizer = MegatronLayerWise(
-            self.chunks, groups, **{"clip_grad": 1.0, "bucket_bytes": 100_000, **(options or {})}
-        )
-        cfg = get_model_config(self.chunks[0])
-        cfg.finalize_model_grads_func = finalize_model_grads
-        cfg.grad_scale_func = self.optimizer.scale_loss
-        no_sync = [chunk.no_sync for chunk in self.chunks]
-        cfg.no_sync_func = no_sync if len(self.chunks) > 1 else no_sync[0]
-        vocab = self.bridge.hf_pretrained.config.vocab_size
+    Args:
+        copies: Number of data-parallel ranks of which this one does the work.
+        options: Of MegatronLayerWise.
+        provider: More keywords of Trainer.
+        sizes: Parallel sizes.
+    """
+
+    def __init__(self, folder: str, *, overlap: bool = True, copies: int = 1, options=None, provider=None, **sizes):
+        # Sums overlap in any case: otherwise they are cut into other buckets, with other rounding.
+        ddp = dict(overlap_grad_reduce=True, overlap_param_gather=overlap)
+        options = {"clip_grad": 1.0, "bucket_bytes": 100_000, **(options or {})}
+        owners = lambda chunks: MegatronLayerWise(chunks, muon_and_adam(chunks, lr=0.005, adam_lr=1e-3), **options)  # noqa: E731
+        super().__init__(folder, distopt=False, ddp=ddp, optimizer=owners, **sizes, **(provider or {}))
         # The schedule sends activations of this many rows from stage to stage.
-        self.task = ManyTask(vocab=vocab, micro_batch=2, micro_batches=2 * copies)
+        self.task = ManyTask(vocab=self.task.vocab, micro_batch=2, micro_batches=2 * copies)
 
     def settle(self) -> None:
         self.optimizer.drain()
@@ -140,7 +117,7 @@ class Rank:
         emit("stepped", losses=[self.trainer.step() for _ in range(steps)])
 
     def scheduled(self, decay_steps: int, **scheduler) -> None:
-        """What Megatron's own scheduler makes of the groups, before the first step and after the last."""
+        """Rates and decay that Megatron's own scheduler sets in the groups, before the first step and after the last."""
         groups = self.trainer.optimizer.param_groups
         it = OptimizerParamScheduler(self.trainer.optimizer, lr_decay_steps=decay_steps, **scheduler)
         seen = [[[g["lr"], g["weight_decay"]] for g in groups]]
@@ -196,8 +173,5 @@ class Rank:
 
 
 if __name__ == "__main__":
-    r = Rank()
-    obey(
-        r.train, r.build, r.cuts, r.step, r.scheduled, r.offered, r.save, r.load, r.connect, r.refit, r.export, r.close
-    )  # fmt: skip
+    obey(*methods(Rank()))
     os._exit(0)  # gloo's threads would wait for peers that are gone

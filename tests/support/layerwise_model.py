@@ -124,7 +124,7 @@ def step(model: nn.Module, optimizer, number: int) -> float:
 
 
 def digest(model: nn.Module) -> str:
-    """Of the bytes of every parameter, in order."""
+    """Digest of the bytes of every parameter, in order."""
     h = hashlib.sha256()
     for _, p in model.named_parameters():
         h.update(p.detach().contiguous().view(torch.uint8).numpy().tobytes())

@@ -10,7 +10,7 @@ from torch.distributed import checkpoint as dcp
 from tests.support.proc import PATIENCE, Child, Family
 
 GRACE_S = 5.0
-"""What others have left for their answer once a rank has failed: they mostly wait for it for ever."""
+"""Seconds that other ranks have left for their answers once a rank has failed. Most of them wait for it for ever."""
 
 
 class Ranks:

@@ -126,7 +126,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """What `sharded_state_dict()` says of a live tensor `data`: it is `index` of the whole tensor `key` of `shape`."""
+    """An entry of `sharded_state_dict()`: the live tensor `data` is `index` of the whole tensor `key` of `shape`."""
 
     key: str
     shape: tuple[int, ...]
@@ -135,7 +135,7 @@ class Box:
 
 
 def boxes(chunks: Sequence[torch.nn.Module]) -> Iterator[Box]:
-    """Of every entry with a tensor. LayoutError for one that is no view of a live parameter or buffer."""
+    """The box of every entry with a tensor. LayoutError for an entry that is no view of a live parameter or buffer."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, apply_factories
     from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
     from megatron.core.utils import unwrap_model

@@ -1,5 +1,4 @@
-"""Checkpoints by parameter: what is in them, what is refused, what is left of a save that broke off, and errors of one rank that all
-ranks raise.
+"""Checkpoints by parameter: contents, refusals, saves that broke off, and errors of one rank that all ranks raise.
 
 Other layouts and several processes: tests/functional/test_layerwise_torch.py and test_layerwise_megatron.py.
 """
@@ -182,7 +181,7 @@ def test_hyperparameters_that_cannot_be_saved_are_named(tmp_path, caplog):
 
 
 def test_a_scheduler_that_is_made_after_loading_goes_on_from_the_rate_that_training_began_with(tmp_path):
-    """It keeps that in the groups, as torch's own state has them. Made anew it would take the present one for it."""
+    """Schedulers keep that rate in the groups, and take the present one for it if it is not there."""
     halving = lambda step: 0.5**step  # noqa: E731
     nets, rates = [lm.Transformer(), lm.Transformer()], []
     o, o2 = map(made, nets)

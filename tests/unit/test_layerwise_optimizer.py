@@ -1,4 +1,4 @@
-"""A layer-wise optimizer in one process: what it refuses, Muon, hooks, memory, failures.
+"""A layer-wise optimizer in one process: refusals, Muon, hooks, memory, failures.
 
 `Half` is rank 0 of two; what rank 1 owns is made up. Real gathers: tests/functional/test_layerwise_torch.py.
 """
@@ -31,7 +31,7 @@ SGD = torch.optim.SGD
 
 @given(st.integers(1, 24), st.integers(1, 24), st.integers(0, 5))
 def test_newton_schulz_brings_singular_values_near_one(rows, columns, seed):
-    """Of each matrix of a batch. The singular vectors stay."""
+    """This holds for each matrix of a batch, and the singular vectors stay."""
     x = torch.randn(2, rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     u, s, v = torch.linalg.svd(x, full_matrices=False)
     assume((s.amin(-1) >= 0.02 * s.amax(-1)).all())
@@ -110,7 +110,7 @@ def test_one_parameter_under_two_names_is_one_parameter():
 
 @pytest.mark.parametrize("mine", [False, True])
 def test_parameters_that_an_optimizer_cannot_update_are_named_on_every_rank(monkeypatch, mine):
-    """Also where another rank would own all of it, and would be alone to fail."""
+    """Otherwise only the owner would fail."""
     monkeypatch.setattr(Half, "owns", lambda self, name: mine)
     net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     groups = [ParamGroup(net.parameters(), Muon, {"lr": 0.1}), ParamGroup([net[0].weight], Muon, cost="newton")]
@@ -170,7 +170,7 @@ def test_a_scaled_loss_and_a_clipped_norm():
 @pytest.mark.parametrize("gradient", [1.0, float("inf")])
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_gradient_scaler_is_refused_on_every_rank_before_any_of_them_steps_or_skips(layer, gradient, unscaled):
-    """Of two ranks, either of which may own what is not finite: one that skipped alone would leave the other waiting."""
+    """Either rank may own the gradient that is not finite. A rank that skipped alone would leave the other one waiting."""
     net = layers()
     o = Half(net)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -288,7 +288,7 @@ def test_a_parameter_may_be_written_after_a_drain_and_not_while_it_is_on_its_way
 @pytest.mark.parametrize("rehome", [True, False])
 @pytest.mark.parametrize("guard, given", [("nan", math.nan), ("first", 101.0), ("always", 102.0)])
 def test_a_read_that_no_hook_announces(guard, given, rehome):
-    """It gives NaN, the old or the new value, as `guard` says. Owners' values are there at once."""
+    """Such a read gives NaN, the old or the new value, depending on `guard`. Owners have their values at once."""
     net, seen = layers(), []
     o = Half(net, guard=guard, rehome=rehome)
     o.train(101.0)
@@ -314,7 +314,7 @@ def test_a_forward_past_the_hooks_is_an_error_in_the_backward():
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("rehome", [True, False])
 def test_a_backward_through_parameters_of_the_step_before_raises_whoever_owns_them(rehome, overlap):
-    """As under any optimizer of torch. autograd does not see by itself what a gather brings."""
+    """torch's own optimizers raise here too, but autograd does not see the writes of a gather by itself."""
     net = layers()
     o = Half(net, rehome=rehome, overlap=overlap)
     for name, layer in net.named_children():
@@ -402,8 +402,7 @@ class Ordered(nn.Module):
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.permutations(range(6)), st.integers(1, 7), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_buckets_that_are_used_first_travel_while_the_others_are_stepped(group_of, use, depth, overlap):
-    """Of the first buckets in use, up to the first that is yet to be stepped, each is on its way before the next group steps, and no
-    other one. In the end all new values are here."""
+    """Before each group steps, the first buckets in use are on their way, up to the first one that is yet to be stepped, and no others."""
     net, said = Ordered(len(group_of), use), []
     parts = [[m.weight for m, g in zip(net.layers, group_of) if g == n] for n in range(3)]
     o = Half(net, [sgd(p) for p in parts if p], prefetch_depth=depth, overlap=overlap)
@@ -538,7 +537,7 @@ def test_parameters_settle_in_by_owner_and_keep_objects_shapes_and_values():
 
 
 def test_memory_that_modules_hold_elsewhere_stays_where_it_is():
-    """In a buffer, an attribute, lists and dicts. The Parameter object itself in a list does not count: it follows its memory."""
+    """Modules hold views in buffers, attributes, lists and dicts. A list of Parameter objects does not count: these follow their memory."""
     net = layers(6)
     net[0].register_buffer("seen", net[0].weight.detach()[:2])
     net[1].cached = net[1].weight.detach().t()

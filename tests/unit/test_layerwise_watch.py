@@ -1,6 +1,6 @@
-"""Deadlines over NCCL without a GPU: what the watching thread tells, and what a wire makes of it.
+"""Deadlines over NCCL without a GPU: the watching thread and the wire that it watches.
 
-Threads stand for NCCL and the device. What these really do: `dead` of benchmarks/layerwise_gpu.py.
+Threads stand for NCCL and the device. Real ones: `dead` of benchmarks/layerwise_gpu.py.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def test_an_abort_waits_for_a_group_of_messages_that_is_being_started_but_not_fo
 
 
 def test_nothing_is_started_once_a_wire_is_lost(wire):
-    """Also when it is lost just behind the look at it."""
+    """The wire is lost between its check and the start."""
     w = wire(30.0 * PATIENCE)
     nccl, said = w._link._pg, DeadlineExceeded("late", ["bucket 0"], where="rank 0")
 

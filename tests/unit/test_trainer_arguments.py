@@ -18,7 +18,7 @@ MBRIDGE = type("Qwen3Bridge", (), {"__module__": "mbridge.models.qwen3"})()
 
 
 class Bridge:
-    """What is used of an AutoBridge before a layout is read."""
+    """The part of an AutoBridge that is used before a layout is read."""
 
     _model_bridge = property(lambda self: None)
     hf_pretrained = None

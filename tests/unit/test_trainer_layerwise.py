@@ -1,6 +1,6 @@
-"""Refits of a model under a layer-wise optimizer: what owners offer, and which gathers an adapter finishes before it reads.
+"""Refits of a model under a layer-wise optimizer: tensors that owners offer, and gathers that an adapter finishes before it reads.
 
-`Half` is rank 0 of two; what rank 1 owns is made up.
+`Half` is rank 0 of two. The parameters of rank 1 are made up.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ COPIES = {
 
 @pytest.mark.parametrize("made", COPIES.values(), ids=COPIES)
 def test_a_refit_of_what_is_computed_from_parameters_has_those_of_the_last_step(made):
-    """Of those only: other models are left alone, since not all ranks of this one may know them."""
+    """Other models are left alone, since not all ranks of this one may know them."""
     nets, ours = [layers(), layers()], []
     for net in nets:
         ours.append(Half(net))

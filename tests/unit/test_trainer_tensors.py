@@ -1,4 +1,4 @@
-"""What TensorTrainer says about FSDP2, HSDP and tensor-parallel modules and about declared layouts.
+"""Layouts that TensorTrainer reads from FSDP2, HSDP and tensor-parallel modules and from declarations.
 
 torch itself cuts real modules, rank by rank, over its fake process group: the shards, paddings and strides are the real
 ones, only no byte travels. What each rank then claims to hold is compared, element by element, with the whole tensor.
@@ -247,7 +247,7 @@ GIVEN = {
     "views": lambda net: {"a.top": net.a.weight.detach()[:3], "a.rest": net.a.weight.detach()[3:]},
     "a DTensor's part": lambda net: {n: local(p).view(-1) for n, p in net.named_parameters()},
 }
-"""What a caller's function makes of a module, every time anew."""
+"""Functions of callers that make new tensor objects at every call."""
 
 
 @pytest.mark.parametrize("scheme", ["whole", "fsdp"])
