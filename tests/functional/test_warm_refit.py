@@ -1,7 +1,7 @@
-"""A warm refit does nothing in Python per tensor: not in the session, not in the transport, not in the look at storages.
+"""A warm refit calls no Python function per tensor: not in the session, not in the transport, not in the look at storages.
 
-Function calls are counted in all threads of trainers, hub, controller and workers, over memory that takers read by themselves,
-which is the way on GPUs. What GPUs allocate and wait for: test_gpu_warm.py.
+Calls are counted in all threads of trainers, coordinator, controller and workers, which read the trainers' memory themselves as on
+GPUs. What GPUs allocate and wait for: test_gpu_warm.py.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ import sys
 import threading
 
 import pytest
+import torch
 from torch import nn
 
 from tests.support.world import SHAPES, World
+from xfer.engines.copies import Copies, attributes
 from xfer.trace.slots import Slots, walk
 from xfer.trainers.dtensor import TensorTrainer
 
 
 class Calls:
-    """Of Python functions, while `on`."""
+    """Counts calls of Python functions while `on`."""
 
     def __init__(self):
         self.on, self.count = False, 0
@@ -58,41 +60,55 @@ def test_a_warm_refit_of_many_tensors_makes_no_more_calls_than_one_of_few():
     assert many < few + 100, (few, many)
 
 
-def of_a_look(look) -> int:
-    """Calls that `look` makes, which is to find everything where it was."""
-    calls = Calls()
-    gc.collect()  # finalizers of what other tests left are no part of it
-    calls.on = True
-    sys.setprofile(calls)
-    try:
-        state = look()
-    finally:
-        sys.setprofile(None)
-    assert state == "same"
-    return calls.count
+def slots(tree: nn.Module, hold: bool):
+    found = Slots([tree], walk([tree]), hold=hold)
+    kept = found.bind()
+    assert kept.tensors
+    return lambda: (kept, found.check())[1]
 
 
-@pytest.mark.parametrize("hold", [False, True])
-def test_a_look_at_many_storages_makes_no_more_calls_than_one_at_few(hold):
-    def of(layers: int) -> int:
-        tree = nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
-        slots = Slots([tree], walk([tree]), hold=hold)
-        kept = slots.bind()
-        assert kept.tensors
-        return of_a_look(slots.check)
-
-    assert of(200) == of(2)
+def trainer(source):
+    made = TensorTrainer(source, rank=0, world=1)
+    made.read()
+    return made.check
 
 
-@pytest.mark.parametrize("as_module", [False, True])
-def test_a_trainer_of_many_tensors_looks_at_them_without_a_call_for_each(as_module):
-    """Of a module or given by name; on GPUs it cost two calls a tensor."""
+def named(tree: nn.Module):
+    given = dict(tree.named_parameters())
+    return trainer(lambda: given)
 
-    def of(layers: int) -> int:
-        tree = nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
-        given = dict(tree.named_parameters())
-        trainer = TensorTrainer(tree if as_module else lambda: given, rank=0, world=1)
-        trainer.read()
-        return of_a_look(trainer.check)
 
-    assert of(200) == of(2)
+def copies(tree: nn.Module):
+    for layer in tree:
+        layer.gain, layer.rows, layer.nested = torch.ones(1), [None], {"a": [torch.ones(1)]}
+    found = Copies([("", tree)], attributes([("", tree)]))
+    found.look()
+    return lambda: found.check() or "same"
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        pytest.param(lambda tree: slots(tree, False), id="storages"),
+        pytest.param(lambda tree: slots(tree, True), id="held storages"),
+        pytest.param(trainer, id="a trainer's module"),
+        pytest.param(named, id="a trainer's named tensors"),
+        pytest.param(copies, id="plain attributes"),
+    ],
+)
+def test_a_look_at_many_layers_makes_no_more_calls_than_one_at_few(made):
+    def calls_of(layers: int) -> int:
+        look, calls = made(nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))), Calls()
+        gc.collect()  # finalizers of objects that other tests left are not counted
+        gc.disable()
+        calls.on = True
+        sys.setprofile(calls)
+        try:
+            state = look()
+        finally:
+            sys.setprofile(None)
+            gc.enable()
+        assert state == "same"
+        return calls.count
+
+    assert calls_of(200) == calls_of(2)

@@ -1,4 +1,4 @@
-"""Handles against fake engines: order of calls, deadlines, and the states that vLLM itself does not recover from."""
+"""Handles with fake engines: the order of calls, deadlines, and states from which vLLM does not recover by itself."""
 
 import asyncio
 import gc
@@ -215,13 +215,9 @@ def refit(h, version="v1"):
     h.resume(T)
 
 
-def test_every_handle_is_one(pair):
-    handle, core = pair
-    assert isinstance(handle, EngineHandle) and handle.workers(T) == 2 and handle_for(handle) is handle
-
-
 def test_a_refit_makes_vllms_calls_in_order_and_the_version_comes_last(pair):
     handle, core = pair
+    assert isinstance(handle, EngineHandle) and handle.workers(T) == 2 and handle_for(handle) is handle
     handle.init({"replica": 0}, T)
     refit(handle)
     weights = [c for c in core.calls if "weight" in c]
@@ -230,40 +226,36 @@ def test_a_refit_makes_vllms_calls_in_order_and_the_version_comes_last(pair):
     assert tuple(c for c in core.calls if "cache" in c) == CACHES
     assert core.calls.index("finish_weight_update") < core.calls.index("reset_prefix_cache")
     assert core.version == "v1" and not core.active and not core.paused and not handle.session_open
-
-
-def test_frozen_requests_are_made_to_recompute(pair):
-    handle, core = pair
-    handle.reset_caches(T)
-    if not isinstance(handle, CallableEngine):  # whose owner forwards the call as is
+    if not isinstance(handle, CallableEngine):  # the object behind it forwards the call without arguments
         said = str(next(c for c in core.log if c[0] == "reset_prefix_cache")).replace("'", "").lower()
         assert "reset_running_requests, true" in said or "reset_running_requests=true" in said
 
 
-def test_resume_only_undoes_ones_own_pause_and_a_second_pause_is_sent_because_others_may_have_resumed(pair):
+def test_a_handle_ends_its_own_pauses_and_no_others(pair):
+    """vLLM's sleep is a pause too. vLLM's data-parallel ranks can hang when an engine that is not paused is resumed
+    (tests/functional/test_refit_serving.py)."""
     handle, core = pair
+    gated = isinstance(handle, OfflineLLM)  # paused by a gate that no other code can enter
     handle.resume(T)
     handle.pause(T)
-    core.paused = False  # by force
+    core.paused = False  # the owner resumes it, which the second pause corrects
     handle.pause(T)
-    elsewhere = not isinstance(handle, OfflineLLM)  # whose gate is ours alone
-    assert core.paused == elsewhere
+    assert core.paused != gated
     handle.resume(T)
     handle.resume(T)
-    assert core.calls.count("resume_generation") == elsewhere
-
-
-def test_a_refit_leaves_a_pause_that_somebody_else_began(pair):
-    """vLLM's sleep is one, too, until all of the engine is awake: what runs then runs on memory that is not there."""
-    handle, core = pair
-    if isinstance(handle, OfflineLLM):
-        return  # paused by its gate, which is ours alone
-    core.paused = True
+    assert core.calls.count("resume_generation") == (not gated)
+    if gated:
+        return
+    core.log.clear()
+    handle.pause(T)
+    core.paused = False  # the owner resumes it
+    handle.resume(T)
+    core.paused = True  # the owner pauses it
     refit(handle)
     assert core.paused and "resume_generation" not in core.calls
     core.paused = False
     refit(handle)
-    assert not core.paused
+    assert core.calls.count("resume_generation") == 1 and not core.paused
     core.paused = True  # by a controller that died
     handle.assume_paused()
     refit(handle)
@@ -274,26 +266,13 @@ def test_a_refit_leaves_a_pause_that_somebody_else_began(pair):
     assert core.calls.count("is_paused") == asked, "asked while the engine still served"
 
 
-def test_an_engine_that_somebody_else_resumed_during_a_refit_is_not_resumed_again(pair):
-    """vLLM's data-parallel ranks can hang when an engine that is not paused is resumed (tests/functional/test_refit_serving.py)."""
-    handle, core = pair
-    if isinstance(handle, OfflineLLM):
-        return  # has no such ranks
-    handle.pause(T)
-    core.paused = False
-    handle.resume(T)
-    assert "resume_generation" not in core.calls
-    refit(handle)
-    assert core.calls.count("resume_generation") == 1 and not core.paused
-
-
 FAILURES = ("finish fails", "update fails", "pause is late", "start is late", "update is late", "torn", "torn ahead")
 STEPS = (*FAILURES, "no session", "their pause", "their resume", "commit")
 LATE_S = 0.02
 
 
 def fails(handle, core, how):
-    """One refit that does not come to its end."""
+    """Make one refit that does not end."""
     if how in ("finish fails", "update fails"):
         core.fail = {"finish_weight_update" if how == "finish fails" else "update_weights": 1}
         with pytest.raises(XferError):
@@ -515,57 +494,42 @@ def test_an_update_that_was_sent_behind_a_start_that_failed_is_forgotten(pair):
     assert core.calls.count("update_weights") == 1 + handle.in_order
 
 
-def test_offline_refit_waits_for_the_owner_and_keeps_him_out():
+def test_an_offline_refit_and_the_owner_wait_for_each_other_unless_a_worker_hangs():
     core = FakeVllm()
     handle = OfflineLLM(FakeLLM(core))
-    inside, leave, entered_again = threading.Event(), threading.Event(), threading.Event()
+    inside, leave = threading.Event(), threading.Event()
 
-    def owner():
+    def hold(inside=None, leave=None):
         with handle.hold(), handle.hold():  # re-entrant
-            inside.set()
-            leave.wait(10)
-        with handle.hold():
-            entered_again.set()
+            if inside is not None:
+                inside.set()
+                leave.wait(10)
 
-    threading.Thread(target=owner, daemon=True).start()
+    def owner(*args) -> threading.Thread:
+        thread = threading.Thread(target=hold, args=args, daemon=True)
+        thread.start()
+        return thread
+
+    owner(inside, leave)
     assert inside.wait(5)
     with pytest.raises(DeadlineExceeded):
         handle.pause(0.2)
     leave.set()
-    handle.pause(T)  # settles the first one
+    handle.pause(T)  # waits for the first call too
     handle.start_update(T)
-    assert not entered_again.wait(0.2)
-    handle.finish(None, T)
-    handle.resume(T)
-    assert entered_again.wait(5)
-
-
-def test_the_owner_of_an_offline_engine_whose_worker_hangs_is_let_go():
-    core = FakeVllm()
-    handle = OfflineLLM(FakeLLM(core))
     hang = core.block["update_weights"] = threading.Event()
-    handle.pause(T)
-    handle.start_update(T)
-    through = []
-
-    def owner():
-        with handle.hold():
-            through.append(True)
-
-    waiting = threading.Thread(target=owner, daemon=True)
-    waiting.start()
+    waiting = owner()
     with pytest.raises(DeadlineExceeded):
         handle.update({}, 0.1)
-    assert not through
+    assert waiting.is_alive()
     with pytest.raises(DeadlineExceeded):
         handle.stay_paused(0.1)
     waiting.join(T)
-    assert through
-    hang.set()  # it comes back: the next refit keeps owners out again
+    assert not waiting.is_alive()
+    hang.set()  # the worker answers: the next refit keeps owners out again
     handle.finish(None, T)
     handle.pause(T)
-    waiting = threading.Thread(target=owner, daemon=True)
-    waiting.start()
+    waiting = owner()
     waiting.join(0.2)
     assert waiting.is_alive()
     handle.resume(T)
@@ -583,12 +547,6 @@ def test_an_engine_and_its_thread_end_with_the_handle(called):
         handle.workers(T)
     del handle, llm
     assert eventually(lambda: gc.collect() >= 0 and seen() is None and threading.active_count() <= threads)
-
-
-def test_a_password_in_a_url_is_refused_and_not_shown():
-    with pytest.raises(Unsupported, match="headers=") as refused:
-        HttpEngine("http://user:s3cret@127.0.0.1:9")
-    assert "s3cret" not in str(refused.value)
 
 
 def test_the_gate_admits_one_at_a_time():
@@ -615,19 +573,10 @@ def test_the_gate_admits_one_at_a_time():
         gate.open()
 
 
-def test_async_engine_refuses_to_block_its_own_loop():
-    core = FakeVllm()
-
+def test_calls_that_would_block_the_engines_own_loop_are_refused():
     async def on_the_loop():
-        handle = AsyncEngine(FakeAsync(core), asyncio.get_running_loop())
-        handle.start_update(T)
-
-    with pytest.raises(Unsupported, match="own event loop"):
-        asyncio.run(on_the_loop())
-
-
-def test_who_waits_for_a_refit_on_the_engines_own_loop_is_told_at_once_what_to_do():
-    async def on_the_loop():
+        with pytest.raises(Unsupported, match="own event loop"):
+            AsyncEngine(FakeAsync(FakeVllm()), asyncio.get_running_loop()).start_update(T)
         controller = xfer.serve(
             FakeAsync(FakeVllm()), rendezvous="tcp://127.0.0.1:9", token="a long token", deadline_s=1.0
         )
@@ -659,17 +608,9 @@ def test_dead_engines_are_told_from_failing_ones():
     assert "VLLM_SERVER_DEV_MODE=1" in missing.value.violations[0]
 
 
-def test_a_prefix_cache_that_stays_is_an_error():
-    core = FakeVllm()
-    llm = FakeLLM(core)
-    llm.reset_prefix_cache = lambda **_: False
-    with pytest.raises(XferError, match="prefix cache"):
-        OfflineLLM(llm).reset_caches(T)
-
-
 @pytest.mark.parametrize("answers", [(True, True, True), (True, True, False), (False, True, True)])
 def test_every_data_parallel_rank_must_have_dropped_its_cache(answers):
-    """vLLM 0.25 asks all of them and gives the first one's answer."""
+    """vLLM 0.25 asks all ranks and returns the answer of the first."""
     asked = []
 
     class Core:
@@ -686,13 +627,15 @@ def test_every_data_parallel_rank_must_have_dropped_its_cache(answers):
     engine = type("Engine", (FakeAsync,), {"reset_prefix_cache": first})(FakeVllm())
     engine.engine_core = Core()
     engine.vllm_config.model_config = SimpleNamespace(is_multimodal_model=False, is_encoder_decoder=False)
+    llm = FakeLLM(FakeVllm())
+    llm.reset_prefix_cache = lambda **_: all(answers)
     with running_loop() as loop:
-        handle = AsyncEngine(engine, loop)
-        if all(answers):
-            handle.reset_caches(T)
-        else:
-            with pytest.raises(XferError, match="did not drop"):
+        for handle in (AsyncEngine(engine, loop), OfflineLLM(llm)):
+            if all(answers):
                 handle.reset_caches(T)
+            else:
+                with pytest.raises(XferError, match="prefix cache"):
+                    handle.reset_caches(T)
     assert asked == [(rank, "reset_prefix_cache", True, True) for rank in range(len(answers))]
 
 
@@ -710,6 +653,16 @@ def test_handle_for_picks_by_interface():
     assert "object.pause_generation" in lacking.value.violations
     with pytest.raises(Unsupported, match="URL"):
         handle_for("somewhere")
+    with pytest.raises(Unsupported, match="headers=") as refused:
+        HttpEngine("http://user:s3cret@127.0.0.1:9")
+    assert "s3cret" not in str(refused.value)
+    part = FakeLLM(core)
+    part.llm_engine.vllm_config.parallel_config = SimpleNamespace(
+        distributed_executor_backend="external_launcher", world_size=2
+    )
+    with pytest.raises(Unsupported, match="external_launcher") as refused:
+        handle_for(part)
+    assert "replica=RANK" in refused.value.violations[1] and "CallableEngine" in refused.value.violations[2]
 
 
 # ---- the worker's half of vLLM's calls
@@ -728,7 +681,7 @@ def test_one_of_several_data_parallel_processes_is_a_replica_of_its_own(workers,
 
 @pytest.mark.engine
 def test_an_in_process_worker_is_called_on_its_own_device(monkeypatch):
-    """An `LLM` with its worker in its own process is called by a thread of xfer's, and the device of a new thread is cuda:0. (This
+    """The device of a new thread is cuda:0, and a thread of xfer calls an `LLM` whose worker is in the same process. (This
     machine has no GPU, so the call that sets a thread's device is replaced.)"""
     from xfer.engines.vllm_worker import XferWeightTransferEngine
 
@@ -752,4 +705,5 @@ def test_an_in_process_worker_is_called_on_its_own_device(monkeypatch):
     handle.init({}, 10.0)
     handle.start_update(10.0)
     handle.update({"attempt": 1, "deadline_s": 1.0}, 10.0)
+    handle.update({"no such": "field"}, 10.0)  # logged, since after an error vLLM's executor mixes up later answers
     assert calls == [(name, "cuda:1") for name in ("join", "vLLM's start", "receive")]
