@@ -1,13 +1,12 @@
-"""What is promised when a refit fails, with real processes and a real vLLM: trainers are plain DTensor processes, the
-engine is tensor and expert parallel over two workers. (The same with small stand-ins: test_session_protocol.py.)
+"""A refit that fails, with real processes and a real vLLM: trainers are plain DTensor processes, the engine is tensor and
+expert parallel over two workers. Every point of failure is tested with small stand-ins: test_session_faults.py,
+test_session_deaths.py.
 
-Every case ends with the typed error on all trainer ranks, in time, and with an engine that either serves one whole
-version or refuses to serve; then the next refit is checked against what vLLM itself computed from the same checkpoint
-on disk. One engine serves all cases but those that kill it; each case leaves it at the truth.
+Each case ends with the typed error on all trainer ranks, in time, and with an engine that either serves one whole version or
+refuses to serve. The next refit is compared with what vLLM itself computed from the same checkpoint on disk. One engine
+serves all cases.
 """
 
-import os
-import signal
 import time
 
 import pytest
@@ -21,7 +20,6 @@ from examples.common.ports import free_port  # noqa: E402
 from tests.support.proc import stop_all  # noqa: E402
 from tests.support.refit_job import GRACE_S, Job, failed, good, until  # noqa: E402
 
-SLOW = pytest.mark.slow  # stand-ins have every point: test_session_protocol.py, test_session_deaths.py
 FP32 = "model.layers.2.self_attn.q_norm.weight"
 
 
@@ -78,13 +76,13 @@ class Bench:
         assert now.same(self.truth), now.differs(self.truth)
 
     def torn(self) -> str:
-        """Refused to its owner, NaN to whoever goes past the refusal."""
+        """The controller refuses the engine's owner; a forced request is answered with NaN. Return the refusal."""
         text = self.a.refused()
         assert self.a.observe(force=True).nan
         return text
 
     def torn_or_untouched(self):
-        """After a failure that may have come just before the first write: torn, or the old version; nothing between."""
+        """The failure may have come just before the first write: the engine is torn or serves the old version."""
         if not self.a.state()["error"]:
             self.serves_truth()
             return
@@ -93,7 +91,7 @@ class Bench:
         assert forced.nan or forced.same(self.truth)
 
     def fail(self, **more):
-        """A refit of other weights than the truth's, which is to fail."""
+        """Refit to other weights than the truth's; this is to fail."""
         return self.t.refit(self.fresh_seed(), **{"deadline_s": 20.0, **more})
 
 
@@ -114,94 +112,36 @@ def b(bench):
 # ---- connecting
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_both_sides_names(bench):
-    missing, extra = "model.layers.1.mlp.experts.3.up_proj.weight", "model.layers.9.unheard_of.weight"
-    results = bench.job.meet([bench.a], {"leave": [missing], "extra": [extra]})
-    failed(
-        results,
-        "LayoutError",
-        missing,
-        extra,
-        "needed by the engine's model",
-        "unknown to the engine's model",
-        within=30,
-    )
+MISSING, EXTRA = "model.layers.1.mlp.experts.3.up_proj.weight", "model.layers.9.unheard_of.weight"
+
+
+@pytest.mark.parametrize(
+    ("weights", "kind", "texts"),
+    [
+        (
+            {"leave": [MISSING], "extra": [EXTRA]},
+            "LayoutError",
+            (MISSING, EXTRA, "needed by the engine's model", "unknown to the engine's model"),
+        ),
+        ({"fp32": [FP32]}, "CoverageError", (FP32, "narrow")),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_the_engine_is_refused_on_both_sides(bench, weights, kind, texts):
+    bench.connected = False
+    failed(bench.job.meet([bench.a], weights), kind, *texts, within=30)
     engine = bench.a.ready()
-    assert engine["type"] == "LayoutError" and missing in engine["text"] and extra in engine["text"]
+    assert engine["type"] == kind and all(text in engine["text"] for text in texts)
 
 
-def test_a_narrowing_that_nobody_asked_for_is_refused_and_one_that_was_is_rounded(bench):
-    results = bench.job.meet([bench.a], {"fp32": [FP32]})
-    failed(results, "CoverageError", FP32, "narrow", within=30)
-    assert bench.a.ready()["type"] == "CoverageError"
+def test_a_narrowing_that_connect_allows_is_rounded(bench):
     bench.meet(weights={"fp32": [FP32]}, narrow=[FP32])
     good(bench.t.refit(bench.fresh_seed(), verify=True))
     assert not bench.a.observe().same(bench.truth)
     bench.repaired()
 
 
-def test_the_first_refit_of_trainers_whose_norms_differ_moves_nothing(bench):
-    bench.meet(weights={"drifted": [1]})
-    one = "one content on trainers 0, 2, another on trainer 1"
-    failed(bench.t.refit(), "VerificationError", "norm.weight", one, "nothing was moved", within=30)
-    bench.serves_truth()
-    bench.repaired()
-
-
-def test_training_that_never_reaches_the_engine_is_an_error_or_is_said_once(bench):
-    """A model as PEFT names it: its frozen weights are sent under the checkpoint's names, its adapters are dropped."""
-    bench.connected = False
-    peft, dropped = {"peft": True, "trains": ["*lora_*"]}, {"drop": ["*lora_*"]}
-    results = bench.job.meet([bench.a], peft, **dropped)
-    failed(results, "CoverageError", "q_proj.lora_A.default.weight", "drop= names all of them", within=30)
-    assert bench.a.ready()["type"] == "CoverageError"
-    bench.meet(weights={**peft, "trains": ["*lora_*", "model.norm.weight"]}, **dropped)
-    said = []
-    for _ in range(4):
-        bench.t.ask("step", "stepped", names=["*lora_*"])
-        good(bench.t.refit())
-        logs = [c.log_path.read_text() for c in bench.t.ranks]
-        said.append([log.count("sent the weights that the engines already have") for log in logs])
-    assert said == [[0, 0, 0], [0, 0, 0], [1, 0, 0], [1, 0, 0]]
-    bench.meet()
-    bench.repaired()
-
-
-def test_who_does_not_fit_is_refused_at_the_door_and_may_come_again(bench):
-    """Trainers that disagree about the job all hear it; a wrong world, token or replica number ends its owner's knock
-    only, and the right ones join the same rendezvous."""
-    job, t = bench.job, bench.t
-    t.build(job.config)
-
-    def wait():
-        job.rendezvous = f"tcp://127.0.0.1:{free_port()}"
-        return t.say([0, 1], do="connect", rendezvous=job.rendezvous, deadline_s=40.0)
-
-    def knock(**wrong):
-        return t.connect(job.rendezvous, ranks=[2], **wrong)
-
-    def answers(waiting):
-        return [c.expect("connected", "raised", timeout=60) for c in waiting]
-
-    waiting = wait()
-    all_three = knock(bucket_bytes=1 << 20) + answers(waiting)
-    failed(all_three, "HandshakeError", "bucket_bytes", str(1 << 20), str(64 << 20), "trainer 2", within=20)
-    waiting = wait()
-    failed(knock(world=4), "HandshakeError", "4 trainer ranks", within=10)
-    failed(knock(token="not the token of this job"), "HandshakeError", "different tokens", within=10)
-    for wrong, text in (({"replica": 7}, "replica 7"), ({"token": "not the token of this job"}, "different tokens")):
-        bench.a.serve(job.rendezvous, **wrong)
-        refused = bench.a.ready()
-        assert refused["type"] == "HandshakeError" and text in refused["text"], refused
-    bench.a.serve(job.rendezvous)
-    good(knock() + answers(waiting))
-    assert bench.a.ready()["kind"] == "ready"
-    bench.connected = True
-    bench.repaired()
-
-
 def test_trainers_whose_direct_connect_is_refused_connect_packed_at_once_at_the_same_rendezvous(bench):
-    """Again and again, with the same processes. The engine is served again, since its replica was refused too."""
+    """The engine is served again, since its replica was refused too."""
     job, t, a = bench.job, bench.t, bench.a
     t.build(job.config, fp32=[FP32])
     rendezvous = f"tcp://127.0.0.1:{free_port()}"
@@ -224,25 +164,18 @@ def test_trainers_whose_direct_connect_is_refused_connect_packed_at_once_at_the_
     bench.repaired()
 
 
-def test_connecting_ends_at_its_deadline_and_names_who_has_not_come(bench):
-    job, t = bench.job, bench.t
+def test_connecting_ends_at_its_deadline_and_names_the_replicas_that_have_not_joined(bench):
     bench.connected = False
-    t.build(job.config)
-    rendezvous = f"tcp://127.0.0.1:{free_port()}"
-    for ranks, texts in (
-        ([0, 2], ("trainer 1: it has not called xfer.connect()",)),
-        (None, ("replicas [0]", "xfer.serve()")),
-    ):
-        results = t.connect(rendezvous, ranks=ranks, deadline_s=2.0)
-        failed(results, "DeadlineExceeded", *texts, within=2.0 + GRACE_S)
+    bench.t.build(bench.job.config)
+    results = bench.t.connect(f"tcp://127.0.0.1:{free_port()}", deadline_s=2.0)
+    failed(results, "DeadlineExceeded", "replicas [0]", "xfer.serve()", within=2.0 + GRACE_S)
 
 
-# ---- when all goes well
+# ---- refits
 
 
 def test_each_worker_receives_the_bytes_of_its_written_class(b):
-    """Matrices are cut in two or, experts, dealt out; vectors and routers lie on both. Counted here from the config
-    alone."""
+    """Matrices are cut in two, experts are divided; vectors and routers lie on both workers. Counted from the config alone."""
     report = b.repaired()
     expected = [0, 0]
     for name, shape, dtype in toy.specs(b.job.config):
@@ -256,167 +189,42 @@ def test_each_worker_receives_the_bytes_of_its_written_class(b):
     assert report["per_worker"] == [expected] and sum(r["sent"] for r in b.reports) == sum(expected)
 
 
-def test_a_prompt_in_the_prefix_cache_is_answered_by_the_new_weights(b):
-    other = b.fresh_seed()
-    good(b.t.refit(other))
-    b.a.observe()
-    before = b.a.observe()  # now from the prefix cache
-    assert before.outputs != b.truth.outputs
-    b.repaired()
-    good(b.t.refit(other, verify=True))
-    again = b.a.observe()
-    assert again.same(before), again.differs(before)
-    b.repaired()
-
-
-def test_the_engine_generates_while_trainers_train_and_no_answer_is_a_mix(b):
-    good(b.t.refit(b.fresh_seed()))
-    b.a.ask("generate", "generating")
-    slept = b.t.ask("sleep", "slept", seconds=3.0)
-    good(b.t.refit(b.fresh_seed()))
-    time.sleep(0.5)
-    good(b.t.refit(1))
-    time.sleep(0.5)
-    got = b.a.ask("generated", "generated")
-    began, ended = max(s["began"] for s in slept), min(s["ended"] for s in slept)
-    seconds = {int(t - began) for t, _, _ in got["log"] if began <= t < ended}
-    assert seconds >= {0, 1, 2}, f"answers only in seconds {sorted(seconds)} of a step of 3 s"
-    answers = {}
-    for _, version, tokens in got["log"]:
-        answers.setdefault(version, set()).add(tuple(tokens))
-    assert len(answers) == 3 and all(len(a) == 1 for a in answers.values()), answers
-    assert len({a for s in answers.values() for a in s}) == 3 and not got["refused"]
-    b.serves_truth()
-
-
 @pytest.mark.parametrize("how", ["moved", "changed"])
 def test_parameters_that_lie_elsewhere_are_found_again(b, how):
     b.t.ask("replace", "replaced", how=how, ranks=[1])
     b.repaired()
 
 
-# ---- failures before a byte has moved: the engine serves what it served
-
-
-def test_a_trainer_that_raises_in_drain_stops_all_with_its_error(b):
-    b.t.ask("fail", "will fail", ranks=[1], text="layer 3 was offloaded")
-    failed(b.fail(), "RebindError", "layer 3 was offloaded", "trainer 1", within=10)
-    b.serves_truth()
-    b.t.ask("fail", "will not fail", ranks=[1], text="")
-    b.repaired()
-
-
-def test_a_worker_that_raises_before_it_is_armed(b):
-    b.a.fault("worker:1:arm:raise@1")
-    failed(b.fail(), "XferError", "injected fault at arm", "replica 0 worker 1", within=10)
-    b.serves_truth()
-    b.repaired()
-
-
-@pytest.mark.parametrize("who", ["worker:0", pytest.param("trainer:1", marks=SLOW)])
-def test_a_plan_that_differs_on_one_rank_moves_nothing(b, who):
-    b.t.ask("replace", "replaced", how="changed")
-    (b.t if who.startswith("trainer") else b.a).fault(f"{who}:digest:flip@1")
-    failed(b.fail(), "PlanMismatch", who.replace(":", " "), "nothing was moved", within=10)
-    b.serves_truth()
-    b.repaired()
-
-
-def test_a_call_on_some_ranks_only_ends_at_the_deadline_and_names_the_others(b):
-    results = b.fail(ranks=[0, 2], deadline_s=2.0)
-    failed(results, "DeadlineExceeded", "trainer 1: it has not called nccl_xfer_refit()", "2.0 s", within=2.0 + GRACE_S)
-    b.serves_truth()
-    failed(b.t.refit(ranks=[1]), "DeadlineExceeded", within=2.0)  # too late for that one: told so at once
-    b.repaired()
-
-
-# ---- failures in the middle: nobody gets an answer from a mix
-
-
 @pytest.mark.parametrize(
-    "fault",
+    ("fault", "kind", "text", "torn"),
     [
-        "trainer:1:moving:raise@1",
-        "worker:0:wave:raise@1",
-        pytest.param("worker:1:moving:raise@1", marks=SLOW),
-        pytest.param("worker:0:done:raise@1", marks=SLOW),
+        ("worker:1:arm:raise", "XferError", "injected fault at arm", False),
+        ("worker:0:digest:flip", "PlanMismatch", "nothing was moved", False),
+        ("trainer:1:moving:raise", "XferError", "injected fault at moving", None),
+        ("worker:0:wave:raise", "XferError", "injected fault at wave", True),
+        ("worker:1:moving:hang", "DeadlineExceeded", "still moving", True),
+        ("worker:1:checksum:flip", "VerificationError", "was not committed", True),
     ],
 )
-def test_a_rank_that_raises_in_the_middle(b, fault):
-    who, index, point, _ = fault.split(":")
-    (b.t if who == "trainer" else b.a).fault(fault)
-    failed(b.fail(), "XferError", f"injected fault at {point}", f"{who} {index}", within=10)
-    if who == "trainer":
+def test_a_failure_is_named_on_all_ranks_and_no_request_is_answered_from_a_mix(b, fault, kind, text, torn):
+    """torn: whether a byte had moved; None if that is not known."""
+    role, rank, point, action = fault.split(":")
+    if point == "digest":  # ranks compare digests of plans that they made anew
+        b.t.ask("replace", "replaced", how="changed")
+    (b.t if role == "trainer" else b.a).fault(f"{fault}@1")
+    deadline_s = 2.0 if action == "hang" else 20.0
+    named = role if point == "checksum" else f"{role} {rank}"
+    results = b.fail(verify=point == "checksum", deadline_s=deadline_s)
+    failed(results, kind, named, text, within=2.0 + GRACE_S if action == "hang" else 10)
+    if torn is None:
         b.torn_or_untouched()
+    elif torn:
+        refusal = b.torn()
+        assert action != "raise" or "mix of two versions" in refusal
+        assert point != "checksum" or b.a.state()["version"] is None
     else:
-        assert "mix of two versions" in b.torn()
+        b.serves_truth()
     b.repaired()
-
-
-def test_norms_that_drifted_on_one_trainer_are_found_by_verify_which_names_them(b):
-    """Also where the engine's workers took none of them from that trainer."""
-    b.t.ask("set", "set", seed=b.fresh_seed())
-    b.t.ask("step", "stepped", ranks=[1], names=["*norm.weight"])
-    good(b.t.refit())
-    results = b.t.refit(verify=True)
-    failed(results, "VerificationError", "norm.weight", "another on trainer 1", "was not committed", within=20)
-    assert "mix of two versions" in b.torn()
-    b.repaired()
-
-
-@pytest.mark.parametrize("who", ["worker:1", pytest.param("trainer:1", marks=SLOW)])
-def test_a_checksum_that_differs_is_never_committed(b, who):
-    (b.t if who.startswith("trainer") else b.a).fault(f"{who}:checksum:flip@1")
-    failed(b.fail(verify=True), "VerificationError", "worker", "was not committed", within=10)
-    assert b.a.state()["version"] is None
-    assert "VerificationError" in b.torn() or "was not committed" in b.torn()
-    b.repaired()
-
-
-@pytest.mark.parametrize("who", ["worker:1", pytest.param("trainer:1", marks=SLOW)])
-def test_a_rank_that_hangs_in_the_middle(b, who):
-    (b.t if who.startswith("trainer") else b.a).fault(f"{who}:moving:hang@1")
-    failed(b.fail(deadline_s=2.0), "DeadlineExceeded", f"{who.replace(':', ' ')}: still moving", within=2.0 + GRACE_S)
-    b.torn()
-    b.repaired()
-
-
-def test_a_trainer_process_that_is_stopped_in_the_middle(b):
-    b.t.fault("trainer:1:moving:hang@1")  # until it is stopped
-    b.t.ask("set", "set", seed=b.fresh_seed())
-    waiting = b.t.say(do="refit", deadline_s=3.0)
-    time.sleep(1.5)
-    stopped = b.t.ranks[1].proc.pid
-    os.kill(stopped, signal.SIGSTOP)
-    try:
-        results = [waiting[i].expect("refitted", "raised", timeout=60) for i in (0, 2)]
-        failed(results, "DeadlineExceeded", "trainer 1: still moving", within=3.0 + GRACE_S)
-        b.torn()
-    finally:
-        os.kill(stopped, signal.SIGCONT)
-    failed(
-        [waiting[1].expect("refitted", "raised", timeout=60)], "DeadlineExceeded", "trainer 1: still moving", within=60
-    )
-    b.repaired()
-
-
-def test_trainer_0_with_the_rendezvous_in_it_is_stopped(b):
-    """Its connections stay open and nothing comes over them. Each other process ends by itself and names the silent one."""
-    b.t.fault("trainer:0:moving:stop@1")
-    b.t.ask("set", "set", seed=b.fresh_seed())
-    waiting = b.t.say(do="refit", deadline_s=3.0)
-    b.t.stopped(0)
-    try:
-        results = [waiting[i].expect("refitted", "raised", timeout=60) for i in (1, 2)]
-        failed(results, "DeadlineExceeded", "trainer 0", "does not answer", within=3.0 + GRACE_S)
-        until(lambda: b.a.state()["error"], 20, "the engine's controller has given up")
-        assert "does not answer" in b.a.refused()
-        forced = b.a.observe(force=True)
-        assert forced.nan or forced.same(b.truth)  # it may have stopped before its word to begin had left
-    finally:
-        os.kill(waiting[0].proc.pid, signal.SIGCONT)
-    assert waiting[0].expect("refitted", "raised", timeout=60)["kind"] == "raised"
-    b.repaired()  # the same job, nothing started again
 
 
 def test_a_torn_engine_stays_torn_when_the_next_refit_fails_before_it_moves_a_byte(b):
@@ -434,19 +242,10 @@ def test_a_torn_engine_stays_torn_when_the_next_refit_fails_before_it_moves_a_by
 # ---- processes that die
 
 
-POINTS = ("plan", "link", "enter", "moving", "wave", "done")
-DIES = {("enter", 2), ("moving", 0)}
-"""Where a trainer dies in every run, and which one; all ranks at all points in slow ones. 0 takes the rendezvous with it."""
-
-
-@pytest.mark.parametrize(
-    ("point", "rank"),
-    [pytest.param(p, r, marks=[] if (p, r) in DIES else SLOW) for p in POINTS for r in range(3)],
-)
+@pytest.mark.parametrize(("point", "rank"), [("enter", 2), ("moving", 0)])
 def test_a_trainer_that_is_killed_is_named_and_the_job_can_start_again(b, point, rank):
-    """The engine outlives its trainers: at their restart it joins them and the first refit makes it whole."""
-    if point in ("plan", "link"):
-        b.t.ask("replace", "replaced", how="changed")
+    """The engine outlives its trainers: when they restart it joins them and the first refit repairs it. Trainer 0 has the
+    rendezvous in its process."""
     b.t.ask("set", "set", seed=b.fresh_seed())
     b.t.fault(f"trainer:{rank}:{point}:kill@1")
     b.connected = False
@@ -454,33 +253,20 @@ def test_a_trainer_that_is_killed_is_named_and_the_job_can_start_again(b, point,
     results = [waiting[i].expect("refitted", "raised", timeout=60) for i in range(3) if i != rank]
     failed(results, "PeerLost", f"trainer {rank}", within=20.0)
     waiting[rank].expect("ended", timeout=20)
-    began = point in ("moving", "wave", "done")
-    if began:
-        if not rank:  # nobody tells the controller; it finds the connection lost
-            until(lambda: b.a.state()["error"], 20, "the controller misses the rendezvous")
-        b.torn_or_untouched()
-    elif rank:
-        b.serves_truth()
+    if rank:
         assert f"trainer {rank}" in b.a.state()["lost"]
     else:
-        until(lambda: b.a.state()["error"] or b.a.state()["lost"], 20, "the controller misses the rendezvous")
-        if point == "enter" and not b.a.state()["error"]:  # no other trainer had entered: it was not armed
-            b.serves_truth()
-        else:  # without the rendezvous its controller cannot know that not a byte had moved
-            b.a.refused()
-            assert b.a.observe(force=True).same(b.truth)
+        until(lambda: b.a.state()["error"], 20, "the controller misses the rendezvous")
+    after = b.serves_truth if point == "enter" else b.torn_or_untouched
+    after()
     b.meet()
-    if began:
-        b.torn_or_untouched()  # another connection does not make it whole
-    else:
-        b.serves_truth()
+    after()  # another connection repairs nothing
     b.repaired()
 
 
 def test_replicas_whose_processes_die_leave_the_others_whole_and_can_come_back(b):
-    """One refit to three replicas. A worker of one dies while bytes move, one of another at the commit. The third goes on. An
-    engine with another number of workers takes a dead one's place, is whole after its first refit, and dies with its
-    controller while armed."""
+    """One refit to three replicas: a worker of the second dies while bytes move, a worker of the third at the commit. An engine
+    with another number of workers takes the place of the second and is whole after its first refit."""
     job, t = b.job, b.t
     dying = {"moving": job.engine("b", 2), "commit": job.engine("c", 1)}
     again = job.engine("again", 1)
@@ -512,12 +298,6 @@ def test_replicas_whose_processes_die_leave_the_others_whole_and_can_come_back(b
         until(lambda e=e: e.state()["error"], 20, f"{e.name} knows that it is lost")
         assert e.refused()
     stop_all([e.child for e in dying.values()])
-    # All ranks raise when more is asked for than is left.
-    failed(
-        t.refit(b.fresh_seed(), min_replicas=2, deadline_s=20.0), "PeerLost", "1 of 3 replicas committed", within=20.0
-    )
-    assert not b.a.observe().nan
-
     again.serve(job.rendezvous, 1)
     assert again.ready()["kind"] == "ready"
     report = good(t.refit(1, verify=True, min_replicas=2))
@@ -525,13 +305,3 @@ def test_replicas_whose_processes_die_leave_the_others_whole_and_can_come_back(b
     b.serves_truth()
     back = again.observe()
     assert back.same(one_worker), back.differs(one_worker)
-
-    again.fault("worker:0:arm:hang")
-    t.ask("set", "set", seed=b.fresh_seed())
-    waiting = t.say(do="refit", min_replicas=1, deadline_s=20.0)
-    time.sleep(1.5)
-    os.killpg(again.child.proc.pid, signal.SIGKILL)
-    report = good([c.expect("refitted", "raised", timeout=60) for c in waiting])
-    assert report["committed"] == [True, False, False] and report["errors"][1].startswith("PeerLost")
-    good(t.refit(1, verify=True, min_replicas=1))
-    b.serves_truth()

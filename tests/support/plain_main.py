@@ -1,12 +1,10 @@
 """One rank of a light trainer for functional tests: DTensors under checkpoint names, no framework; commands are `Rank`'s methods.
 
-The weights of a seed are those of `toy.write_checkpoint` with that seed, so what an engine must hold is known without
-xfer.
+The weights of a seed are those of `toy.write_checkpoint` with that seed.
 """
 
 import os
 import time
-from fnmatch import fnmatch
 
 import torch
 import torch.distributed as dist
@@ -17,7 +15,7 @@ import xfer
 from examples.common import toy
 from tests.support.connect import flat_connect
 from tests.support.proc import emit, methods, obey
-from xfer.errors import RebindError, XferError
+from xfer.errors import XferError
 from xfer.trace.slots import local as held
 from xfer.trainers.dtensor import TensorTrainer
 
@@ -27,37 +25,20 @@ def placement(name: str, shape: tuple[int, ...]):
     return Replicate() if len(shape) == 1 else Shard(1) if name == "lm_head.weight" else Shard(0)
 
 
-def peft_name(name: str) -> str:
-    """What PEFT calls a checkpoint's tensor in a model whose query projections have adapters."""
-    return "base_model.model." + name.replace(".q_proj.weight", ".q_proj.base_layer.weight")
-
-
-def plain_name(name: str) -> str:
-    """The checkpoint's name of a tensor of such a model; adapters have none and keep theirs."""
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-
-
 class Weights:
-    """This rank's parts of all tensors of a config. `leave`, `extra`, `fp32`: names to miss, to make up, to widen. `peft`: under
-    PEFT's names and with adapters. `trains`: globs of what requires grad. `drifted`: ranks whose norms differ."""
+    """This rank's parts of all tensors of a config. `leave`, `extra`, `fp32`: names to leave out, to add, to widen."""
 
-    def __init__(self, config: dict, leave=(), extra=(), fp32=(), peft=False, trains=(), drifted=()):
+    def __init__(self, config: dict, leave=(), extra=(), fp32=()):
         self.config, self.leave, self.extra, self.fp32 = config, leave, extra, fp32
-        self.name = peft_name if peft else str
-        if peft:
-            at = [n.removesuffix(".weight") for n, *_ in toy.specs(config) if n.endswith(".q_proj.weight")]
-            self.extra = [f"{n}.lora_{x}.default.weight" for n in at for x in "AB"]
         self.mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self.parameters: dict[str, DTensor] = {}
         self.replaced = 0
         for name, full in self.full(0).items():
             where = placement(name, full.shape)
             local = self._local(full, where)
-            self.parameters[self.name(name)] = DTensor.from_local(
+            self.parameters[name] = DTensor.from_local(
                 local.clone(), self.mesh, [where], run_check=False, shape=full.shape, stride=full.stride()
-            ).requires_grad_(any(fnmatch(name, x) for x in trains))
-        if dist.get_rank() in drifted:
-            self.step(["*norm.weight"])
+            )
 
     def full(self, seed: int) -> dict[str, torch.Tensor]:
         out = toy.tensors(self.config, seed)
@@ -75,13 +56,7 @@ class Weights:
 
     def set(self, seed: int) -> None:
         for name, full in self.full(seed).items():
-            held(self.parameters[self.name(name)]).copy_(self._local(full, placement(name, full.shape)))
-
-    def step(self, names: list[str]) -> None:
-        """Other values in what these globs name, on this rank."""
-        for name, p in self.parameters.items():
-            if any(fnmatch(plain_name(name), x) for x in names):
-                held(p).add_(1)
+            held(self.parameters[name]).copy_(self._local(full, placement(name, full.shape)))
 
     def replace(self, how: str) -> None:
         """New storages for some parameters: at other addresses ("moved"), or with other strides too ("changed")."""
@@ -98,16 +73,7 @@ class Weights:
             self.parameters[name] = DTensor.from_local(
                 new, self.mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
             )
-            local.fill_(float("nan"))  # whoever still reads the old storage sends this
-
-
-class Trainer(TensorTrainer):
-    fail = ""
-
-    def drain(self) -> None:
-        if self.fail:
-            raise RebindError(self.fail, where=f"trainer {self.rank}")
-        super().drain()
+            local.fill_(float("nan"))  # a trainer that still read the old storage would send this
 
 
 class Rank:
@@ -121,9 +87,9 @@ class Rank:
         self.weights = Weights(**weights)
         emit("built")
 
-    def connect(self, otherwise: dict | None = None, rank: int | None = None, world: int | None = None, **how) -> None:
-        """otherwise: options with which it connects at once if the first connection is refused, as users write it."""
-        self.source = Trainer(lambda w=self.weights: w.parameters, rename=plain_name, rank=rank, world=world)
+    def connect(self, otherwise: dict | None = None, **how) -> None:
+        """otherwise: options of a second connection, which follows at once if the first one is refused."""
+        self.source = TensorTrainer(lambda w=self.weights: w.parameters)
         options, failed = {"trainer": self.source, "token": os.environ["XFER_TOKEN"], **how}, ""
         try:
             self.session = flat_connect(**options)
@@ -138,22 +104,9 @@ class Rank:
         self.weights.set(seed)
         emit("set")
 
-    def step(self, names: list[str]) -> None:
-        self.weights.step(names)
-        emit("stepped")
-
-    def sleep(self, seconds: float) -> None:
-        began = time.monotonic()
-        time.sleep(seconds)
-        emit("slept", began=began, ended=time.monotonic())
-
     def replace(self, how: str) -> None:
         self.weights.replace(how)
         emit("replaced")
-
-    def fail(self, text: str) -> None:
-        self.source.fail = text
-        emit("will fail" if text else "will not fail")
 
     def refit(self, **how) -> None:
         began = time.monotonic()

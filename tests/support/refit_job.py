@@ -124,10 +124,6 @@ class Trainers:
     def ask(self, do: str, *kinds: str, ranks=None, timeout: float = 90.0, **command) -> list[dict]:
         return [c.expect(*kinds, timeout=timeout) for c in self.say(ranks, do=do, **command)]
 
-    def stopped(self, rank: int) -> None:
-        """Wait until the process has stopped itself."""
-        until(lambda: stopped(self.ranks[rank].proc.pid), 30, f"trainer {rank} is stopped")
-
     def build(self, config: dict, **more) -> None:
         port = free_port()
         for i, c in enumerate(self.ranks):

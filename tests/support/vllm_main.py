@@ -2,16 +2,13 @@
 
 {"do": "start", "model", "tp", "load_format", …}   {"do": "serve", "rendezvous", "replica"}   {"do": "ready"}
 {"do": "observe", "force"}   {"do": "scramble", "seed"}   {"do": "kept"}   {"do": "watch"}   {"do": "grown"}
-{"do": "state"}   {"do": "generate"}   {"do": "generated"}
-{"do": "truth", "folders", "layout"}   {"do": "rpc", "method", "args"}   {"do": "handle", "calls"}
+{"do": "state"}   {"do": "truth", "folders", "layout"}
 """
 
 import gc
 import os
-import threading
-import time
 
-from tests.support.proc import emit, obey
+from tests.support.proc import emit, methods, obey
 from tests.support.small_vllm import arguments, fork_workers
 
 PROMPTS = [[5, 6, 7, 8], list(range(10, 60)), [100, 3, 90, 17] * 12]
@@ -25,7 +22,7 @@ def start(model: str, load_format: str = "dummy", tp: int = 1, ep: bool = False,
 
 
 def answers(llm, prompts: list[dict] | None = None, **how) -> list:
-    """Greedy tokens and their logprobs, for prompts that are asked again and again, so that the prefix cache has them."""
+    """Greedy tokens and their logprobs. Prompts repeat, so the prefix cache has them."""
     from vllm import SamplingParams
 
     greedy = SamplingParams(temperature=0, max_tokens=6, logprobs=1, detokenize=False, ignore_eos=True)
@@ -46,37 +43,6 @@ def observe(llm) -> dict:
     return dict(
         outputs=answers(llm), checksums={f"{i}: {k}": v for i, part in enumerate(sums) for k, v in part.items()}
     )
-
-
-class Generating:
-    """The owner's loop: one prompt after another, each inside `serving()`, so that refits get their turn."""
-
-    def __init__(self, controller):
-        self.log: list[tuple[float, str, list[int]]] = []
-        self.refused = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(controller,), daemon=True)
-        self._thread.start()
-
-    def _run(self, controller) -> None:
-        from vllm import SamplingParams
-
-        from xfer.errors import EngineLost
-
-        params = SamplingParams(temperature=0, max_tokens=4, detokenize=False, ignore_eos=True)
-        while not self._stop.is_set():
-            try:
-                with controller.serving() as engine:
-                    version = controller.version
-                    out = engine.generate([{"prompt_token_ids": [5, 6, 7, 8]}], params, use_tqdm=False)
-                self.log.append((time.monotonic(), version, list(out[0].outputs[0].token_ids)))
-            except EngineLost:
-                self.refused += 1
-                time.sleep(0.05)
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join(30)
 
 
 class Engine:
@@ -109,14 +75,6 @@ class Engine:
         error = f"{type(c.error).__name__}: {c.error}" if c.error else ""
         emit("state", version=c.version, error=error, lost=str(c.lost or ""))
 
-    def generate(self) -> None:
-        self.loop = Generating(self.controller)
-        emit("generating")
-
-    def generated(self) -> None:
-        self.loop.stop()
-        emit("generated", log=self.loop.log, refused=self.loop.refused)
-
     def observe(self, force: bool = False) -> None:
         if self.controller is None:
             emit("observed", version="", **self.observed(self.llm))
@@ -148,34 +106,6 @@ class Engine:
             del fresh
             gc.collect()
 
-    def rpc(self, method: str, args: list) -> None:
-        """Call a method of every worker; see `worker_extension_cls`."""
-        emit("answered", answers=self.llm.collective_rpc(method, args=tuple(args)))
-
-    def handle(self, calls: list[list]) -> None:
-        """Make a controller's calls, each a name with its arguments."""
-        from xfer.engines.choose_handle import handle_for
-
-        handle = handle_for(self.llm)
-        answers = [getattr(handle, name)(*args) for name, *args in calls]
-        emit("handled", answers=answers, version=self.llm.get_weight_version())
-
 
 if __name__ == "__main__":
-    e = Engine()
-    obey(
-        e.start,
-        e.serve,
-        e.ready,
-        e.observe,
-        e.state,
-        e.generate,
-        e.generated,
-        e.scramble,
-        e.kept,
-        e.watch,
-        e.grown,
-        e.truth,
-        e.rpc,
-        e.handle,
-    )
+    obey(*methods(Engine()))
