@@ -361,9 +361,6 @@ def test_a_server_that_listens_later_is_waited_for():
             self.end_headers()
             self.wfile.write(b'{"world_size": 3}')
 
-        def log_message(self, *_):
-            pass
-
     with ThreadingHTTPServer(("127.0.0.1", 0), Ok, bind_and_activate=False) as server:
         server.server_bind()  # has its port, and refuses connections until it listens
         handle = HttpEngine(f"http://127.0.0.1:{server.server_address[1]}")

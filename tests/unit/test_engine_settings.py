@@ -1,4 +1,4 @@
-"""Settings of a vLLM that are refused when an engine joins, because old weights, or what they computed, would live on."""
+"""Settings of a vLLM that are refused when an engine joins, since the engine would go on using old weights or their results."""
 
 from __future__ import annotations
 
@@ -32,14 +32,11 @@ def refused(vllm_config, workers=0) -> list[str]:
     return []
 
 
-def test_nothing_is_said_of_an_engine_without_any_of_it():
+def test_encoder_connectors_are_refused_by_name_unless_their_owner_answers_for_them(monkeypatch):
     none = SimpleNamespace(kv_connector=None)
     assert not refused(config())
     assert not refused(config(kv_transfer_config=None, ec_transfer_config=None))
     assert not refused(config(kv_transfer_config=none, ec_transfer_config=SimpleNamespace(ec_connector=None)))
-
-
-def test_encoder_connectors_are_refused_by_name_unless_their_owner_answers_for_them(monkeypatch):
     ec = config(ec_transfer_config=SimpleNamespace(ec_connector="ECThere"))
     assert "ECThere" in refused(ec)[0] and settings.TRUSTED in refused(ec)[-1]
     monkeypatch.setenv(settings.TRUSTED, "Another, ECThere")
@@ -56,33 +53,30 @@ def test_both_routes_ask_before_anything_is_read():
             join(Catalog(()))
 
 
-def test_weights_that_a_daemon_lends_are_refused_unless_they_are_copied():
-    def load(how, **extra):
-        return SimpleNamespace(load_format=how, model_loader_extra_config=extra)
-
-    for how, extra, lent in (
-        ("auto", {}, False), ("dummy", {}, False), ("ipc_cache", {}, True), ("ipc_cache", {"mode": "zero_copy"}, True),
+@pytest.mark.parametrize(
+    ("how", "extra", "lent"),
+    [
+        ("auto", {}, False),
+        ("dummy", {}, False),
+        ("ipc_cache", {}, True),
+        ("ipc_cache", {"mode": "zero_copy"}, True),
         ("ipc_cache", {"mode": "copy"}, False),
-    ):  # fmt: skip
-        drafter = SimpleNamespace(draft_load_config=load(how, **extra))
-        for name, given in (
-            ("load_format", config(load_config=load(how, **extra), speculative_config=None)),
-            (
-                "load_format",
-                config(load_config=load(how, **extra), speculative_config=SimpleNamespace(draft_load_config=None)),
-            ),
-            ("draft_load_config", config(load_config=load("auto"), speculative_config=drafter)),
-        ):
-            said = refused(given)
-            assert [v.split(":")[0] for v in said] == [name] * lent, (how, extra, said)
+    ],
+)
+def test_weights_that_a_daemon_lends_are_refused_unless_they_are_copied(how, extra, lent):
+    load, auto = (SimpleNamespace(load_format=f, model_loader_extra_config=e) for f, e in ((how, extra), ("auto", {})))
+    for name, given in (
+        ("load_format", config(load_config=load, speculative_config=None)),
+        ("load_format", config(load_config=load, speculative_config=SimpleNamespace(draft_load_config=None))),
+        ("draft_load_config", config(load_config=auto, speculative_config=SimpleNamespace(draft_load_config=load))),
+    ):
+        assert [v.split(":")[0] for v in refused(given)] == [name] * lent
 
 
 def test_scales_that_are_calculated_once_are_refused_where_the_cache_has_any():
     for calculate, dtype in itertools.product((False, True), ("auto", "bfloat16", "fp8", "fp8_e4m3", "nvfp4")):
-        given = SimpleNamespace(
-            cache_config=SimpleNamespace(calculate_kv_scales=calculate, cache_dtype=dtype, **NOTHING)
-        )
-        said = refused(given)
+        cache = SimpleNamespace(calculate_kv_scales=calculate, cache_dtype=dtype, **NOTHING)
+        said = refused(SimpleNamespace(cache_config=cache))
         assert bool(said) == (calculate and dtype not in ("auto", "bfloat16")), (calculate, dtype)
 
 
@@ -156,7 +150,7 @@ class TestConnectors:
                     assert not refused(self.of(name))
         assert "ExampleConnector" in seen[False] and {"OffloadingConnector", "MultiConnector"} <= seen[True]
 
-    def test_connectors_inside_another_are_asked_too(self, vllm):
+    def test_connectors_and_tiers_inside_another_and_connectors_from_elsewhere_are_asked_too(self, vllm):
         offload = dict(kv_connector="OffloadingConnector", kv_role="kv_both")
         example = dict(kv_connector="ExampleConnector", kv_role="kv_both")
         assert not refused(self.of("MultiConnector", connectors=[offload]))
@@ -166,15 +160,11 @@ class TestConnectors:
         for connectors in ([offload, example], [offload, inner]):
             said = refused(self.of("MultiConnector", connectors=connectors))
             assert len(said) == 2 and "ExampleConnector" in said[0]
-
-    def test_tiers_that_a_reset_leaves_as_they_are_are_refused(self, vllm):
         tiers = dict(spec_name="TieringOffloadingSpec", secondary_tiers=[{"type": "fs", "path": "somewhere"}])
         said = refused(self.of("OffloadingConnector", **tiers))
         assert "OffloadingConnector" in said[0] and "fs" in said[0]
         assert not refused(self.of("OffloadingConnector", spec_name="TieringOffloadingSpec", secondary_tiers=[]))
-
-    def test_a_connector_from_elsewhere_is_asked_as_vllms_own(self, vllm):
-        module = "vllm.distributed.kv_transfer.kv_connector.v1.example_connector"
         there = self.of("ExampleConnector")
+        module = "vllm.distributed.kv_transfer.kv_connector.v1.example_connector"
         there.kv_transfer_config.kv_connector_module_path = module
         assert "ExampleConnector" in refused(there)[0]
