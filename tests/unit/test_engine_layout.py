@@ -253,22 +253,16 @@ def test_a_live_tensor_that_does_not_lie_as_built_is_refused_beside_all_others(s
 
 
 def test_views_that_the_class_makes_must_share_their_storage_alive_too():
-    class Views(nn.Module):
+    class Views(Net):
         def __init__(self):
-            super().__init__()
+            nn.Module.__init__(self)
             flat = torch.empty(8)
             self.low, self.high = nn.Parameter(flat[:4]), nn.Parameter(flat[4:])
 
-        @torch.no_grad()
-        def load_weights(self, weights):
-            for name, w in weights:
-                getattr(self, name).copy_(w)
-
     with torch.device("meta"):
         twin = Views()
-    net, given = Views(), (TensorSpec("high", (4,), "float32"), TensorSpec("low", (4,), "float32"))
-    layout = read(net, twin, given)
-    assert [r.name for r in layout.roots] == ["high"] or [r.name for r in layout.roots] == ["low"]
+    net, given = Views(), tuple(TensorSpec(n, (4,), "float32") for n in ("high", "low"))
+    assert [r.name for r in read(net, twin, given).roots] in (["high"], ["low"])
     big = torch.empty(100)
     net.low, net.high = nn.Parameter(big[10:14]), nn.Parameter(big[14:18])  # moved together: still the same relation
     layout = read(net, twin, given)
@@ -294,25 +288,25 @@ def test_loader_arithmetic_runs_from_scratch():
 
 def test_processed_weights_are_refused_by_module(monkeypatch):
     """Some post-load processing keeps shapes, so methods are allowed by name and nothing else is."""
-    method = {n: type(n, (), {}) for n in ("UnquantizedLinearMethod", "UnquantizedFusedMoEMethod", "Fp8LinearMethod")}
-    net = nn.ModuleDict({n: nn.Module() for n in ("plain", "fp8", "triton", "swapped", "packed")})
-    net["plain"].quant_method = method["UnquantizedLinearMethod"]()
-    net["fp8"].quant_method = method["Fp8LinearMethod"]()
-    for name, backend in (("triton", "TRITON"), ("swapped", "FLASHINFER_CUTLASS"), ("packed", "CPU")):
-        net[name].quant_method = method["UnquantizedFusedMoEMethod"]()
-        net[name].quant_method.unquantized_backend = SimpleNamespace(name=backend)
-    monkeypatch.setattr(vllm_cpu, "_installed", False)
-    with pytest.raises(Unsupported) as error:
-        refuse_processed(net)
-    assert [v.split(":")[0] for v in error.value.violations] == ["fp8", "swapped", "packed"]
-    assert "XFER_CPU_RESIDENT=1" in error.value.violations[2]
-    monkeypatch.setattr(vllm_cpu, "_installed", True)
-    with pytest.raises(Unsupported) as error:
-        refuse_processed(net)
-    assert [v.split(":")[0] for v in error.value.violations] == ["fp8", "swapped"]
-    assert all("connect(route=xfer.Packed())" in v for v in error.value.violations), (
-        "where such an engine can be refitted"
-    )
+    net = nn.ModuleDict()
+    for name, kind, backend in (
+        ("plain", "UnquantizedLinearMethod", None),
+        ("fp8", "Fp8LinearMethod", None),
+        ("triton", "UnquantizedFusedMoEMethod", "TRITON"),
+        ("swapped", "UnquantizedFusedMoEMethod", "FLASHINFER_CUTLASS"),
+        ("packed", "UnquantizedFusedMoEMethod", "CPU"),
+    ):
+        net[name] = nn.Module()
+        method = net[name].quant_method = type(kind, (), {})()
+        if backend:
+            method.unquantized_backend = SimpleNamespace(name=backend)
+    for resident, names in ((False, ["fp8", "swapped", "packed"]), (True, ["fp8", "swapped"])):
+        monkeypatch.setattr(vllm_cpu, "_installed", resident)
+        with pytest.raises(Unsupported) as error:
+            refuse_processed(net)
+        assert [v.split(":")[0] for v in error.value.violations] == names
+        assert all("connect(route=xfer.Packed())" in v for v in error.value.violations[:2])
+        assert resident or "XFER_CPU_RESIDENT=1" in error.value.violations[2]
 
 
 def test_what_attention_computed_for_itself_is_refused_and_what_it_shares_is_not():
@@ -333,13 +327,9 @@ def test_what_attention_computed_for_itself_is_refused_and_what_it_shares_is_not
 
     net = nn.ModuleDict({n: nn.Module() for n in ("plain", "shares", "copies")})
     sinks = net["shares"].sinks = nn.Parameter(torch.zeros(8))
-    for name, kind, held in (
-        ("plain", Plain, torch.ones(8)),
-        ("shares", Keeps, sinks.data[:4]),
-        ("copies", Keeps, sinks.double()),
-    ):
-        net[name].impl = kind()
-        net[name].impl.sinks = held
+    held = {"plain": (Plain(), torch.ones(8)), "shares": (Keeps(), sinks.data[:4]), "copies": (Keeps(), sinks.double())}
+    for name, (impl, tensor) in held.items():
+        net[name].impl, impl.sinks = impl, tensor
     with pytest.raises(Unsupported) as error:
         refuse_processed(net)
     assert [v.split(":")[0] for v in error.value.violations] == ["copies"] and "sinks" in error.value.violations[0]
@@ -424,18 +414,13 @@ def test_choosing_a_lock_restores_every_candidate_and_stops_where_all_ranks_agre
 
 
 def test_a_trial_forward_sees_no_old_memory():
-    """Freed NaN comes back from `torch.empty`, and would pass for what the lock does."""
+    """`torch.empty` returns freed memory, and a NaN in it would pass for the lock's."""
 
     def made():
-        del_me = [torch.full((1 << 12,), float("nan")) for _ in range(50)]
-        like = torch.zeros(1 << 12)
-        del del_me
-        return [
-            torch.empty(1 << 12),
-            torch.empty(torch.Size((1 << 12,))),
-            torch.empty_like(like),
-            like.new_empty(1 << 12),
-        ]
+        freed = [torch.full((1 << 12,), float("nan")) for _ in range(50)]
+        like, shape = torch.zeros(1 << 12), torch.Size((1 << 12,))
+        del freed
+        return [torch.empty(1 << 12), torch.empty(shape), torch.empty_like(like), like.new_empty(1 << 12)]
 
     assert any(t.isnan().any() for _ in range(20) for t in made())
     with EmptyIsZero():
