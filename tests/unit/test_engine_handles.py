@@ -683,6 +683,7 @@ def test_an_in_process_worker_is_called_on_its_own_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(thread, "device", str(device)))
     worker = XferWeightTransferEngine.__new__(XferWeightTransferEngine)
     worker.device, worker.session = torch.device("cuda:1"), SimpleNamespace(receive=called("receive"))
+    worker.parallel_config, worker.workers = SimpleNamespace(rank=0, world_size=1), 1
     monkeypatch.setattr(worker, "_join", called("join"))
     llm = SimpleNamespace(
         llm_engine=SimpleNamespace(vllm_config=None),
