@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.support.world import World
-from xfer.cli import app
+from xfer.cli import app, timelines
 from xfer.errors import XferError
 from xfer.participants import timeline
 
@@ -41,7 +41,7 @@ def shown(*arguments) -> tuple[int, str]:
 def test_moments_of_all_processes_come_in_the_order_in_which_things_happen(kept):
     refitted(2)
     for attempt in (1, 2):
-        (moments,) = timeline.of_attempt(timeline.read(kept), attempt).values()
+        (moments,) = timelines.of_attempt(timelines.read(kept), attempt).values()
         at = {(x.who, x.what): x.at for x in moments}
         rank = ("looked at its storages", "ready", "go", "bytes have moved", "done")
         worker = ("in update", "its device is idle", "looked at its storages: armed", "go", "bytes have moved", "done")
@@ -72,11 +72,11 @@ def test_moments_of_all_processes_come_in_the_order_in_which_things_happen(kept)
 def test_a_job_that_was_started_again_does_not_mix_with_the_one_before(kept):
     """Both jobs number their refits from one."""
     refitted(2)
-    (first,) = timeline.of_session(timeline.read(kept))[1]
+    (first,) = timelines.of_session(timelines.read(kept))[1]
     refitted(1)
-    moments, names = timeline.of_session(timeline.read(kept))
+    moments, names = timelines.of_session(timelines.read(kept))
     assert len(names) == 2 and names[0] == first and {x.attempt for x in moments} == {1}
-    (once,) = timeline.of_attempt(moments).values()
+    (once,) = timelines.of_attempt(moments).values()
     assert [x.what for x in once if x.who == "trainer 0"].count("called") == 1
     for arguments, code, texts in (
         ((), 0, ["refit 1 on", *names]),
@@ -92,8 +92,8 @@ def test_medians_are_of_each_moment_after_the_first_of_its_refit():
     moments = []
     for attempt, (begin, far) in enumerate([(10.0, 9.0), (20.0, 1.0), (30.0, 3.0), (40.0, 2.0)], 1):
         at = [(0.0, "a"), (far, "b"), (far + 0.5, "b")] + ([(far + 1.0, "c")] if attempt == 3 else [])
-        moments += [timeline.Moment(begin + t, "w", what, "h", attempt) for t, what in at]
-    (found,) = timeline.typical(moments[::-1], skip=1).values()
+        moments += [timelines.Moment(begin + t, "w", what, "h", attempt) for t, what in at]
+    (found,) = timelines.typical(moments[::-1], skip=1).values()
     assert [(x.at, x.what, x.least, x.most, x.count) for x in found] == [
         (0.0, "a", 0.0, 0.0, 3), (2.0, "b", 1.0, 3.0, 3), (2.5, "b", 1.5, 3.5, 3), (4.0, "c", 4.0, 4.0, 1),
     ]  # fmt: skip
@@ -112,7 +112,7 @@ def test_each_kind_of_process_writes_what_it_noted(module, who, kept, monkeypatc
     for other in {"controller", "worker", "trainer"} - {module}:
         monkeypatch.setattr(f"xfer.participants.{other}.timeline", Silent)
     refitted(1)
-    (moments,) = timeline.of_attempt(timeline.read(kept), 1).values()
+    (moments,) = timelines.of_attempt(timelines.read(kept), 1).values()
     assert who in {x.who for x in moments}
 
 
@@ -125,7 +125,7 @@ def test_what_another_thread_of_the_process_takes_first_is_no_error(kept, monkey
 
     monkeypatch.setattr(timeline, "_moments", Shared([(1.0, "coordinator", "x"), (2.0, "coordinator", "y")]))
     timeline.write(1)
-    (moments,) = timeline.of_attempt(timeline.read(kept), 1).values()
+    (moments,) = timelines.of_attempt(timelines.read(kept), 1).values()
     assert [x.what for x in moments] == ["x", "y"]
 
 
@@ -163,7 +163,7 @@ def test_a_file_that_ends_anywhere_gives_its_whole_lines_and_a_note(kept, monkey
     for cut in range(len(whole) + 1):
         notes = []
         file.write_bytes(whole[:cut])
-        found = list(timeline.read(kept, notes.append))
+        found = list(timelines.read(kept, notes.append))
         assert [x.attempt for x in found] == [1, 1, 2, 2][: 2 * sum(e <= cut for e in ends)]
         torn = cut not in (0, *ends, *(e + 1 for e in ends))
         assert len(notes) == torn and all(file.name in n and "in part" in n for n in notes), (cut, notes)
@@ -177,7 +177,7 @@ def test_what_a_full_disk_takes_in_part_is_the_last(kept, monkeypatch, caplog):
     monkeypatch.setattr(os, "write", lambda to, data: write(to, data[: len(data) // 2]))
     whole = entries(kept, 3)
     assert caplog.text.count("no timeline is kept any more") == 1 and whole.count(b"attempt") == 1
-    assert list(timeline.read(kept)) == [] and "is there in part only" in caplog.text
+    assert list(timelines.read(kept)) == [] and "is there in part only" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_a_file_that_is_something_else_is_named(tmp_path, line):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"attempt": 1, "host": "h", "moments": [[0.5, "coordinator", "x"]]}\n' + line + b"\n")
     with pytest.raises(XferError, match=r"a\.jsonl.* is no timeline.*move (it|that file) out of"):
-        list(timeline.read(tmp_path))
+        list(timelines.read(tmp_path))
     file.unlink()
     file.mkdir()
     code, text = shown(tmp_path)

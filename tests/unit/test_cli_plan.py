@@ -511,7 +511,7 @@ job = pathlib.Path(sys.argv[4])
 task = msgspec.msgpack.decode(job.read_bytes())
 print(json.dumps({"checked": True}), flush=True)
 assert "catalog" in json.loads(sys.stdin.readline())
-time.sleep(task["number"])
+time.sleep(task["number"] / 4)  # one ends before the other
 for rank in task["ranks"]:
     (job.parent / f"engine.{rank}").write_bytes(pathlib.Path(sys.argv[1], str(rank)).read_bytes())
     print(json.dumps({"rank": rank}), flush=True)
@@ -520,14 +520,40 @@ print(json.dumps({"done": True}), flush=True)
 """
 
 
-def test_processes_share_the_ranks_and_may_end_one_before_the_other(tmp_path):
+def test_processes_share_the_ranks_and_what_they_traced_is_kept(tmp_path):
     catalog, _, destinations, _ = job(workers=4)
     for i in destinations:
         (tmp_path / str(i.rank)).write_bytes(i.to_bytes())
     said = []
-    tracer = Tracer({}, progress=lambda side, done, of: said.append((side, done, of)))
-    with processes(tmp_path, "engine", 4, 3, FAKE) as p:
-        tracing._check([p])
-        found = tracer._traced(p, catalog)
-    assert found[0] == catalog and [i.content() for i in found[1]] == [i.content() for i in destinations]
-    assert said == [("engine", n, 4) for n in (1, 2, 3, 4)]
+    tracer = Tracer({}, cache=tmp_path / "kept", progress=lambda side, done, of: said.append((side, done, of)))
+    tracer._versions = {"engine": {}}
+
+    def layouts() -> tuple:
+        said.clear()
+        with processes(tmp_path, "engine", 4, 3, FAKE) as p:
+            found = tracer._layouts(p, catalog, [p])
+        return found.catalog, [i.content() for i in found.ranks]
+
+    traced, kept = [("engine", n, 4) for n in (0, 1, 2, 3, 4, 4)], [("engine", 4, 4)]
+    whole = catalog, [i.content() for i in destinations]
+    assert layouts() == whole and said == traced
+    assert layouts() == whole and said == kept
+    (file,) = (tmp_path / "kept").iterdir()
+    file.write_bytes(file.read_bytes()[:-1])
+    assert layouts() == whole and said == traced, "a damaged file is traced anew"
+
+
+REFUSES = """
+import json, pathlib, sys
+trainer = pathlib.Path(sys.argv[4]).name.startswith("trainer")
+print(json.dumps({"checked": True} if trainer else {"error": ["Unsupported", "no such size", [], ""]}), flush=True)
+sys.stdin.readline()  # a trainer that is told to trace ends here, which is another error
+"""
+
+
+def test_both_descriptions_are_checked_before_a_rank_is_traced(tmp_path, config):
+    told, tracer = describe(f"{config} world=2 tp=2", "tp=2"), Tracer({})
+    with processes(tmp_path, "trainer", 1, 1, REFUSES) as p:
+        tracer._found = dict.fromkeys(("trainer", "engine"), p.python)
+    with pytest.raises(XferError, match="no such size"):
+        tracer.trace(told.trainer, told.engine)

@@ -108,19 +108,19 @@ def timeline(
     from rich.table import Table
     from rich.text import Text
 
+    from xfer.cli import timelines
     from xfer.errors import XferError
-    from xfer.participants import timeline as kept
 
     if median and attempt is not None:
         raise typer.BadParameter("--attempt is of one refit and --median of all: give one of the two")
     console = Console()
     try:
-        moments, sessions = kept.of_session(kept.read(folder, lambda text: say(console, text)), session)
+        moments, sessions = timelines.of_session(timelines.read(folder, lambda text: say(console, text)), session)
     except XferError as e:
         say(console, str(e), "red")
         raise typer.Exit(1) from None
-    hosts: Mapping[str, Sequence[kept.Moment | kept.Typical]]
-    hosts = kept.typical(moments, skip) if median else kept.of_attempt(moments, attempt)
+    hosts: Mapping[str, Sequence[timelines.Moment | timelines.Typical]]
+    hosts = timelines.typical(moments, skip) if median else timelines.of_attempt(moments, attempt)
     if not hosts:
         refits = len({x.attempt for x in moments})
         if median and refits:
@@ -133,7 +133,7 @@ def timeline(
         raise typer.Exit(1)
     for host, found in hosts.items():
         first = found[0]
-        title = f"refit {first.attempt} on {host}" if isinstance(first, kept.Moment) else f"medians on {host}"
+        title = f"refit {first.attempt} on {host}" if isinstance(first, timelines.Moment) else f"medians on {host}"
         table = Table(title=Text(plain(title)), title_justify="left")
         numbers = ("ms", "since the last", *(("least", "most", "refits") if median else ()))
         for name in numbers:
@@ -143,7 +143,7 @@ def timeline(
         before = first
         for x in found:
             row = [f"{(x.at - first.at) * 1e3:.2f}", f"{(x.at - before.at) * 1e3:.2f}"]
-            if isinstance(x, kept.Typical):
+            if isinstance(x, timelines.Typical):
                 row += [f"{x.least * 1e3:.2f}", f"{x.most * 1e3:.2f}", str(x.count)]
             table.add_row(*row, *(Text(plain(c)) for c in (x.who, x.what)))
             before = x
