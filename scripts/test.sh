@@ -53,7 +53,7 @@ timed() { # a check, with its seconds
   echo "$1: $((SECONDS - began)) s"
 }
 style() { .venvs/trainer/bin/ruff check . && .venvs/trainer/bin/ruff format --check .; }
-types() { .venvs/trainer/bin/python -m tests.support.house --types; }
+types() { .venvs/trainer/bin/python -m mypy; }
 site() { NO_MKDOCS_2_WARNING=1 .venvs/docs/bin/mkdocs build --strict -q; }
 layout() { .venvs/trainer/bin/python -m tests.support.house; }
 echo "== style, types, site, layout"

@@ -1,7 +1,6 @@
 """The example's arithmetic without models: advantages, packing, the loss against finite differences, gate and versions."""
 
 import asyncio
-import contextlib
 import json
 import math
 import os
@@ -9,9 +8,7 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +22,7 @@ from examples.grpo.client import RolloutClient, ServeClient
 from examples.grpo.replicas import wait_healthy
 from examples.grpo.samples import Sample, Span, require_version
 from examples.grpo.task import SortDigits
+from tests.support.http import serving
 from tests.support.proc import PATIENCE, ROOT
 from xfer.errors import DeadlineExceeded, EngineLost, LayoutError, Unsupported, XferError
 
@@ -260,44 +258,12 @@ def test_a_sample_whose_parts_do_not_fit_is_refused(broken):
         Sample.read(whole | broken)
 
 
-@contextlib.contextmanager
-def serving(*answers, port: int = 0):
-    """URLs of a server for each function, which answers a request's JSON with (code, text)."""
-
-    def handler(answer):
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                code, text = answer(json.loads(body or "null"))
-                self.send_response(code)
-                self.send_header("Content-Length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text.encode())
-
-            do_GET = do_POST
-
-            def log_message(self, *_):
-                pass
-
-        return Handler
-
-    servers = [HTTPServer(("127.0.0.1", port), handler(answer)) for answer in answers]
-    for s in servers:
-        Thread(target=s.serve_forever, daemon=True).start()
-    try:
-        yield [f"http://127.0.0.1:{s.server_port}" for s in servers]
-    finally:
-        for s in servers:
-            s.shutdown()
-            s.server_close()
-
-
 @pytest.mark.parametrize("code", [500, 503, 403, 404])
 def test_a_replica_that_says_it_failed_is_not_asked_again_and_a_wrong_request_is_an_error(code):
     good = {"prompt": [1], "tokens": [2], "logprobs": [-1.0], "spans": [["3", 0, 1]]}
     with serving(
-        lambda asked: (code, "out of memory"),
-        lambda asked: (200, json.dumps({"groups": [[good] for _ in asked["prompts"]]})),
+        lambda *_: (code, "out of memory"),
+        lambda method, path, body: (200, {"groups": [[good] for _ in json.loads(body)["prompts"]]}),
     ) as urls:
         both, first = (RolloutClient(some, "token", 60.0 * PATIENCE) for some in (urls, urls[:1]))
         if code >= 500:
@@ -382,7 +348,7 @@ def test_where_vllm_names_no_weights_an_answer_is_of_one_version_or_asked_again(
 def test_samples_of_a_server_that_names_no_weights_are_of_what_its_controller_serves():
     """It gives one answer, however many are asked for."""
     one = {"token_ids": [7, 8], "logprobs": {"content": [{"logprob": -1.0}, {"logprob": -2.0}]}}
-    with serving(*[lambda asked: (200, json.dumps({"choices": [one]}))] * 2) as urls:
+    with serving(*[lambda *_: (200, {"choices": [one]})] * 2) as urls:
         client = ServeClient(urls, "token", 60.0 * PATIENCE)
         with pytest.raises(XferError, match="cannot be used"):  # nobody says whose they are
             client.sample([[1]], n=1, tokens=2, seed=0)
@@ -397,7 +363,7 @@ def test_servers_are_waited_for_and_named_when_they_do_not_come():
     late, never = free_port(), f"http://127.0.0.1:{free_port()}"
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(wait_healthy, [f"http://127.0.0.1:{late}"], 60.0 * PATIENCE)
-        with serving(lambda asked: (200, ""), port=late) as urls:
+        with serving(lambda *_: (200, ""), port=late) as urls:
             waiting.result(90 * PATIENCE)
             with pytest.raises(DeadlineExceeded, match="not all servers answered") as e:
                 wait_healthy([*urls, never], 0.1)

@@ -1,9 +1,6 @@
-"""HTTP requests go straight to whom they are meant for, whatever proxies the environment names: they carry the job's token."""
+"""HTTP requests, which carry the job's token, go straight to their server, whatever proxies the environment names."""
 
 import json
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -13,34 +10,10 @@ from examples.common.ports import free_port
 from examples.grpo.client import RolloutClient
 from examples.grpo.replicas import healthy
 from tests.support.connect import flat_connect
+from tests.support.http import serving
 from tests.support.world import TOKEN, ToyEngine, ToySource
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@contextmanager
-def serving(answer):
-    """A server on loopback; `answer(method, path, body)` gives a (code, object). Yields its URL."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def answer(self):
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
-            code, said = answer(self.command, self.path, body)
-            data = json.dumps(said).encode()
-            self.send_response(code)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        do_GET = do_POST = do_CONNECT = answer
-
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
 
 
 def routes(engine: ToyEngine):
@@ -67,9 +40,9 @@ def routes(engine: ToyEngine):
 
 @pytest.fixture
 def proxied(monkeypatch):
-    """What a proxy has seen that all the usual variables name."""
+    """The requests that reached a proxy which all the usual variables name."""
     seen: list[str] = []
-    with serving(lambda method, path, body: (502, seen.append(f"{method} {path} {body}"))) as proxy:
+    with serving(lambda method, path, body: (502, seen.append(f"{method} {path} {body}"))) as (proxy,):
         for name in ("http_proxy", "https_proxy", "all_proxy"):
             monkeypatch.setenv(name, proxy)
             monkeypatch.setenv(name.upper(), proxy)
@@ -80,7 +53,7 @@ def proxied(monkeypatch):
 
 def test_an_engine_that_is_given_by_url_is_asked_without_a_proxy(proxied):
     engine = ToyEngine(2)
-    with serving(routes(engine)) as url:
+    with serving(routes(engine)) as (url,):
         rendezvous = f"tcp://127.0.0.1:{free_port()}"
         with flat_connect(
             trainer=ToySource(0, 1), rendezvous=rendezvous, token=TOKEN, engines=[url], deadline_s=10.0
@@ -92,7 +65,7 @@ def test_an_engine_that_is_given_by_url_is_asked_without_a_proxy(proxied):
 
 
 def test_the_example_asks_its_rollouts_without_a_proxy(proxied):
-    with serving(routes(ToyEngine(1))) as url:
+    with serving(routes(ToyEngine(1))) as (url,):
         assert healthy(url)
         assert RolloutClient([url], TOKEN).post(url, "/sample", {}) == {"groups": []}
     assert not proxied

@@ -1,7 +1,6 @@
 """How xfer is laid out, measured on its source text. Prints the table of what the layout is to be, with today's figures.
 
-    python -m tests.support.house            the table; type errors as the last --types counted them
-    python -m tests.support.house --types    run mypy; fail if a package has more errors than are left to it
+    python -m tests.support.house
 
 Reads syntax trees only and imports nothing of xfer. tests/unit/test_architecture.py holds what must not get worse.
 """
@@ -200,38 +199,6 @@ def lines_of(paths: list[Path]) -> int:
     return sum(len(p.read_text().splitlines()) for p in paths)
 
 
-# ---- types
-
-MYPY_LEFT: dict[str, int] = {}
-"""Errors that mypy may still find in a package. In a package that is not listed it may find none: a fixed one leaves this list."""
-MYPY_SAID = ROOT / "build/mypy.txt"
-
-
-def mypy_counts(said: str) -> dict[str, int]:
-    """Errors by package, from what mypy printed."""
-    packages = re.findall(r"^xfer/(\w+)[^:]*:\d+: error", said, re.M)
-    return {p: packages.count(p) for p in sorted(set(packages))}
-
-
-def check_types() -> int:
-    """Run mypy as pyproject.toml says. Print the errors of packages that have more than MYPY_LEFT. Exit status."""
-    done = subprocess.run([sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True)
-    MYPY_SAID.parent.mkdir(exist_ok=True)
-    MYPY_SAID.write_text(done.stdout)
-    if not re.search(r"^(Found \d+ error|Success)", done.stdout, re.M):
-        print(done.stdout, done.stderr)
-        return 1
-    counts = mypy_counts(done.stdout)
-    more = {p for p, n in counts.items() if n > MYPY_LEFT.get(p, 0)}
-    for line in done.stdout.splitlines():
-        if (found := re.match(r"xfer/(\w+)", line)) and found[1] in more:
-            print(line)
-    print(
-        f"mypy: {mypy_row(done.stdout)}; more than MYPY_LEFT (tests/support/house.py) in: {', '.join(sorted(more)) or 'none'}"
-    )
-    return 1 if more else 0
-
-
 # ---- the table
 
 NOUNS = re.compile(r"_*(\w*Refits?|RefitCall|Calls?|Attempts?|Run|Visit|Feed|\w*Outcome(Msg)?)")
@@ -240,8 +207,8 @@ FAILING = re.compile(r"_?(fail|failed|failed_early|lose|lost|torn|abort|give_up)
 """Names of functions of the coordinator by which a refit fails."""
 
 
-def rows(mypy: str) -> Iterator[tuple[str, str, str]]:
-    """(what, today, target) for each row. `mypy`: what it printed, "" if it has not run."""
+def rows() -> Iterator[tuple[str, str, str]]:
+    """(what, today, target) for each row."""
     control = [path for name, (path, _) in modules().items() if package_of(name) in CONTROL]
     yield "control plane: lines / modules", f"{lines_of(control):,} / {len(control)}", "<= 4,900 / about 21"
     yield "import circles / imports against the flow", f"{len(circles())} / {len(against_the_flow())}", "<= 3 / 0"
@@ -261,7 +228,6 @@ def rows(mypy: str) -> Iterator[tuple[str, str, str]]:
     yield "class names that mean several things", str(len(repeated_names())), "<= 5"
     nouns = sorted({n.name for m, n in classes() if package_of(m) in (*CONTROL, "api") and NOUNS.fullmatch(n.name)})
     yield "nouns for one refit", f"{len(nouns)} ({', '.join(nouns)})", "3"
-    yield "mypy errors", mypy_row(mypy), "0 in mesh, plan, the control plane; < 100 elsewhere"
     tests = [*(ROOT / "tests/functional").glob("test_session*.py"), *(ROOT / "tests/unit").glob("test_session*.py")]
     tests += [*(ROOT / "tests/unit").glob("test_coordinator*.py"), ROOT / "tests/support/cluster_model.py"]
     yield "tests of the protocol: lines", f"{lines_of([t for t in tests if t.exists()]):,}", "<= 2,500"
@@ -282,13 +248,6 @@ def rows(mypy: str) -> Iterator[tuple[str, str, str]]:
     yield "lines / modules of xfer", f"{lines_of(package):,} / {len(package)}", "about 27,000 / 120"
 
 
-def mypy_row(said: str) -> str:
-    if not said:
-        return "not counted yet: --types"
-    counts = mypy_counts(said)
-    return f"{sum(counts.values())}" + (f" ({', '.join(f'{p} {n}' for p, n in counts.items())})" if counts else "")
-
-
 def subjects() -> str:
     """Lengths of the subjects of commits that are no merges."""
     log = subprocess.run(
@@ -298,18 +257,12 @@ def subjects() -> str:
     return f"{statistics.median(lengths):.0f} / {max(lengths)}" if lengths else "no history here"
 
 
-def main() -> int:
-    if sys.argv[1:] == ["--types"]:
-        return check_types()
-    if sys.argv[1:]:
-        print(__doc__)
-        return 2
-    table = [("what", "today", "target"), *rows(MYPY_SAID.read_text() if MYPY_SAID.exists() else "")]
+def main() -> None:
+    table = [("what", "today", "target"), *rows()]
     widths = [max(len(r[k]) for r in table) for k in (0, 2)]
     for what, today, target in table:
         print(f"{what:{widths[0]}} | {target:{widths[1]}} | {today}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -7,9 +7,6 @@ import re
 import subprocess
 import sys
 
-import pytest
-
-from benchmarks import packed_gpu
 from tests.support.proc import PATIENCE, ROOT
 
 NAMES = sorted(p.stem for p in (ROOT / "benchmarks").glob("*.py") if p.stem != "__init__")
@@ -62,16 +59,3 @@ def test_links_to_results_lead_to_a_heading():
     pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
     linked = {a for p in pages for a in re.findall(r"benchmarks/RESULTS\.md#([\w-]+)", p.read_text())}
     assert linked and linked <= there
-
-
-@pytest.mark.parametrize(
-    "more, refused", [([], True), (["--no-vllm"], False), (["--quick"], False), (["--ways", "one"], False)]
-)
-def test_a_vllm_that_is_not_there_is_told_at_once(monkeypatch, more, refused):
-    """Before a process starts. If its row does not run, the missing GPUs are reported instead."""
-    monkeypatch.setattr(sys, "argv", ["packed_gpu", *more])
-    monkeypatch.setattr(packed_gpu, "find_spec", lambda name: None)
-    monkeypatch.setattr(packed_gpu.torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(packed_gpu, "Ranks", None)
-    with pytest.raises(SystemExit, match="--no-vllm" if refused else "0 GPUs"):
-        packed_gpu.main()

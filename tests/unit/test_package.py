@@ -146,11 +146,6 @@ def test_no_module_of_the_package_imports_tests_examples_or_benchmarks():
     assert [str(p) for p in (ROOT / "xfer").rglob("*.py") if wrong.search(p.read_text())] == []
 
 
-def test_only_the_command_line_imports_the_layouts_of_xfer_plan():
-    outside = [p for p in (ROOT / "xfer").rglob("*.py") if "cli" not in p.relative_to(ROOT / "xfer").parts]
-    assert [str(p) for p in outside if "xfer.cli" in p.read_text() and p.name != "__main__.py"] == []
-
-
 @pytest.mark.parametrize("adapter", [xfer.TensorTrainer, xfer.MegatronTrainer, xfer.LayerWiseTrainer])
 def test_every_adapter_is_what_connect_says_that_it_takes(adapter):
     """To a type checker: a method of the protocol that one lacks, or an attribute that is a property of it, refuses all calls."""
