@@ -34,15 +34,20 @@ def side(names: list[str], dtype: str, catalog: Catalog, make):
 
 def planned(held: list[str], read: list[str], **options):
     catalog = Catalog(tuple(sorted(TensorSpec(n, (2,), "float32" if n in WIDE else "bfloat16") for n in held)))
-    sources, takers = (
-        side(held, "float32", catalog, trainer_inventory),
-        side(read, "bfloat16", catalog, engine_inventory),
-    )
-    return plan_replica(catalog, [sources], [takers], PlanOptions(**options))
+    source = side(held, "float32", catalog, trainer_inventory)
+    destination = side(read, "bfloat16", catalog, engine_inventory)
+    return plan_replica(catalog, [source], [destination], PlanOptions(**options))
 
 
-def refused(held: list[str], read: list[str], option: str, count: int) -> dict[str, list[str]]:
-    """The argument that the error says to write."""
+@pytest.mark.parametrize(
+    "held, read, argument, count",
+    [
+        ([*WIDE, *PLAIN], [*WIDE, *PLAIN], {"narrow": [BIAS.format("*"), GATE.format("*")]}, len(WIDE)),
+        ([*MEMBERS, *PLAIN], PLAIN, {"drop": ["model.layers.*.mlp.experts.*.w.weight"]}, len(MEMBERS)),
+    ],
+    ids=["narrow", "drop, of experts, by the checkpoint's names"],
+)
+def test_a_missing_option_is_one_line_which_says_what_to_write(held, read, argument, count):
     with pytest.raises(CoverageError) as e:
         planned(held, read)
     error, text = e.value, str(e.value)
@@ -51,22 +56,9 @@ def refused(held: list[str], read: list[str], option: str, count: int) -> dict[s
     assert f"[{count} of this kind: also " in line and line.count("model.layers.") <= 7, line
     assert len(m.encode(m.Failed(m.WireError.of(error, "trainer 0")))) < 2000 and len(text) < 2000
     assert str(m.WireError.of(error, "").error()) == text
-    return {option: ast.literal_eval(re.search(rf"pass {option}=(\[.*?\])(?: |$)", line).group(1))}
-
-
-def test_a_missing_narrow_is_one_line_which_says_what_to_write():
-    names = [*WIDE, *PLAIN]
-    argument = refused(names, names, "narrow", len(WIDE))
-    assert argument == {"narrow": [BIAS.format("*"), GATE.format("*")]}
-    assert planned(names, names, **argument).summary.nbytes
-
-
-def test_a_missing_drop_is_one_line_which_says_what_to_write():
-    """Experts, which plans have as one tensor, by the names of the checkpoint."""
-    held = [*MEMBERS, *PLAIN]
-    argument = refused(held, PLAIN, "drop", len(MEMBERS))
-    assert argument == {"drop": ["model.layers.*.mlp.experts.*.w.weight"]}
-    assert planned(held, PLAIN, **argument).summary.nbytes == 2 * 2 * len(PLAIN)
+    ((option, patterns),) = argument.items()
+    assert ast.literal_eval(re.search(rf"pass {option}=(\[.*?\])(?: |$)", line)[1]) == patterns
+    assert planned(held, read, **argument).summary.nbytes
 
 
 def test_an_argument_names_these_and_no_other():
@@ -94,10 +86,8 @@ def test_many_lines_that_differ_in_numbers_are_one_kind_and_many_kinds_are_cut()
     shapes = [f"layers.{i}.w: ({i}, 64) of float32 in the engine" for i in range(1000)]
     others = [f"layers.{i}.w: ({i}, 64) of bfloat16 in the engine" for i in range(20)]
     lines = by_kind([*shapes, *others])
-    assert [line.split(" [")[0] for line in lines] == [
-        shapes[0],
-        others[0],
-    ] and "[1000 of this kind: also layers.1.w, " in lines[0]
+    assert [line.split(" [")[0] for line in lines] == [shapes[0], others[0]]
+    assert "[1000 of this kind: also layers.1.w, " in lines[0]
     assert all(len(line) < len(shapes[0]) + EXAMPLE_CHARS + 60 for line in lines)
     letters = [f"x: {chr(97 + i % 26) * (1 + i // 26)}" for i in range(100)]
     assert by_kind(letters) == [*letters[: KINDS_SHOWN - 1], f"… and {101 - KINDS_SHOWN} more of other kinds"]

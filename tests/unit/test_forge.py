@@ -1,4 +1,4 @@
-"""What is forked for a test is as one that is started anew: its words, files, environment, session, and end."""
+"""A process that is forked for a test is as one that is started anew: arguments, files, environment, session, and end."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import time
 import pytest
 
 from tests.support import forge
-from tests.support.proc import ROOT, environment
+from tests.support.proc import environment
 
 CHILD = '''
 import atexit, json, os, random, signal, sys, time
@@ -92,13 +92,14 @@ def test_a_process_sees_what_it_would_see_started_anew(start, script, tmp_path):
         p.wait(0.05)
 
 
-@pytest.mark.parametrize("word, code", [("0", 0), ("7", 7), ("raise", 1), ("words", 1)])
-def test_it_ends_as_it_would(start, tmp_path, word, code):
+@pytest.mark.parametrize(
+    "word, code, said", [("0", 0, ""), ("raise", 1, "ValueError: as told"), ("words", 1, "in words")]
+)
+def test_it_ends_as_it_would(start, tmp_path, word, code, said):
     p, _ = start()
     say(p, word)
     assert p.wait(10) == p.poll() == code and p.stdout.read() == "at exit\n"
-    assert ("ValueError: as told" in (tmp_path / "err").read_text()) == (word == "raise")
-    assert ("in words" in (tmp_path / "err").read_text()) == (word == "words")
+    assert said in (tmp_path / "err").read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
@@ -111,37 +112,17 @@ def test_it_is_ended_by_signals_with_the_stacks_of_its_threads(start, tmp_path, 
     assert ("child.py" in (tmp_path / "err").read_text()) == (number == signal.SIGABRT)
 
 
-@pytest.fixture
-def forgeable(monkeypatch):
-    """TORCHINDUCTOR_CACHE_DIR: a test before this one may have set it."""
+def test_settings_of_a_framework_that_differ_need_a_new_process(monkeypatch):
+    """Not those that an import makes: all tests import torch's compiler at some time, which sets a variable."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for name in ("XFER_TEST_FORGE", "XFER_JITTER_CHILDREN", "TORCHINDUCTOR_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
-
-
-def test_a_child_with_other_settings_of_a_framework_is_started_anew(forgeable):
-    assert forge.forge_of(sys.executable, "any", environment(RANK="1", XFER_FAULT="x")) is not None
-    for other in (dict(OMP_NUM_THREADS="2"), dict(VLLM_LOGGING_LEVEL="DEBUG"), dict(CUDA_VISIBLE_DEVICES="0")):
-        assert forge.forge_of(sys.executable, "any", environment(**other)) is None, other
-
-
-def test_settings_that_an_import_makes_do_not_matter(forgeable):
-    """Tests import frameworks too, in any order; all of them import torch's compiler, which sets a variable."""
     code = "import json, os, torch._dynamo; print(json.dumps(dict(os.environ)))"
     before = environment()
     told = subprocess.run([sys.executable, "-c", code], env=before, capture_output=True, check=True, timeout=120).stdout
-    after = json.loads(told.splitlines()[-1])
-    assert after != before, "it sets nothing, so this tests nothing"
-    assert forge.forge_of(sys.executable, "any", before) is forge.forge_of(sys.executable, "any", after) is not None
-
-
-def test_a_forge_that_cannot_import_says_why(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    broken = forge.Forge(sys.executable, "no such imports", environment())
-    with open(os.devnull) as nothing, pytest.raises(RuntimeError, match="KeyError: 'no such imports'"):
-        broken.fork(forge.Request(("x.py",), {}, str(ROOT)), *[nothing.fileno()] * 3)
-
-
-def test_children_that_are_named_are_modules_and_scripts_of_the_tests():
-    places = [ROOT / p for p in ("tests/support", "tests/functional", "examples/demo")]
-    assert not [n for n in forge.OF if not any((p / f"{n}.py").exists() for p in places)]
+    assert (after := json.loads(told.splitlines()[-1])) != before, "it sets nothing, so this tests nothing"
+    mine = environment(RANK="1", XFER_FAULT="x")
+    found = [forge.forge_of(sys.executable, "any", env) for env in (before, after, mine)]
+    assert found[0] is found[1] is found[2] is not None
+    for other in (dict(OMP_NUM_THREADS="2"), dict(VLLM_LOGGING_LEVEL="DEBUG"), dict(CUDA_VISIBLE_DEVICES="0")):
+        assert forge.forge_of(sys.executable, "any", environment(**other)) is None, other
