@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from tests.functional.test_xferdtensor import EXAMPLES, any_mesh_to_any_mesh, part_of, raises
+from tests.support.gpu_ranks import run_all
 from xfer import dtensor, dtensor_routes
 from xfer.errors import PeerLost, PlanMismatch, Unsupported
 from xfer.mesh import MeshInfo, Replicate, Shard
@@ -20,15 +19,7 @@ MOVES = EXAMPLES // 8
 
 def spawn(size: int, folder, backend: str, part: str, seconds: float = 150.0) -> list[dict]:
     """What `part` returned on each of `size` ranks, which share two GPUs evenly."""
-    context = mp.spawn(_main, (size, str(folder), backend, part), size, join=False)
-    until = time.monotonic() + seconds
-    try:
-        while not context.join(timeout=1.0):  # raises with the traceback of a rank that failed
-            assert time.monotonic() < until, f"ranks did not end in {seconds:g} s"
-    finally:
-        for p in context.processes:
-            if p.is_alive():
-                p.kill()
+    run_all(_main, size, (size, str(folder), backend, part), seconds)
     return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(size)]
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import pickle
+import tempfile
 import threading
 import time
-import traceback
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.multiprocessing as mp
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from examples.common.ports import free_port
 from tests.support.row_worlds import apply_world, fresh_sources, random_world, row
@@ -29,60 +32,40 @@ def soon(seconds: float = 60.0) -> float:
     return time.monotonic() + seconds
 
 
-def _main(rank: int, size: int, port: int, part: str, kwargs: dict, env: dict, answers) -> None:
-    os.environ.update(env.get(rank, {}))
-    try:
-        gpus = torch.cuda.device_count()
-        device = torch.device("cuda", rank * gpus // size)
-        torch.cuda.set_device(device)
-        store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
-        answers.put((rank, "ok", globals()[part](rank, size, store, device, **kwargs)))
-    except BaseException:
-        answers.put((rank, "raised", traceback.format_exc()))
-    time.sleep(0.2)  # the queue's feeder
-
-
 START_S, SEED_S = 75.0, 4.0
-"""What ranks may take: to start and to do what takes no seeds, and for each seed."""
+"""Seconds for ranks to start and to do what takes no seeds, and for each seed."""
+
+
+def run_all(main: Callable, size: int, args: tuple, seconds: float) -> None:
+    """Runs `main(rank, *args)` in `size` processes, and raises the traceback of one that failed. All end in `seconds`."""
+    context = mp.spawn(main, args, size, join=False)
+    until = time.monotonic() + seconds
+    try:
+        while not context.join(timeout=1.0):
+            assert time.monotonic() < until, f"ranks did not end in {seconds:g} s"
+    finally:
+        for p in context.processes:
+            if p.is_alive():
+                p.kill()
+
+
+def _main(rank: int, size: int, port: int, part: str, kwargs: dict, env: dict, folder: str) -> None:
+    os.environ.update(env.get(rank, {}))
+    device = torch.device("cuda", rank * torch.cuda.device_count() // size)
+    torch.cuda.set_device(device)
+    store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
+    Path(folder, str(rank)).write_bytes(pickle.dumps(globals()[part](rank, size, store, device, **kwargs)))
 
 
 def spawn(part: str, size: int, env: dict | None = None, **kwargs) -> list:
-    """What `part(rank, size, store, device, **kwargs)` returned in each of `size` processes; raises with tracebacks."""
-    seconds = START_S + SEED_S * len(kwargs.get("seeds", ()))
-    context = mp.get_context("spawn")
-    answers, port = context.Queue(), free_port()
+    """What `part(rank, size, store, device, **kwargs)` returned in each of `size` processes. `env`: by rank."""
+    port = free_port()
     store = TCPStore("127.0.0.1", port, None, True, timedelta(seconds=60), wait_for_workers=False)
-    children = [
-        context.Process(target=_main, args=(r, size, port, part, kwargs, env or {}, answers), daemon=True)
-        for r in range(size)
-    ]
-    for c in children:
-        c.start()
-    out, wrong, until = [None] * size, [], time.monotonic() + seconds
-    try:
-        left = set(range(size))
-        while left and time.monotonic() < until:
-            try:
-                rank, state, value = answers.get(timeout=1.0)
-            except Exception:
-                gone = [r for r in left if children[r].exitcode not in (None, 0)]
-                if gone:
-                    wrong += [f"rank {r} ended with {children[r].exitcode}" for r in gone]
-                    left -= set(gone)
-                continue
-            left.discard(rank)
-            out[rank] = value
-            if state == "raised":
-                wrong.append(f"rank {rank}: {value}")
-        wrong += [f"rank {r} gave no answer in {seconds} s" for r in left]
-    finally:
-        for c in children:
-            c.join(3)
-            if c.is_alive():
-                c.kill()
+    with tempfile.TemporaryDirectory() as folder:
+        seconds = START_S + SEED_S * len(kwargs.get("seeds", ()))
+        run_all(_main, size, (size, port, part, kwargs, env or {}, folder), seconds)
         del store
-    assert not wrong, "\n".join(wrong)
-    return out
+        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(size)]
 
 
 def tensors(storages, device):
@@ -93,9 +76,8 @@ def agree(got, want) -> None:
     for i, (g, w) in enumerate(zip(got, want)):
         g = g.cpu().numpy()
         if not np.array_equal(g, w):
-            raise AssertionError(
-                f"storage {i}: {np.count_nonzero(g != w)} of {len(w)} differ, first at {np.flatnonzero(g != w)[:5]}"
-            )
+            at = np.flatnonzero(g != w)
+            raise AssertionError(f"storage {i}: {len(at)} of {len(w)} differ, first at {at[:5]}")
 
 
 def worlds(rank, size, store, device, *, route: str, seeds: list[int], long_bytes: int = 0, batches: bool = True):
@@ -185,8 +167,6 @@ def absent_peer(rank, size, store, device):
     exchange_over_store(store, rank, size, "aborted")(b"")
     link.abort()
     torch.ones(10, device=device).sum().item()
-    from torch.distributed import PrefixStore
-
     again = open_group(PrefixStore("again", store), rank, size, 60.0, device)
     if rank < 2:
         P2P(again, Program(rank, 1, rows), roots).run(soon())
@@ -267,11 +247,9 @@ def moved_storage(rank, size, store, device):
 def given_back(rank, size, store, device):
     """Whether there is memory behind an address: while a tensor lives, and after its segment was given back while its
     addresses stay reserved, as vLLM's sleep mode does it (here: expandable segments)."""
-    from xfer.kernels.cuda_driver import mapped
-
     t = torch.ones(256 << 20, dtype=torch.uint8, device=device)
-    address, alive = t.data_ptr(), mapped(t.data_ptr())
-    inside = mapped(address + (200 << 20))
+    address, alive = t.data_ptr(), cuda_driver.mapped(t.data_ptr())
+    inside = cuda_driver.mapped(address + (200 << 20))
     del t
     torch.cuda.empty_cache()
-    return alive, inside, mapped(address)
+    return alive, inside, cuda_driver.mapped(address)
