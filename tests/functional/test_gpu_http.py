@@ -11,9 +11,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
-import os
-import signal
-import subprocess
 import threading
 import time
 import urllib.request
@@ -25,10 +22,12 @@ import pytest
 
 from examples.common.ports import free_port
 from examples.grpo.client import ServeClient
+from examples.grpo.replicas import healthy
 from tests.support import gpu_shared
 from tests.support.gpu_engine import PROMPTS
 from tests.support.gpu_job import SHARED, Job, config, folded, gpus, site
-from tests.support.proc import PATIENCE, PYTHON, ROOT, environment
+from tests.support.grpo_processes import Group, until
+from tests.support.proc import PATIENCE, ROOT
 
 pytest.importorskip("vllm")
 pytestmark = [
@@ -98,36 +97,21 @@ def serving(work: Path, on: tuple[int, ...], *flags: str) -> Iterator[Server]:
         command += f"--dtype bfloat16 --max-model-len 256 --gpu-memory-utilization 0.1 --kv-cache-memory-bytes {1 << 30}".split()
         command += ["--max-num-seqs", "8", "--compilation-config", '{"cudagraph_capture_sizes": [1, 2, 4, 8]}']
         command += ["--worker-extension-cls", "tests.support.gpu_probe.Probe", *flags]
-        env = dict(ENGINE_PYTHON=PYTHON["engine"], VLLM_USE_FLASHINFER_SAMPLER="0", VLLM_LOGGING_LEVEL="WARNING")
+        env = dict(VLLM_USE_FLASHINFER_SAMPLER="0", VLLM_LOGGING_LEVEL="WARNING")
         if len(set(on)) < len(on):
             env |= gpu_shared.environment(list(on))
             for option, value in gpu_shared.OPTIONS.items():
                 command += [f"--{option.replace('_', '-')}", *([] if value is True else [value])]
-        log = open(work / "server.log", "w")
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(**site("engine"), **env), stdout=log, stderr=log, start_new_session=True
-        )
+        process = Group("server", command, work, **site("engine"), **env)
         try:
             job.start_trainers([on[0]])
             job.plain()
             server = Server(job, f"http://127.0.0.1:{port}", on)
-            until = time.monotonic() + 240 * PATIENCE
-            while True:
-                assert process.poll() is None and time.monotonic() < until, (work / "server.log").read_text()[-6000:]
-                with contextlib.suppress(OSError):
-                    if urllib.request.urlopen(f"{server.url}/health", timeout=5):
-                        break
-                time.sleep(0.5)
+            until(lambda: healthy(server.url), "the server is up", process, seconds=240)
             job.good("connect", "connected", rendezvous=f"tcp://127.0.0.1:{free_port()}", engines=[server.url])
             yield server
         finally:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(20)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait(10)
-            log.close()
+            process.kill()
 
 
 @pytest.fixture(scope="module")

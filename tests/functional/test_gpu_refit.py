@@ -37,7 +37,6 @@ class Case:
     engine_env: dict = field(default_factory=dict)
     group: str = "gloo"  # the trainers' own
     way: str = ""  # how whole tensors come together
-    slow: bool = False  # another case has nearly all of it
 
     @property
     def needs(self) -> int:
@@ -90,12 +89,9 @@ CASES = [
     Case("as on two hosts", "qwen3_moe", (1,), ((0,),), EAGER, **UNMAPPED_APART),
     Case("two to TP2, as on two hosts", "qwen3", (0, 1), ((0, 1),), EAGER, **UNMAPPED_APART),
     Case("one GPU, by NCCL, as on three hosts, one connection", "qwen3", (0, 0), ((0,),), EAGER, **CONNECTED_ONCE),
-    Case("two replicas on one GPU, as on two hosts", "qwen3", (0,), ((0,), (0,)), EAGER, slow=True, **UNMAPPED_APART),
     Case("packed, by NCCL", "qwen3_moe", (1,), ((0,),), EAGER, **PACKED),
     Case("packed, two to TP2", "qwen3_moe", (2, 3), ((0, 1),), EAGER, **PACKED),
     Case("packed, two to TP2, as on two hosts", "qwen3_moe", (0, 1), ((0, 1),), EAGER, **PACKED, **APART),
-    Case("packed, one GPU, as on two hosts", "qwen3_moe", (0,), ((0,),), EAGER, slow=True, **PACKED, **APART),
-    Case("packed, mapped on one GPU", "qwen3_tied", (0,), ((0,),), EAGER, slow=True, **MAPPED),
     Case("packed, two on one GPU, mapped", "qwen3_moe", (0, 0), ((0,),), EAGER, way=PULLED, **small(MAPPED)),
     Case(
         "packed, two on one GPU, as on two hosts",
@@ -111,7 +107,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, id=c.name, marks=[pytest.mark.slow] * c.slow) for c in CASES])
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in CASES])
 def test_refits_are_bit_exact_and_tokens_follow(case: Case, tmp_path):
     if case.needs > GPUS and not case.shares:
         pytest.skip(f"needs {case.needs} GPUs")

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from importlib import import_module
 
 import pytest
@@ -134,24 +135,11 @@ def test_every_step_is_a_command_that_its_benchmark_accepts(step, monkeypatch):
         import_module(f"benchmarks.{name}").main()
 
 
-@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
-def test_steps_for_so_many_gpus_show_what_only_so_many_can(gpus):
-    names = [s.name for s in goals.fitting(gpus)]
-    assert {1: "one", 2: "pair", 4: "transport", 8: "transport8"}[gpus] in names
-    assert not {1: {"pair"}, 2: {"session4b", "one"}, 4: {"transport8", "pair"}, 8: {"transport"}}[gpus] & set(names)
-
-
-@pytest.fixture
-def behind():
-    """As in a process that a shell started with "&"."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def test_a_run_goes_on_where_the_last_one_stopped_and_begins_nothing_that_cannot_end(
-    tmp_path, monkeypatch, capsys, behind
+    tmp_path, monkeypatch, capsys, request
 ):
+    """As in a process that a shell started with "&", which ignores SIGINT."""
+    request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN)))
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "__init__.py").write_text("")
     (tmp_path / "benchmarks" / "fake.py").write_text(
