@@ -1,12 +1,7 @@
-"""Processes on GPUs that are killed or stopped in the middle of a refit, and memory that changes between two: real vLLM,
-plain trainers, by the peer route and by NCCL. Any number of GPUs; with two the trainer by NCCL is alone, with one all processes share
-it, each a host of its own to NCCL.
+"""Faults on GPUs in the middle of a refit, by pull and by NCCL: processes of a real vLLM and plain trainers are killed or stopped.
 
-After every case: whoever is left had a typed error in time; nobody but the culprit has ended; the engine answers nothing
-or what it answered before; and the next refit is right in every byte. One engine serves all cases of a route but the last,
-which kills it.
-
-    python -m pytest -m gpu tests/functional/test_gpu_faults.py
+After each case every process that is left has raised a typed error in time, no other process has ended, the engine answers NaN
+or as before, and the next refit is right in every byte. A route's cases share an engine, which the last case kills.
 """
 
 from __future__ import annotations
@@ -22,11 +17,11 @@ from tests.support.gpu_faults import FAR, GRACE_S, SHORT, Bench, route
 GPUS = gpus()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a GPU")]
 LATE = ("DeadlineExceeded", "PeerLost")
-"""The second where the rendezvous is silent: then no trainer whose memory is read can know that the readers have ended."""
+"""PeerLost where the rendezvous is silent: a trainer whose memory is read then cannot know that the readers have ended."""
 IN_THE_MIDDLE = {"peer": "moving", "nccl": "wave"}
-"""Where a trainer dies: one that is pulled from has nothing to do itself; one that sends has a part of its bytes on the way."""
+"""The point at which a trainer dies: a part of its bytes is then on the way."""
 LAST, FIRST = "last", "first"
-"""Which trainer; the first has the rendezvous in its process."""
+"""Trainers; the first has the rendezvous in its process."""
 
 
 @pytest.fixture(
@@ -53,7 +48,7 @@ def rank_of(b: Bench, which: str) -> int:
 
 @pytest.mark.parametrize("which", [pytest.param(LAST, marks=pytest.mark.slow), FIRST])
 def test_a_trainer_that_is_killed(b, which):
-    """The engine has mapped its memory, or waits in NCCL for its bytes; a new one in its place gets that memory."""
+    """A new trainer in its place gets its memory, which the engine had mapped."""
     rank = rank_of(b, which)
     mine, before = b.memory(rank)["allocated"], b.room(rank)
     b.begin("trainers", f"trainer:{rank}:{IN_THE_MIDDLE[b.route.name]}:kill@1", deadline_s=FAR)
@@ -86,7 +81,7 @@ def test_a_trainer_that_is_stopped_and_goes_on(b, which):
 )
 def test_storages_made_again_where_they_lay(b, give_back):
     made = b.remade(give_back)
-    assert give_back or all(m["same"] for m in made), made  # where the device puts them is its own affair
+    assert give_back or all(m["same"] for m in made), made
     b.right()
 
 

@@ -1,9 +1,5 @@
-"""`vllm serve` on GPUs behind its URL, as the example starts it but with CUDA graphs and torch.compile, controlled by trainer 0: requests
-under way, vLLM's own sleep routes, data-parallel ranks. No process of xfer's beside the server.
-
-Every byte of the workers that the server's own route for calls reaches is compared with what vLLM's loader makes of the same weights.
-
-    python -m pytest -m gpu tests/functional/test_gpu_http.py
+"""`vllm serve` on GPUs behind its URL, with CUDA graphs and torch.compile: requests under way, vLLM's sleep routes, data-parallel
+ranks. Every byte of the workers is compared with what vLLM's loader makes of the same weights.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Real Megatron-Core models under a layer-wise optimizer on GPUs: steps over NCCL give the same bits with a blocking gather,
-with broadcasts that overlap the forward, and with copies out of the owners' memory. Ranks that share a GPU are, to NCCL, of
-several hosts: two ranks need one GPU, four need four or XFER_SHARE_GPUS=1. Plain torch: test_gpu_layerwise_refit.py.
-
-    python -m pytest -m gpu tests/functional/test_gpu_layerwise.py
+"""Megatron-Core models under a layer-wise optimizer on GPUs: blocking gathers, broadcasts that overlap the forward, and copies out
+of the owners' memory give the same bits. Two ranks need one GPU; four ranks need four, or XFER_SHARE_GPUS=1.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Layer-wise optimizers on one GPU: refits from the owners beside the gather, and checkpoints with kernels that keep their counts on the
-device. Two ranks share the GPU, and are two hosts to NCCL. Steps of Megatron-Core's models: test_gpu_layerwise.py.
-
-    python -m pytest -m gpu tests/functional/test_gpu_layerwise_refit.py
-"""
+"""Layer-wise optimizers of two ranks on one GPU: refits from the owners beside the gather, and checkpoints."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Real Megatron-Core and Megatron-Bridge on GPUs: forward, backward and optimizer steps, refits between them, and the engine
-compared with vLLM's own loader and with a fresh engine over what Bridge exports. One GPU, where both trainer ranks and the engine
-share it, or two.
-
-    XFER_SITE_TRAINER=<site with megatron> python -m pytest -m gpu tests/functional/test_gpu_megatron.py
+"""Megatron-Core and Megatron-Bridge on one or two GPUs: refits between optimizer steps; the engine is compared with vLLM's own
+loader and with a fresh engine that loads what Bridge exports.
 """
 
 from __future__ import annotations
@@ -20,8 +17,7 @@ pytestmark = [
 ]
 LAYOUTS = {"tp2": ("qwen3", dict(tp=2)), "pp2": ("qwen3", dict(pp=2)), "ep2": ("qwen3_moe", dict(ep=2, etp=1))}
 LAST = min(gpus(), 2) - 1
-"""The second rank's GPU. Where that is the first's too, the ranks are of two hosts to NCCL, by which Megatron speaks; the engine reads
-their memory all the same."""
+"""The second rank's GPU. On the first's GPU the ranks are two hosts to Megatron's NCCL; the engine still reads their memory."""
 APART = {} if LAST else nccl_host("trainer{rank}")
 
 

@@ -1,9 +1,5 @@
-"""The packed route on GPUs when something fails between two buckets: two trainers and a real vLLM on one GPU, messages mapped
-over CUDA IPC, and broadcast by NCCL "as on two hosts". What must hold is what test_gpu_faults.py says.
-
-    python -m pytest -m gpu tests/functional/test_gpu_packed_faults.py
-
-Over gloo and shared memory: test_packed_deaths.py.
+"""The packed route on GPUs when a process fails between two buckets, mapped over CUDA IPC and broadcast by NCCL. The checks are those
+of test_gpu_faults.py; test_packed_deaths.py does this over gloo and shared memory.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
-"""The packed route into engines on GPUs whose weights do not lie as they were loaded: vLLM quantizes them to FP8 while it loads,
-and refits go through its layer-wise reload. The direct route refuses such an engine.
-
-    python -m pytest -m gpu tests/functional/test_gpu_packed_reload.py
-
-The truth is a fresh engine of the same kind that loads the same weights from a checkpoint: bytes of every parameter, and tokens.
+"""The packed route into engines that vLLM quantizes to FP8 while it loads, which the direct route refuses. After refits, bytes of
+all parameters and tokens are those of a fresh engine that loads the same checkpoint.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""A trainer whose weights lie in virtual memory that is paused while they are not needed, as slime and miles do it: a refit or
-connect before they are resumed is refused by name, and no process dies of it.
-
-    python -m pytest -m gpu tests/functional/test_gpu_paused.py
+"""Trainers whose weights lie in virtual memory that is paused while they are not needed, as slime and miles do it: a refit or
+connect before they are resumed is an error that names them.
 """
 
 from __future__ import annotations

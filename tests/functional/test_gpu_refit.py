@@ -1,10 +1,8 @@
-"""Whole refits between GPU processes: plain and Megatron trainers, real vLLM with CUDA graphs and torch.compile.
+"""Whole refits between GPU processes: plain trainers, real vLLM with CUDA graphs and torch.compile.
 
-After each refit every byte of every worker is compared with what vLLM's own loader makes of the same weights (and, of MLA,
-the projections that it derives from them), and greedy tokens are asked right away, of every data-parallel rank. Any number
-of GPUs: what needs more is skipped, or, with XFER_SHARE_GPUS=1, shares those that there are (gpu_shared.py).
-
-    python -m pytest -m "gpu and not slow" tests/functional/test_gpu_refit.py        # and with -m gpu all of them
+After each refit every byte of every worker is compared with what vLLM's own loader makes of the same weights (with MLA, also the
+projections derived from them), and every data-parallel rank answers with greedy tokens. Cases that need more GPUs than there are
+are skipped, or share them with XFER_SHARE_GPUS=1 (gpu_shared.py).
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ class Case:
 
     @property
     def shares(self) -> bool:
-        """Whether its ranks can share GPUs: where NCCL has to carry bytes, xfer, too, must take both sides for several hosts."""
+        """Whether its ranks can share GPUs. If NCCL carries the bytes, both sides must be different hosts to xfer as well."""
         by_nccl = self.route == "nccl" or (self.route == "packed" and not self.connect.get("colocated"))
         return SHARED and (not by_nccl or "XFER_HOST" in self.env)
 
@@ -64,7 +62,7 @@ PULLED, ROUNDS = "by copies out of the trainers' storages", "from what trainers 
 UNMAPPED = dict(route="nccl", env=NO_HANDLES)
 UNMAPPED_APART = {**UNMAPPED, **APART, "env": {**NO_HANDLES, **host("t")}}
 ONE_CONNECTION = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-"""What Megatron asks for on older GPUs: all that a process launches stands in one row."""
+"""As Megatron asks for on older GPUs: all kernels of a process are in one queue."""
 CONNECTED_ONCE = dict(
     route="nccl",
     env={**NO_HANDLES, **ONE_CONNECTION, **host("t{rank}")},
@@ -72,7 +70,7 @@ CONNECTED_ONCE = dict(
 )
 IN_ROUNDS = dict(env={**NO_HANDLES, **nccl_host("t{rank}")}, engine_env=nccl_host("e"), group="nccl", way=ROUNDS)
 NOT_DECODED_BY = ("kv_b_proj.weight",)
-"""MLA decodes by what it made of this after loading."""
+"""MLA decodes with tensors that it made of this one after loading."""
 CASES = [
     Case("one GPU for both", "qwen3", (0,), ((0,),)),
     Case("dense, side by side", "qwen3_tied", (1,), ((0,),)),
@@ -164,7 +162,7 @@ def test_samples_are_of_the_version_that_they_are_labelled_with(tmp_path):
 
 
 PROMPT, LONG, AROUND = [5, 6, 7, 8], 240, 3
-"""A request that takes a hundred times as long as a refit's pause, and how many are to end between two refits."""
+"""LONG: tokens of a request that takes a hundred times as long as a refit's pause. AROUND: requests that end between two refits."""
 
 
 def flown(engine: Engine, what: str, so_far) -> dict:
@@ -179,7 +177,7 @@ def flown(engine: Engine, what: str, so_far) -> dict:
 
 
 def flew_well(mode: str, log: list, truth: dict[int, list[int]], versions: list[int]) -> None:
-    """`versions`: in the order of the refits. Every answer is wholly of one, or is what `mode` says of one that a refit met."""
+    """Checks that each answer is of one version, or interrupted as `mode` says. `versions`: in the order of the refits."""
     seen, met = [], 0
     for tokens, why in log:
         of = next((v for v in truth if tokens == truth[v]), None)
@@ -198,8 +196,8 @@ def flew_well(mode: str, log: list, truth: dict[int, list[int]], versions: list[
 
 @pytest.mark.slow
 def test_requests_under_way_across_refits_are_of_one_version_or_what_the_pause_says(tmp_path):
-    """AsyncLLM with CUDA graphs, a request running whenever a refit begins. "wait": they end under the old weights; "abort": they
-    are thrown away, and the next is of the new; "keep": they go on, with all their tokens, under the new."""
+    """A request runs whenever a refit begins. "wait": it ends under the old weights; "abort": it is dropped; "keep": it goes on under the
+    new weights."""
     with Job(tmp_path, config("qwen3")) as job:
         engine = job.engine("engine", [0], asynchronous=True)
         job.start_trainers([1 if GPUS > 1 else 0])
@@ -226,7 +224,7 @@ def test_requests_under_way_across_refits_are_of_one_version_or_what_the_pause_s
 
 
 def test_trainers_whose_memory_cannot_be_read_are_refused_on_the_engines_gpu(tmp_path):
-    """NCCL refuses two ranks on one GPU, and nobody else could carry the bytes. The engine is as it was: others may come."""
+    """NCCL refuses two ranks on one GPU, and no other transport is left. The engine can still be joined by other trainers."""
     with Job(tmp_path, config("qwen3")) as job:
         engine = job.engine("engine", [0], eager=True)
         job.start_trainers([0], **NO_HANDLES)

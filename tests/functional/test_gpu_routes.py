@@ -1,7 +1,5 @@
-"""Both routes on real GPUs: bytes, faults, identity. Any number of GPUs, which ranks share where they are few; to NCCL, which refuses
-two ranks of one host on one GPU, each is then a host of its own.
-
-python -m pytest -m gpu tests/functional/test_gpu_routes.py
+"""Both routes on real GPUs: bytes, faults, identity. Where ranks share a GPU, each is a host of its own to NCCL, which refuses two
+ranks of one host there.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a GPU")]
 SEEDS = list(range(max(4, EXAMPLES // 10)))
 LINKED = min(4, GPUS) if GPUS > 1 else 3
-"""Ranks of a link. On one GPU they take turns, and a wave takes as long as all their turns."""
+"""Ranks of a link. On one GPU they take turns, so a wave takes the sum of their times."""
 SENT = SEEDS if GPUS > 1 else SEEDS[:8]
 
 
@@ -81,7 +79,7 @@ def test_a_stopped_pull_is_drained_and_the_next_is_whole():
 
 
 def test_a_graph_is_recorded_while_garbage_is_collected():
-    """Storages and events die at any time; asking for one in the recording thread has made recording fail (in a relay, opened anew)."""
+    """A query of an event by a destructor in the recording thread has made recording fail."""
 
     class Garbage:
         def __init__(self):
@@ -106,7 +104,7 @@ def test_a_graph_is_recorded_while_garbage_is_collected():
 
 
 def test_an_abort_inside_a_group_of_messages_takes_nothing_from_the_next_communicator():
-    """NCCL's groups are a thread's: one left open by an error swallowed, without another error, all that this thread sent afterwards."""
+    """NCCL's groups belong to a thread: one left open by an error has silently swallowed all later messages of that thread."""
     device, until = torch.device("cuda", 0), time.monotonic() + 30
 
     def link() -> NcclLink:
@@ -159,7 +157,7 @@ def test_a_new_allocation_is_noticed_and_memory_comes_back():
 
 @pytest.mark.parametrize("expandable", ["True", "False"])
 def test_memory_that_was_given_back_behind_its_address_is_noticed(expandable):
-    """What an engine that sleeps looks like: a refit into it must be refused, not be an illegal access."""
+    """As in an engine that sleeps: a refit into it must be an error, not an illegal access."""
     conf = f"expandable_segments:{expandable}"
     env = {0: {"PYTORCH_CUDA_ALLOC_CONF": conf, "PYTORCH_ALLOC_CONF": conf}}
     assert spawn("given_back", 1, env=env) == [(True, True, False)]

@@ -1,8 +1,4 @@
-"""An engine with vLLM's sleep mode, refitted while only its weights are awake, as RL loops do that share GPUs with training.
-With CUDA graphs, which hold the addresses of what was mapped when they were captured.
-
-python -m pytest -m gpu tests/functional/test_gpu_sleep.py
-"""
+"""An engine with vLLM's sleep mode and CUDA graphs, refitted while only its weights are awake."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""What a warm refit costs the processes on GPUs besides moving bytes: no memory, no wait of the host for each tensor, no Python
-for each tensor. Real vLLM, which shares one GPU with two trainers.
-
-    python -m pytest -m gpu tests/functional/test_gpu_warm.py
-
-Without a GPU the calls of Python are counted by test_warm_refit.py.
+"""A warm refit on GPUs allocates no memory, waits for no tensor on the host and calls no Python function per tensor. Without a GPU,
+test_warm_refit.py counts the calls.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`xferdtensor` on real GPUs: bits, what is kept between calls, errors; by mapped memory and over NCCL.
-
-python -m pytest -m gpu tests/functional/test_gpu_xferdtensor.py
-"""
+"""`xferdtensor` on real GPUs: bits, what is kept between calls, errors; by mapped memory and over NCCL."""
 
 from __future__ import annotations
 

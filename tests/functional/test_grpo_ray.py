@@ -1,7 +1,5 @@
 """The loop with Ray actors, by its one command: versions, gate, reward, and not a byte of a refit in Ray's object store.
 
-    .venvs/trainer/bin/python -m pytest -q -m slow tests/functional/test_grpo_ray.py
-
 Wants ray (with grpcio) in both environments, or in a folder that PYTHONPATH names.
 """
 

@@ -1,9 +1,6 @@
-"""Processes of the loop are killed and started again: trainers go on from their checkpoint with the rollout that kept running, and
-a replica rejoins while the other goes on.
+"""Processes of the loop are killed and started again: trainers go on from their checkpoint, and a replica rejoins.
 
-    .venvs/trainer/bin/python -m pytest -q -m slow tests/functional/test_grpo_restart.py
-
-The loop is the example's own, started by torchrun. It ends with an error unless each step's samples carry the step's version.
+The loop ends with an error unless each step's samples carry the step's version.
 """
 
 import secrets
