@@ -7,7 +7,6 @@ the same bytes from and to the same ranks.
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 
@@ -17,15 +16,14 @@ from typer.testing import CliRunner
 from benchmarks.lib import layouts
 from examples.common import toy
 from tests.support.families import FAMILIES
+from tests.support.marks import BOTH
 from tests.support.proc import PYTHON
 from xfer.cli import app
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 from xfer.plan.fabric import Fabric, Site
 from xfer.transport.p2p import WAVE_BYTES
 
-pytestmark = pytest.mark.skipif(
-    not all(os.path.exists(p) for p in PYTHON.values()), reason="scripts/setup.sh has not been run"
-)
+pytestmark = BOTH
 SIZES = dict(world=8, tp=2, pp=2, ep=2, etp=1)
 MOE = toy.FAMILIES["qwen3_moe"] | {"vocab_size": 192}  # as many as vLLM pads them to: declared engines have no padding
 

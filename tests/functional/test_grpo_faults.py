@@ -13,12 +13,10 @@ import pytest
 
 from examples.common.ports import free_port
 from examples.grpo import model
-from tests.support.proc import PYTHON, Family
+from tests.support.marks import BOTH
+from tests.support.proc import Family
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not all(Path(p).exists() for p in PYTHON.values()), reason="scripts/setup.sh has not been run"),
-]
+pytestmark = [pytest.mark.slow, BOTH]
 WORLD = 2
 
 

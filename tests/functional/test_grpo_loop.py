@@ -12,12 +12,10 @@ import pytest
 
 from examples.grpo.gate import Row, read_curve
 from tests.support.grpo_processes import Group
+from tests.support.marks import BOTH
 from tests.support.proc import PATIENCE, PYTHON
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not all(Path(p).exists() for p in PYTHON.values()), reason="scripts/setup.sh has not been run"),
-]
+pytestmark = [pytest.mark.slow, BOTH]
 
 
 def run(work: Path, *words: str, **env: str) -> list[Row]:

@@ -8,12 +8,12 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from examples.grpo.gate import read_curve
+from tests.support.marks import BOTH
 from tests.support.proc import PATIENCE, PYTHON, ROOT, environment
 
 STEPS = 4
@@ -78,7 +78,7 @@ def _without_ray() -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not all(Path(p).exists() for p in PYTHON.values()), reason="scripts/setup.sh has not been run")
+@BOTH
 def test_weights_never_pass_through_the_object_store(tmp_path):
     """The driver reads Ray's own count around every refit, after a probe of 1 MiB has shown that it counts; it stops at the first
     byte. What is asserted here is that it got to its end and counted every refit."""

@@ -13,12 +13,10 @@ from examples.grpo import model
 from examples.grpo.gate import read_curve
 from examples.grpo.replicas import healthy
 from tests.support.grpo_processes import Groups, Steps, torchrun, until
+from tests.support.marks import BOTH
 from tests.support.proc import PYTHON
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not all(Path(p).exists() for p in PYTHON.values()), reason="scripts/setup.sh has not been run"),
-]
+pytestmark = [pytest.mark.slow, BOTH]
 
 
 @pytest.fixture

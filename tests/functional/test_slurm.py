@@ -6,7 +6,6 @@ start.
 """
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -17,16 +16,13 @@ from pathlib import Path
 import pytest
 
 from examples.grpo.gate import Row
+from tests.support.marks import BOTH
 from tests.support.proc import PATIENCE, PYTHON, ROOT, environment
 from tests.support.slurm_cluster import Cluster, missing
 
 
 def slow_job(test):
-    for mark in (
-        pytest.mark.slow,
-        pytest.mark.skipif(not all(map(os.path.exists, PYTHON.values())), reason="scripts/setup.sh has not been run"),
-        pytest.mark.skipif(missing() is not None, reason=str(missing())),
-    ):
+    for mark in (pytest.mark.slow, BOTH, pytest.mark.skipif(missing() is not None, reason=str(missing()))):
         test = mark(test)
     return test
 
@@ -157,7 +153,7 @@ def options(words: list[str]) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.skipif(not Path(PYTHON["trainer"]).exists(), reason="scripts/setup.sh has not been run")
+@BOTH
 def test_what_every_config_would_start_is_what_its_name_says():
     """Shapes of both sides against the name, nodes against shapes, a URL for each replica, and options that train.py takes."""
     asked, built = [], []

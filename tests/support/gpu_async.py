@@ -1,8 +1,4 @@
-"""vLLM's AsyncLLM with the face of an LLM: for engines of several data-parallel ranks, which LLM does not run, and for what its
-users see.
-
-Every prompt is asked of every rank, one after another.
-"""
+"""vLLM's AsyncLLM with the methods of an LLM, for engines of several data-parallel ranks, which LLM does not run."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ import threading
 
 
 class Ranks:
-    """`engine`: the AsyncLLM. `loop`: the event loop that it lives on, in a thread of its own."""
+    """`engine`: the AsyncLLM. `loop`: its event loop, in a thread. Each prompt goes to each rank, one after another."""
 
     def __init__(self, **options):
         from vllm import AsyncEngineArgs
@@ -60,9 +56,9 @@ class Ranks:
 
 
 class Flight:
-    """One request after the other, never inside `serving()`: each alone in its batch, so that one version answers with the same bits.
+    """Sends one request after another, without `serving()`; each is alone in its batch, so that a version always answers the same.
 
-    `log`: (tokens, why it ended) of those that have; `now`: tokens so far of the one that is under way."""
+    `log`: (tokens, reason of the end) of finished requests; `now`: number of tokens of the running one."""
 
     def __init__(self, ranks: Ranks, prompt: list[int], params):
         self.log, self.now, self._ended = [], 0, False

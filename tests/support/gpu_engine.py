@@ -25,8 +25,8 @@ def start(
     asynchronous: bool = False,
     **more,
 ):
-    if not entry_points(group="vllm.general_plugins", name="xfer"):  # vLLM says so after it has loaded its model
-        raise RuntimeError("xfer is in the path here, not installed, so vLLM does not find it: pip install --no-deps .")
+    if not entry_points(group="vllm.general_plugins", name="xfer"):
+        raise RuntimeError("xfer is not installed, so vLLM does not find it: pip install --no-deps .")
     from vllm import LLM
 
     options = dict(
@@ -51,8 +51,7 @@ def greedy(tokens: int):
 
 
 def ask(llm, prompts=PROMPTS, tokens=8):
-    """One after another: which of them an engine takes into one batch is a matter of time, and what else is in a batch changes how
-    sums are rounded."""
+    """Asks one prompt after another, since other requests in a batch change how sums are rounded."""
     out = []
     for p in prompts:
         for o in llm.generate([{"prompt_token_ids": p}], greedy(tokens), use_tqdm=False):
@@ -62,8 +61,10 @@ def ask(llm, prompts=PROMPTS, tokens=8):
 
 
 def deaf(llm) -> list[str]:
-    """Names of live tensors whose values, changed where they lie, change nothing in how one token is answered: those that a captured
-    graph reads from elsewhere. All tokens before it are in the prefix cache and keep the keys and values of the true weights."""
+    """Names of live tensors that can be overwritten without a change of the answer: a captured graph reads these from other memory.
+
+    One token is computed; those before it are in the prefix cache, with the keys and values of the true weights.
+    """
     prompt = [list(range(100, 229))]  # blocks of 16, 32, 64 or 128 tokens, and one token
     ask(llm, prompt)
     truth, out = ask(llm, prompt), []
@@ -77,7 +78,7 @@ def deaf(llm) -> list[str]:
 
 
 class Loop:
-    """Asks the same prompts again and again and notes which version the controller named."""
+    """Asks the same prompts repeatedly and logs the controller's version with each answer."""
 
     def __init__(self, controller):
         self.controller, self.log, self.ended = controller, [], threading.Event()
@@ -91,7 +92,7 @@ class Loop:
                     self.log.append([self.controller.version, [o[0] for o in ask(llm)]])
             except Exception as e:
                 self.log.append(["error", str(e)])
-            time.sleep(0.001)  # the gate prefers the controller, and needs to be seen open once
+            time.sleep(0.001)  # so that the controller gets the gate
 
     def stop(self):
         self.ended.set()
@@ -150,7 +151,7 @@ class Engine:
             emit("heard", deaf=deaf(self.llm))
 
     def force(self) -> None:
-        """Asks behind xfer's back."""
+        """Asks without xfer's gate."""
         emit("forced", outputs=ask(self.llm))
 
     def sleep(self, level: int) -> None:
@@ -217,11 +218,6 @@ class Engine:
     def state(self) -> None:
         error, lost = str(self.controller.error or ""), str(self.controller.lost or "")
         emit("state", version=self.controller.version, error=error, lost=lost)
-
-    def stop(self) -> None:
-        if self.controller is not None:
-            self.controller.close()
-        emit("stopped")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""An engine and plain trainers on GPUs that faults happen to, and what must hold after each; used by test_gpu_faults.py and
-test_gpu_packed_faults.py."""
+"""An engine and plain trainers on GPUs that faults are injected into, and the checks after each fault."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ FAR = 60.0
 SHORT = 5.0 * PATIENCE
 """Deadline of a refit that is to reach it."""
 GRACE_S = CALL_GRACE_S + 5.0 * PATIENCE
-"""What may be added to a deadline when a process does not answer, and some seconds of a busy machine."""
+"""Allowed beyond a deadline when a process does not answer."""
 MODEL = config(
     "qwen3", hidden_size=1024, intermediate_size=8192, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=8,
     vocab_size=8000,
@@ -30,8 +29,7 @@ MODEL = config(
 
 @dataclass(frozen=True)
 class Route:
-    """`name`: as reports call it. `trainers`: the GPU of each; the engine's is 0. `env`: of trainers; `engine_env`: of the engine.
-    `connect`: the trainers', too."""
+    """`name`: as in reports. `trainers`: GPU of each; the engine's is 0. `env`, `connect`: of the trainers. `engine_env`: of the engine."""
 
     name: str
     trainers: tuple[int, ...]
@@ -41,8 +39,8 @@ class Route:
 
 
 def route(name: str, gpus: int) -> Route | None:
-    """The trainers that there is room for. NCCL wants a GPU of its own for each process of a host: one trainer on two GPUs, two on
-    three; on one GPU each process is a host of its own to NCCL, and to xfer they are of one, as their process ids are."""
+    """A route with as many trainers as there is room for: NCCL refuses two processes of a host on one GPU. On a single GPU each process
+    is a host of its own to NCCL, but not to xfer."""
     if not gpus:
         return None
     if name == "peer":
@@ -122,7 +120,7 @@ class Bench:
     def failed(
         self, ranks: list[int], kinds: tuple[str, ...], *texts: str, within: float, drained: bool = True
     ) -> None:
-        """Each raised in time, by these names. `drained`: and knows that nobody reads its parameters any more."""
+        """Checks that these trainers raised in time. `drained`: and that their errors say that no process reads their parameters."""
         for r in ranks:
             got = self.trainers[r].expect("refitted", "raised", timeout=within + 30)
             assert got["kind"] == "raised" and got["type"] in kinds, got
@@ -140,8 +138,8 @@ class Bench:
         return self.engine.ask("state", "state")
 
     def replaced_engine(self, free: int) -> None:
-        """A worker was killed, nobody else ends, and the controller hears of it. GPU 0, of which `free` bytes were free before, gets
-        back what the engine held, and another engine takes the replica's place."""
+        """After a worker was killed: no other process ends, and another engine takes the replica's place. `free`: bytes of GPU 0 that were
+        free before the first engine started."""
         self.only_these_ended()
         self.given_up()
         assert self.state()["error"]
@@ -156,7 +154,7 @@ class Bench:
         until(lambda: any(self.state()[k] for k in ("error", "lost")), 40, "the engine's controller has heard of it")
 
     def torn_or_untouched(self) -> None:
-        """Refused to its owner and not a number to who goes past that; or all of it as it was before."""
+        """Checks that the engine answers NaN and its controller has an error, or that it answers as before."""
         self.given_up()
         now = self.engine.ask("force", "forced")["outputs"]
         torn = all(math.isnan(x) for _, logprobs in now for x in logprobs)
@@ -195,8 +193,7 @@ class Bench:
         return self.trainers[rank].expect("memory", timeout=30)
 
     def room(self, rank: int) -> int:
-        """Bytes of this trainer's GPU that are free; where the engine lies there too, also what its torch keeps for buffers to come, and
-        less what the GPU has in all: two of these can be compared."""
+        """Free bytes of this trainer's GPU. If the engine is there too: relative to the GPU's size, and with its torch's cache as free."""
         if self.route.trainers[rank]:
             return self.memory(rank)["free"]
         ((beside, _),) = self.engine.ask("memory", "memory")["workers"]

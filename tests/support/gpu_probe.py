@@ -1,7 +1,6 @@
-"""What GPU tests ask of a live vLLM worker (`worker_extension_cls`), by method name. Arguments and answers are plain data.
+"""Methods that GPU tests call on a live vLLM worker (`worker_extension_cls`). Arguments and answers are plain data.
 
-The judge is vLLM's own loader: a second model of the same class is built in the worker, loads the full checkpoint as
-any engine would, and every byte of the live model is compared with it on the device.
+Every byte of the live model is compared with a second model of the same class in the worker, which vLLM's loader has filled.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ DERIVED = ("W_UV", "W_UK_T")
 
 
 def derived(model) -> dict[str, torch.Tensor]:
-    """What MLA's attention layers made of their projections after loading; sometimes registered as parameters too."""
+    """Tensors that MLA's attention layers compute from their projections after loading."""
     made = {f"{at}.{key}": getattr(module, key, None) for at, module in model.named_modules() for key in DERIVED}
     return {name: t for name, t in made.items() if t is not None}
 
@@ -35,8 +34,7 @@ class Probe:
     """Mixed into vLLM's worker: `self` is the worker."""
 
     def xfer_wrong(self, config=None, seed=0, folder=""):
-        """[(name, wrong elements, elements)] of live parameters, and of what is derived from them, that are not what vLLM's
-        loader makes of these weights."""
+        """[(name, wrong elements, elements)] of live parameters and tensors derived from them that differ from vLLM's loader."""
         from xfer.engines.meta_model import make_model
 
         twin = make_model(self.vllm_config, str(self.device))
@@ -66,7 +64,7 @@ class Probe:
         return [*bad, *((n, -1, 0) for n in live)], seen
 
     def xfer_scramble(self, seed):
-        """Noise in every live byte that a refit must write. Answers a checksum of what is kept."""
+        """Fills every live byte that a refit must write with noise. Returns a checksum of the kept bytes."""
         model = self.weight_transfer_engine.session.model
         if isinstance(model, EngineModel):
             engine_bytes.scramble(model, seed)
@@ -81,7 +79,7 @@ class Probe:
         return list(tensors(self.model_runner.get_model()))
 
     def xfer_noise(self, name: str, there: bool):
-        """Finite noise in this one live tensor, or the bits that were there before it."""
+        """Fills one live tensor with finite noise, or restores it."""
         t = tensors(self.model_runner.get_model())[name].data
         if there:
             self.xfer_saved = t.clone()
@@ -96,7 +94,7 @@ class Probe:
         return engine_bytes.checksum_kept(model) if isinstance(model, EngineModel) else ""
 
     def xfer_digests(self):
-        """Of the bytes of every live parameter, whatever vLLM has made of it."""
+        """SHA-256 of the bytes of every live parameter."""
         live = tensors(self.model_runner.get_model())
         raw = {n: t.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy() for n, t in live.items()}
         return {n: hashlib.sha256(x.tobytes()).hexdigest() for n, x in raw.items()}

@@ -1,5 +1,5 @@
-"""What this process does between two moments: Python functions that it calls, but for those that ask again and again whether to wait
-on, memory that it asks torch for, and operations for which the host waits for the device. Of all threads; used by test_gpu_warm.py."""
+"""Counts what all threads of this process do between two moments: calls of Python functions except polling ones, torch's
+allocations, and operations for which the host waits for the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import Counter
 import torch
 
 POLLED = {"is_set", "stopped", "poll", "query"}
-"""Names of functions that a wait calls for as long as it lasts: they tell how busy the GPU is, not how many tensors there are."""
+"""Functions that a wait calls repeatedly; their number depends on the GPU's load, not on the number of tensors."""
 
 
 class Watch:
