@@ -6,60 +6,15 @@ import os
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.trace_maps import element_map
-from tests.support.trace_steps import COMPUTES
-from tests.unit.test_trace_loader import SPECS, Toy, steps, storage_as
 from xfer.errors import LayoutError, Unsupported
-from xfer.trace.boxes import boxes, merge
 from xfer.trace.fragment import TensorSpec
-from xfer.trace.loader import trace_loader
 from xfer.trace.probe import NOT_MOVED, OFFSET_BITS, Digits, decode, export_fragments, numbers
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
 DTYPES = ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32", "uint8", "int8", "int32", "int64"]
-
-
-def load_fragments(root: str, ids, dtype: str, specs: dict[int, TensorSpec]) -> list:
-    """Engine side: checkpoint tensors were numbered, `ids` is what a whole storage holds, seen as flat elements of
-    `dtype`.
-
-    `specs`: id -> checkpoint tensor. Elements that are `NOT_MOVED` are left out: fills, computed values, bytes not
-    written.
-    """
-    out = []
-    for at, number, of in decode(ids):
-        out += boxes(specs[number], of, at.scaled(getattr(torch, dtype).itemsize), root, dtype)
-    return merge(out)
-
-
-def probe(program: list, digits: Digits) -> tuple[list, Toy]:
-    """Load every pass into a model of its own and read back the numbers of each storage."""
-    outcome: dict[str, list[torch.Tensor]] = {"w": [], "v": []}
-    inputs = [digits.digits(i, s.shape, getattr(torch, s.dtype)) for i, s in enumerate(SPECS)]
-    for k in range(digits.passes):
-        model = Toy(program, "cpu")
-        model.load_weights([(s.name, x[k].clone()) for s, x in zip(SPECS, inputs)])
-        for name, got in outcome.items():
-            got.append(storage_as(getattr(model, name)))
-    found = []
-    for name, dtype in (("w", "float32"), ("v", "bfloat16")):
-        found += load_fragments(name, digits.recombine(outcome[name]), dtype, dict(enumerate(SPECS)))
-    return found, model
-
-
-@settings(max_examples=EXAMPLES, deadline=None, database=None)
-@given(steps.filter(lambda p: not {op for op, _, _ in p} & set(COMPUTES)))
-def test_trace_and_probe_agree(program):
-    """Casts too: a digit survives every dtype on the way, as the trace's conversions do."""
-    digits = Digits.fit(SPECS, ["bfloat16", "float64"])
-    traced = trace_loader(Toy(program, "meta"), SPECS)
-    if traced.recipes:
-        return  # two roundings: no fragment, though small digits survive them
-    probed, _ = probe(program, digits)
-    assert {e[:4] for e in element_map(traced.fragments)} == {e[:4] for e in element_map(probed)}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
