@@ -1,4 +1,4 @@
-"""Boxes: the axis-aligned regions of a canonical tensor. Origin and extent per dim, in elements. Nothing about storage here."""
+"""Boxes: the axis-aligned regions of a checkpoint tensor. Origin and extent per dim, in elements. Nothing about storage here."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def _untaken(catalog: Catalog, destinations: Sequence[Class], options: PlanOptio
 
 
 def _taken(catalog: Catalog, destinations: Sequence[Class]) -> dict[int, set[tuple[int, int]]]:
-    """Ranges of dim 0 that are wanted of each canonical tensor: experts, of those grouped from several."""
+    """Ranges of dim 0 that workers want of each checkpoint tensor; in a group of experts, these are experts."""
     out: dict[int, set[tuple[int, int]]] = defaultdict(set)
     dims = np.array([len(s.shape) for s in catalog.tensors] or [0])
     for t in destinations:

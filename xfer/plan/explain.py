@@ -96,7 +96,7 @@ def explain(s: PlanSummary, digest: str) -> str:
     """The answer to "what moves where", as lines of at most about 120 columns."""
     ratio = f" ({s.broadcast_bytes / s.nbytes:.1f}x)" if s.nbytes else ""
     lines = [
-        f"sub-plan {digest[:12]}: {s.trainers} trainers -> {s.workers} engine workers, {s.tensors} canonical tensors",
+        f"sub-plan {digest[:12]}: {s.trainers} trainers -> {s.workers} engine workers, {s.tensors} checkpoint tensors",
         f"moves {size(s.nbytes)} in {sum(s.pieces_in):,} pieces, {s.messages:,} messages, {s.waves} waves;"
         f" a full broadcast would move {size(s.broadcast_bytes)}{ratio}",
         f"largest piece {size(s.largest_piece)}, largest message {size(s.largest_message)};"

@@ -1,4 +1,4 @@
-"""Canonical boxes of sources x canonical boxes of destinations -> pieces, with all holders of each piece.
+"""Boxes of sources x boxes of destinations -> pieces, with all holders of each piece.
 
 Boxes that several sources hold are cut until any two are equal or disjoint: the *atoms*, each with its set of
 holders. A piece is the intersection of an atom and a wanted box. Ranks with equal inventories count once here (a

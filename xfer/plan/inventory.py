@@ -1,5 +1,5 @@
-"""Inventories: everything the planner knows of one rank. Which box of which canonical tensor lies where in which
-storage.
+"""Inventories: everything the planner knows of one rank, that is, which box of which checkpoint tensor lies where in
+which storage.
 
 Here live the columnar table of fragments, the inventory around it, its digest and its wire form. No address is in it
 and no plan: a rank publishes it once, and ranks whose digests are equal (data-parallel replicas) publish it once for
@@ -85,7 +85,7 @@ class Inventory:
         return f"trainer {self.rank}" if self.side == "trainer" else f"engine worker {self.rank}"
 
     def content(self) -> bytes:
-        """Everything that affects a plan, canonically encoded. Equal for equal ranks."""
+        """Everything that affects a plan, in its one encoding. Equal for equal ranks."""
         if not self._memo.content:
             self._memo.content = _encode_content(self)
         return self._memo.content

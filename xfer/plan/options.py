@@ -108,7 +108,7 @@ class PlanOptions:
 
 
 def sent(catalog: Catalog, drop: Sequence[str]) -> np.ndarray:
-    """Whether engines may take each canonical tensor: not those of which `drop` names all members. bool [tensors]."""
+    """Whether engines may take each checkpoint tensor: not those of which `drop` names all members. bool [tensors]."""
     drop = tuple(drop)
     return np.array([not all(matches(n, drop) for n in catalog.members(t.name)) for t in catalog.tensors], bool)
 

@@ -1,6 +1,6 @@
 """Programs: what one rank does in a refit, as flat tables. Relocatable: no address, no process, no object is in them.
 
-A program is the unit that is hashed, cached, sent, simulated and run. Its rows say *what* moves (canonical tensor
+A program is the unit that is hashed, cached, sent, simulated and run. Its rows say *what* moves (checkpoint tensor
 and box), *from where to where* (rank, storage number, byte offset, byte strides) and *when* (wave, byte offset in
 the message). A rank keeps a binding table, storage number -> flat byte tensor, beside it; rebinding never touches
 the program.
@@ -60,9 +60,9 @@ ROW = np.dtype(
         ("src_offset", "<i8"),  # bytes
         ("dst_offset", "<i8"),
         ("fill", "<u8"),  # little-endian bits of one element, zero-extended
-        ("origin", "<i8", (_D,)),  # canonical box, padded in front with origin 0 / extent 1
+        ("origin", "<i8", (_D,)),  # box of the checkpoint tensor, padded in front with origin 0 / extent 1
         ("extent", "<i8", (_D,)),
-        ("src_strides", "<i8", (_D,)),  # bytes per canonical dim
+        ("src_strides", "<i8", (_D,)),  # bytes per dim of the box
         ("dst_strides", "<i8", (_D,)),
     ]
 )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FragmentTable:
-    """Fragments as columns, in canonical order (tensor, box, storage position), so that equal sets are equal tables.
+    """Fragments as columns, in one order (tensor, box, storage position), so that equal sets are equal tables.
 
     Boxes and strides have MAX_DIMS columns; a tensor of fewer dims is padded in front with origin 0, extent 1, stride
     0.
@@ -41,7 +41,7 @@ class FragmentTable:
 
     @classmethod
     def build(cls, fragments: Iterable[Fragment], catalog: Catalog, roots: Sequence[Root]) -> FragmentTable:
-        """Fragments of grouped canonical names -> columns; fragments without elements are left out.
+        """Fragments of the catalog's grouped tensors -> columns; fragments without elements are left out.
 
         Raises Unsupported (too many dims, unknown dtype) and LayoutError (unknown names, boxes outside their tensor,
         bytes outside their storage), each naming every offender.

@@ -1,4 +1,4 @@
-"""From pairs of strided regions to fragments: boxes of a canonical tensor with one storage stride per canonical dim.
+"""From pairs of strided regions to fragments: boxes of a checkpoint tensor with one storage stride per dim.
 
 A region that is no box (heads interleaved in the storage, a flattened range that ends inside a row) becomes several
 boxes. Neighbours are merged again along any dim whose address arithmetic agrees. Integers only, no torch.
@@ -23,18 +23,18 @@ FEW = 16
 
 
 def boxes(
-    spec: TensorSpec, canonical: Region, storage: Region, root: str, dtype: str, *, plain: bool = False
+    spec: TensorSpec, checkpoint: Region, storage: Region, root: str, dtype: str, *, plain: bool = False
 ) -> list[Fragment]:
-    """Fragments that together say: element i of `canonical` (elements of `spec`) lies at element i of `storage`
+    """Fragments that together say: element i of `checkpoint` (elements of `spec`) lies at element i of `storage`
     (bytes).
 
-    The regions have one shape. A box that skips canonical elements has `steps`, unless the result is to be `plain`.
+    The regions have one shape. A box that skips elements of the tensor has `steps`, unless the result is to be `plain`.
     LayoutError when the region leaves the tensor, or takes more than `MAX_BOXES` boxes.
     """
-    if not canonical.size:
+    if not checkpoint.size:
         return []
     out: list[Fragment] = []
-    todo = [(canonical, storage)]
+    todo = [(checkpoint, storage)]
     while todo:
         c, s = todo.pop()
         found = _as_boxes(spec, c, s, root, dtype, plain)
@@ -44,7 +44,7 @@ def boxes(
             todo += _split(spec.shape, c, s)
         if len(out) + len(todo) > MAX_BOXES:
             raise LayoutError(
-                f"{spec.name}{list(spec.shape)}: a region of {canonical.size} elements is not a few boxes"
+                f"{spec.name}{list(spec.shape)}: a region of {checkpoint.size} elements is not a few boxes"
             )
     return merge(out) if len(out) > 1 else out
 
@@ -68,14 +68,14 @@ Placed = tuple[Ints, Ints, int, Ints, Ints]
 def _placed(shape: Ints, c: Region, strides_of: Ints, plain: bool) -> tuple[Placed, ...] | None:
     """`_as_boxes` by geometry alone, storage (`strides_of`) counted from 0: thousands of experts share one shape."""
     row = row_major(shape)
-    digits: list[list[tuple[int, int, int]]] = [[] for _ in shape]  # per canonical dim: (count, step, storage stride)
-    outer: list[list[tuple[int, int, int]]] = []  # dims that are enumerated: (canonical dim, its shift, storage shift)
+    digits: list[list[tuple[int, int, int]]] = [[] for _ in shape]  # per dim: (count, step, storage stride)
+    outer: list[list[tuple[int, int, int]]] = []  # dims that are enumerated: (dim, its shift, storage shift)
     dims = list(zip(*coalesce(c.shape, c.strides, strides_of)))
     for n, step, stride in dims:
-        if step == 0:  # one canonical element at several places
+        if step == 0:  # one element at several places
             outer.append([(0, 0, i * stride) for i in range(n)])
             continue
-        while n > 1:  # a run may go over several canonical dims, innermost first
+        while n > 1:  # a run may go over several dims, innermost first
             k = next((k for k in range(len(shape)) if row[k] <= step and shape[k] > 1), None)
             if k is None or step % row[k]:
                 return None
@@ -160,7 +160,7 @@ def _slice(
 def merge(fragments: Iterable[Fragment]) -> list[Fragment]:
     """Join neighbours along any one dim while tensor, root, dtype, the other dims and the address arithmetic agree.
 
-    The map from canonical element to byte stays exactly the same. Order of the result: by tensor and origin within
+    The map from element to byte stays exactly the same. Order of the result: by tensor and origin within
     one join, otherwise unspecified but deterministic for a given input set. Fragments with steps stay as they are.
     """
     fragments = list(fragments)
@@ -212,9 +212,9 @@ def refined(f: Fragment, shape: Ints, dims: Ints) -> list[Fragment]:
         return [f]
     steps = f.steps or (1,) * len(shape)
     row = row_major(shape)
-    canonical = Region(sum(o * r for o, r in zip(f.origin, row)), f.extent, tuple(q * r for q, r in zip(steps, row)))
+    checkpoint = Region(sum(o * r for o, r in zip(f.origin, row)), f.extent, tuple(q * r for q, r in zip(steps, row)))
     storage = Region(f.offset, f.extent, f.strides)
-    return boxes(TensorSpec(f.tensor, dims, f.dtype), canonical, storage, f.root, f.dtype, plain=True)
+    return boxes(TensorSpec(f.tensor, dims, f.dtype), checkpoint, storage, f.root, f.dtype, plain=True)
 
 
 def split_of(shape: Ints, fragments: Iterable[Fragment]) -> Ints:

@@ -1,6 +1,6 @@
 """The checkpoint as both sides name it, and the grouped view of it that plans are made of.
 
-Per-expert tensors are grouped into one canonical tensor with a leading expert dim, so that a thousand experts are
+Per-expert tensors are grouped into one tensor with a leading expert dim, so that a thousand experts are
 one box. Grouping goes by the *structure* of names and never by words: names that differ only in their last integer
 component, below an earlier integer component (the layer), with one shape and dtype and indices exactly 0..E-1. It
 is lossless, so a group that is no expert is harmless. No torch here.
@@ -104,22 +104,22 @@ class Catalog:
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """Canonical name -> its position in `tensors`, the `tensor` column of a program."""
+        """Name of a grouped tensor -> its position in `tensors`, the `tensor` column of a program."""
         return {s.name: i for i, s in enumerate(self.tensors)}
 
     def grouped(self, name: str) -> tuple[str, int | None]:
-        """(canonical name, index in its leading dim or None) of a checkpoint name. KeyError for a name that is not
+        """The grouped tensor of a checkpoint name, and its index in the leading dim or None. KeyError for a name that is not
         here.
         """
         return self._place[name]
 
-    def members(self, canonical: str) -> tuple[str, ...]:
-        """Checkpoint names of a canonical tensor, in index order: the inverse of `grouped`."""
-        group = self._groups.get(canonical)
-        return tuple(s.name for s in group) if group is not None else (canonical,)
+    def members(self, name: str) -> tuple[str, ...]:
+        """Checkpoint names in a grouped tensor, in index order: the inverse of `grouped`."""
+        group = self._groups.get(name)
+        return tuple(s.name for s in group) if group is not None else (name,)
 
     def lift(self, fragments: Iterable[Fragment]) -> tuple[Fragment, ...]:
-        """Fragments of checkpoint tensors as fragments of canonical ones, neighbours merged (experts of one storage).
+        """Fragments of checkpoint tensors as fragments of grouped ones, neighbours merged (experts of one storage).
 
         LayoutError lists every fragment whose tensor is unknown or whose box leaves it.
         """

@@ -56,7 +56,7 @@ class ExportWatch(Watch):
     def __init__(self, sources: Mapping[str, torch.Tensor]):
         super().__init__(sources)
         self.sources = dict(sources)
-        self._ledger = Ledger({n: spec_of(n, t) for n, t in sources.items()}, canonical_is_source=False)
+        self._ledger = Ledger({n: spec_of(n, t) for n, t in sources.items()}, checkpoint_is_source=False)
         self._shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
 
     @property

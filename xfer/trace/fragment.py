@@ -1,6 +1,6 @@
-"""The words that both tracers end in and the planner starts from: canonical tensors, storages, fragments, fills.
+"""The words that both tracers end in and the planner starts from: checkpoint tensors, storages, fragments, fills.
 
-All offsets and strides of *storage* are in bytes; origins and extents of *canonical tensors* are in elements. Names of
+All offsets and strides of *storage* are in bytes; origins and extents of *checkpoint tensors* are in elements. Names of
 dtypes are torch's without the module ("bfloat16"), so that they can be sent and compared between torch versions.
 """
 
@@ -41,12 +41,13 @@ class Root:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """The box `origin`/`extent` of canonical tensor `tensor` lies in storage `root`.
+    """The box `origin`/`extent` of checkpoint tensor `tensor` lies in storage `root`.
 
-    Element i (counted inside the box) is at byte `offset + sum(i[d] * strides[d])` and has `dtype`. One stride per canonical
-    dim; strides may be negative (Megatron's distributed optimizer lays experts out in reverse); a dim of extent 1 has stride 0.
+    Element i (counted inside the box) is at byte `offset + sum(i[d] * strides[d])` and has `dtype`. One stride per dim
+    of the box. Strides may be negative, because Megatron's distributed optimizer lays experts out in reverse. A dim of
+    extent 1 has stride 0.
 
-    `steps`: canonical distance from one element of the box to the next, per dim; () where all are 1. Only traces have
+    `steps`: distance in the tensor from one element of the box to the next, per dim; () where all are 1. Only traces have
     others; a catalog lifts such fragments to dims in which they are ordinary boxes.
     """
 

@@ -70,7 +70,7 @@ def trace_loader(
             ) from e
         where = [f"raised by {framework_line(e)}"]
         raise LayoutError(f"the loader cannot run on meta tensors: {type(e).__name__}: {e}", where) from e
-    ledger = Ledger({s.name: s for s in specs}, canonical_is_source=True)
+    ledger = Ledger({s.name: s for s in specs}, checkpoint_is_source=True)
     for name, t in named_storages(model).values():
         if t.device.type != "meta":
             if name in was_meta:

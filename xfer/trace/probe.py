@@ -123,20 +123,11 @@ def export_fragments(spec: TensorSpec, ids: torch.Tensor, roots: Mapping[int, tu
     Numbers of ids that are not in `roots` belong to others and are left out. LayoutError when the shape is not
     `spec`'s.
     """
-    _fits(spec, ids)
+    if tuple(ids.shape) != spec.shape:
+        raise LayoutError(f"{spec.name}: came out with shape {list(ids.shape)}, expected {list(spec.shape)}")
     out: list[Fragment] = []
     for at, root, of in decode(ids):
         if root in roots:
             name, dtype = roots[root]
             out += boxes(spec, at, of.scaled(getattr(torch, dtype).itemsize), name, dtype)
     return merge(out)
-
-
-def _fits(spec: TensorSpec, ids: torch.Tensor) -> None:
-    if tuple(ids.shape) != spec.shape:
-        raise LayoutError(f"{spec.name}: came out with shape {list(ids.shape)}, expected {list(spec.shape)}")
-
-
-def numbered(specs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
-    """Every tensor as its int64 numbers, ids by position: for code that does not look at dtypes."""
-    return {s.name: numbers(i, s.shape) for i, s in enumerate(specs)}

@@ -101,12 +101,12 @@ def _run(r: Region) -> bool:
 class Ledger:
     """Collects what both sides' traces end in. `given`: the sources that were offered, with their full shapes.
 
-    `canonical_is_source`: engine side (checkpoint tensors flow into storages); else the trainer's, where parameters
+    `checkpoint_is_source`: engine side (checkpoint tensors flow into storages); else the trainer's, where parameters
     flow into checkpoint tensors.
     """
 
-    def __init__(self, given: Mapping[str, TensorSpec], *, canonical_is_source: bool):
-        self.given, self.canonical_is_source = given, canonical_is_source
+    def __init__(self, given: Mapping[str, TensorSpec], *, checkpoint_is_source: bool):
+        self.given, self.checkpoint_is_source = given, checkpoint_is_source
         self.fragments: list[Fragment] = []
         self.fills: list[Fill] = []
         self.recipes: list[Recipe] = []
@@ -117,8 +117,8 @@ class Ledger:
         self.computes = False  # whether anything that was entered is computed, here or on another rank
 
     def add(self, target: str, pieces: Sequence[Piece], dtype: torch.dtype, spec: TensorSpec | None = None) -> bool:
-        """Enter what `target` (root name; trainer side: canonical name, with its spec) holds. Whether anything here
-        is mine.
+        """Enter what `target` holds: a root, or on the trainer's side a checkpoint tensor, with its spec. Returns whether this
+        rank holds any of it.
 
         Pieces are disjoint. `dtype`: of target's elements.
         """
@@ -170,28 +170,28 @@ class Ledger:
             self._recipe(target, p, operand, p.src, p.chain, dtype)
             self._read(source)
             return
-        canonical = given if self.canonical_is_source else spec
-        assert canonical is not None
-        itemsize = dtype.itemsize if self.canonical_is_source else p.chain[0].itemsize
-        if self.canonical_is_source:
+        checkpoint = given if self.checkpoint_is_source else spec
+        assert checkpoint is not None
+        itemsize = dtype.itemsize if self.checkpoint_is_source else p.chain[0].itemsize
+        if self.checkpoint_is_source:
             kind = given.dtype if moved else dtype_name(chain[-1])
-            found = boxes(canonical, p.src, p.dst.scaled(itemsize), target, kind)
+            found = boxes(checkpoint, p.src, p.dst.scaled(itemsize), target, kind)
         else:
-            kind = canonical.dtype if moved else given.dtype  # where only bits move, they are the exported tensor's
-            found = boxes(canonical, p.dst, p.src.scaled(itemsize), source, kind)
+            kind = checkpoint.dtype if moved else given.dtype  # where only bits move, they are the exported tensor's
+            found = boxes(checkpoint, p.dst, p.src.scaled(itemsize), source, kind)
         if not moved:
-            root = target if self.canonical_is_source else source
-            self.casts.add(Cast(canonical.name, root, tuple(dtype_name(d) for d in chain)))
+            root = target if self.checkpoint_is_source else source
+            self.casts.add(Cast(checkpoint.name, root, tuple(dtype_name(d) for d in chain)))
         self.fragments += found
         self._read(source)
 
     def _read(self, source: str) -> None:
         self.reads.add(source)
-        if self.canonical_is_source:
+        if self.checkpoint_is_source:
             self.specs[source] = self.given[source]
 
     def _fill(self, target: str, p: Piece, origin: Constant, dtype: torch.dtype) -> None:
-        if not self.canonical_is_source:
+        if not self.checkpoint_is_source:
             self.errors.append(f"{target}: {p.dst.size} elements are a constant that no parameter holds")
             return
         value = converted(origin.tensor((), torch.device("cpu")), p.chain)
@@ -219,7 +219,7 @@ class Ledger:
 
     def close(self) -> Traced:
         """Everything entered so far, sorted; neighbours merged."""
-        specs = self.specs.values() if self.canonical_is_source else self._split_specs()
+        specs = self.specs.values() if self.checkpoint_is_source else self._split_specs()
         key = lambda f: (f.tensor, f.origin, f.root, f.offset)  # noqa: E731
         return Traced(
             specs=tuple(sorted(specs, key=lambda s: s.name)),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """A conversion on the way of a fragment. `dtypes`: as the framework's code passed through them, canonical end
+    """A conversion on the way of a fragment. `dtypes`: as the framework's code passed through them, checkpoint end
     first on the engine's side, parameter end first on the trainer's.
     """
 
@@ -37,7 +37,7 @@ class Cast:
 class Recipe:
     """A staged computation: `target`'s strided region (bytes) gets the value of an expression over `sources`.
 
-    `target` is a root's name on the engine's side and a canonical tensor's on the trainer's; sources are the reverse.
+    `target` is a root's name on the engine's side and a checkpoint tensor's on the trainer's; sources are the reverse.
     """
 
     target: str
