@@ -3,7 +3,7 @@
 Real Megatron-Core + Bridge ranks and real vLLM models at toy hidden sizes, with the true numbers of heads, KV heads and
 experts (DeepSeek-V3's are fewer). The trainers' weights come from the checkpoint by Bridge's own import and Megatron's
 own resharding, the truth from vLLM's own loader, so no reading of a layout can be wrong on both sides alike. Every
-replica is refitted twice, and golden judges both times.
+replica is refitted twice.
 
 XFER_REPORT=FILE appends what each row saw, one JSON object a line.
 """
@@ -184,7 +184,7 @@ def stage(request, tmp_path_factory):
 @pytest.mark.parametrize("row", PARAMS)
 def test_replicas_hold_what_vllm_would_load(stage, row):
     seen = stage.refit(row)
-    assert (seen["wrong"], seen["golden"]) == ([], [])
+    assert seen["wrong"] == []
     assert seen["alike"] == [], "two versions of the weights that no comparison can tell apart"
     assert len(seen["moved"]) == VERSIONS * row.replicas and len(set(seen["moved"])) == 1
     assert (seen["ranks"], seen["workers"]) == (row.trainer["world"], EngineParallel(**row.engine).world)
@@ -195,14 +195,14 @@ def test_replicas_hold_what_vllm_would_load(stage, row):
 def test_every_family_goes_from_trainer_to_engine(stage, row):
     """The first layouts of both tables in docs/architectures.md, one refitting the other."""
     seen = stage.refit(row)
-    assert (seen["wrong"], seen["golden"], seen["alike"]) == ([], [], [])
+    assert (seen["wrong"], seen["alike"]) == ([], [])
     assert seen["moved"][0] > 0
 
 
 def test_a_misread_layout_shows(stage):
     """Two equal boxes of one trainer's inventory change places, as if the export had been misread."""
     seen = stage.refit(DEFAULT[0], misread=True)
-    assert seen["wrong"] and seen["golden"]
+    assert seen["wrong"]
 
 
 @pytest.mark.parametrize("row", [pytest.param(r, id=r.name) for r in EVERY])

@@ -8,22 +8,19 @@ one_process_megatron.py and one_process_vllm.py, which need environments of thei
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from tests.support.replay import export, load
-from xfer.errors import CoverageError
 from xfer.kernels import bind
 from xfer.plan.inventory import Inventory
 from xfer.plan.program import ROW, Op, Program
 from xfer.plan.subplan import SubPlan
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import TensorSpec
-from xfer.trace.traced import Traced
 
 Storages = tuple[torch.Tensor, ...]
 """Flat uint8 tensors over whole storages, in the order of an inventory's roots."""
@@ -138,31 +135,6 @@ def _one_buffer(messages: Sequence) -> tuple[np.ndarray, list[int]]:
     return np.concatenate(parts), places
 
 
-def by_golden(trainers: Trainers, version: int, workers: Sequence[Inventory], into: Sequence[Storages]) -> None:
-    """Fills `into` (per worker) from the fragments alone, with no planner and no kernels: every checkpoint tensor is
-    rebuilt in full from all holders, and each worker slices its share. CoverageError where nobody holds an element.
-    """
-    specs, full = trainers.catalog.tensors, {}
-    known = {s.name: torch.zeros(s.shape, dtype=torch.bool) for s in specs}
-
-    def side(inventory: Inventory, storages: Storages) -> tuple[Traced, dict[str, torch.Tensor]]:
-        fragments = tuple(inventory.table.fragments(trainers.catalog, inventory.roots))
-        return Traced(specs, fragments, inventory.fills), dict(zip((r.name for r in inventory.roots), storages))
-
-    for inventory, storages in zip(trainers.classes, trainers.weights[version]):
-        traced, roots = side(inventory, storages)
-        for f in traced.fragments:
-            full.setdefault(f.tensor, torch.zeros(known[f.tensor].shape, dtype=getattr(torch, f.dtype)))
-            known[f.tensor][f.index] = True
-        export(traced, roots, full)
-    for inventory, storages in zip(workers, into):
-        traced, roots = side(inventory, storages)
-        missing = {f.tensor for f in traced.fragments if not bool(known[f.tensor][f.index].all())}
-        if missing:
-            raise CoverageError(f"{inventory.who} wants elements that no trainer holds", sorted(missing))
-        load(traced, full, roots)
-
-
 def random_weights(specs: Iterable[TensorSpec], seed: int) -> dict[str, torch.Tensor]:
     """Full checkpoint tensors. Each depends on its name and `seed` only, so every process can make them.
 
@@ -178,15 +150,3 @@ def random_weights(specs: Iterable[TensorSpec], seed: int) -> dict[str, torch.Te
         x = torch.randint(64, 256, s.shape, generator=g) / 128 if vector else torch.randn(s.shape, generator=g)
         out[s.name] = x.to(torch.bfloat16).to(getattr(torch, s.dtype))
     return out
-
-
-def first_difference(
-    inventory: Inventory, got: Storages, want: Storages, judged: Mapping[str, torch.Tensor]
-) -> list[str]:
-    """Roots whose bytes differ where `judged` (root name -> bool per byte) is true, with the first such byte."""
-    bad = []
-    for root, a, b in zip(inventory.roots, got, want):
-        where = torch.nonzero((a != b) & judged[root.name]).flatten()
-        if len(where):
-            bad.append(f"{root.name} of {inventory.who}: {len(where)} bytes of {root.nbytes}, first {int(where[0])}")
-    return bad

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tests.support.one_process import Storages, first_difference
+from tests.support.one_process import Storages
 from xfer.cli.layouts.vllm import rank_of
 from xfer.engines.layout import EngineLayout, run_recipes
 from xfer.engines.live import LiveStorages as Tree
@@ -45,21 +45,26 @@ class Worker:
                 out[s.root][s.start : s.stop] = value
         return out
 
-    def scramble(self, seed: int, storages: Storages | None = None) -> None:
+    def scramble(self, seed: int) -> None:
         """Noise in every byte that a refit answers for, so that whatever it leaves out shows."""
-        for i, (root, storage) in enumerate(zip(self.inventory.roots, storages or self.storages)):
+        for i, (root, storage) in enumerate(zip(self.inventory.roots, self.storages)):
             noise = torch.Generator().manual_seed(seed * 1_000_003 + i)
             new = torch.empty_like(storage).random_(0, 256, generator=noise)
             storage.copy_(torch.where(self.judged[root.name], new, storage))
 
-    def finish(self, storages: Storages | None = None) -> None:
+    def finish(self) -> None:
         """After the wire: what the loader computes."""
-        names = (r.name for r in self.inventory.roots)
-        run_recipes(self.layout, dict(zip(names, storages or self.storages)))
+        run_recipes(self.layout, dict(zip((r.name for r in self.inventory.roots), self.storages)))
 
-    def wrong(self, version: int, storages: Storages | None = None) -> list[str]:
-        """Storages that differ from what vLLM's loader leaves."""
-        return first_difference(self.inventory, storages or self.storages, self.truth[version], self.judged)
+    def wrong(self, version: int) -> list[str]:
+        """Storages that differ from what vLLM's loader leaves, with the first such byte of each."""
+        bad = []
+        for root, got, want in zip(self.inventory.roots, self.storages, self.truth[version]):
+            where = torch.nonzero((got != want) & self.judged[root.name]).flatten()
+            if len(where):
+                what = f"{len(where)} bytes of {root.nbytes}, first {int(where[0])}"
+                bad.append(f"{root.name} of {self.inventory.who}: {what}")
+        return bad
 
 
 def workers(

@@ -17,7 +17,7 @@ from tests.support import torchvision
 
 torchvision.install()
 
-from tests.support.one_process import Job, Trainers, by_golden, random_weights  # noqa: E402
+from tests.support.one_process import Job, Trainers, random_weights  # noqa: E402
 from tests.support.one_process_vllm import Worker, workers  # noqa: E402
 from tests.support.proc import emit, obey  # noqa: E402
 from xfer.engines.hf_spec import canonical_specs, checkpoint_specs  # noqa: E402
@@ -51,17 +51,6 @@ def row(folder: str, world: str, parallel: dict, replicas: int, misread: bool = 
     takers = [w.inventory for w in team]
     clock.append(time.perf_counter())
 
-    golden = []
-    for version in range(len(versions)):
-        copies = [tuple(s.clone() for s in w.storages) for w in team]
-        for number, (w, copy) in enumerate(zip(team, copies)):
-            w.scramble(number, copy)
-        by_golden(trainers, version, takers, copies)
-        for w, copy in zip(team, copies):
-            w.finish(copy)
-            golden += w.wrong(version, copy)
-    clock.append(time.perf_counter())
-
     sources = trainers.inventories()
     hosts = [f"t{r // GPUS}" for r in range(len(sources))] + [f"e{w // GPUS}" for w in range(len(team))]
     wrong, moved, imbalance = [], [], []
@@ -82,13 +71,13 @@ def row(folder: str, world: str, parallel: dict, replicas: int, misread: bool = 
                 w.finish()
                 wrong += [f"replica {replica}, version {version}: {line}" for line in w.wrong(version)]
     clock.append(time.perf_counter())
-    s, (began, traced, judged, ended) = plan.summary, clock
+    s, (began, traced, ended) = plan.summary, clock
     emit(
-        "row", ranks=len(sources), workers=len(team), replicas=replicas, golden=golden[:5], wrong=wrong[:5], moved=moved,
+        "row", ranks=len(sources), workers=len(team), replicas=replicas, wrong=wrong[:5], moved=moved,
         alike=[n for w in team for n in _alike(w)][:5], waves=s.waves, messages=s.messages, direct=s.direct, staged=s.staged,
         fills=s.fills, judged=sum(int(j.sum()) for w in team for j in w.judged.values()),
         model_bytes=sum(t.nbytes for t in versions[0].values()), broadcast=s.broadcast_bytes, imbalance=max(imbalance),
-        trace_s=traced - began, golden_s=judged - traced, plan_s=plan_s, run_s=ended - judged - plan_s,
+        trace_s=traced - began, plan_s=plan_s, run_s=ended - traced - plan_s,
     )  # fmt: skip
 
 
