@@ -33,22 +33,20 @@ def check(table: str, row: Row) -> None:
 
 def read(table: str) -> list[Row]:
     """Rows of a table in the page, without its head."""
-    lines = _body(table)[2].strip().splitlines()
+    lines = _split(table)[1].splitlines()
     return [tuple(c.strip() for c in line.strip().strip("|").split("|")) for line in lines[2:]]
 
 
 def write(table: str, rows: Iterable[Row]) -> None:
-    before, begin, _, end, after = _body(table)
     lines = ["| " + " | ".join(r) + " |" for r in (HEADS[table], ("---",) * len(HEADS[table]), *rows)]
-    PAGE.write_text("".join((before, begin, "\n", "\n".join(lines), "\n", end, after)))
+    before, _, after = _split(table)
+    PAGE.write_text(before + "\n".join(lines) + after)
 
 
-def _body(table: str) -> tuple[str, str, str, str, str]:
-    page = PAGE.read_text()
-    begin, end = f"<!-- {table} -->", f"<!-- end of {table} -->"
-    before, rest = page.split(begin)
-    inside, after = rest.split(end)
-    return before, begin, inside, end, after
+def _split(table: str) -> tuple[str, str, str]:
+    """The page up to the table, the table, and the rest."""
+    before, inside, after = re.split(f"(?s)(?<=<!-- {table} -->\n)(.*?)(?=\n<!-- end of {table} -->)", PAGE.read_text())
+    return before, inside, after
 
 
 def engine_row(family: Family, model: str, layout, tensors) -> Row:

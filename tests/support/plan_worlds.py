@@ -31,7 +31,7 @@ def cast(bits: np.ndarray, src: str, dst: str) -> np.ndarray:
     if src == dst:
         return bits
     wide = {
-        "bfloat16": _from_bf16,
+        "bfloat16": lambda b: (b.view(np.uint16).astype(np.uint32) << 16).view(np.float32),
         "float16": lambda b: b.view(np.float16).astype(np.float32),
         "float32": lambda b: b.view(np.float32),
     }
@@ -40,10 +40,6 @@ def cast(bits: np.ndarray, src: str, dst: str) -> np.ndarray:
         i = value.astype(np.float32).view(np.uint32).astype(np.uint64)
         return ((i + 0x7FFF + (i >> 16 & 1)) >> 16).astype(np.uint16).view(np.uint8).reshape(-1, 2)
     return value.astype(dst).view(np.uint8).reshape(-1, SIZE[dst])
-
-
-def _from_bf16(b: np.ndarray) -> np.ndarray:
-    return (b.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
 def places(offset: int, extent, strides, item: int) -> np.ndarray:
@@ -99,17 +95,13 @@ class World:
     options: PlanOptions
 
     def sources(self) -> list[Inventory]:
-        sides = enumerate(self.trainers)
-        return [source(self.catalog, s.fragments, s.roots, i) for i, s in sides]
+        return [source(self.catalog, s.fragments, s.roots, i) for i, s in enumerate(self.trainers)]
 
     def destinations(self) -> list[Inventory]:
         names = [t.name for t in self.catalog.specs]
-        return [
-            destination(
-                self.catalog, s.fragments, s.roots, i, fills=s.fills, footprint=s.footprint, kept=s.kept, reads=names
-            )
-            for i, s in enumerate(self.workers)
-        ]
+        more = [dict(fills=s.fills, footprint=s.footprint, kept=s.kept, reads=names) for s in self.workers]
+        sides = enumerate(zip(self.workers, more))
+        return [destination(self.catalog, s.fragments, s.roots, i, **m) for i, (s, m) in sides]
 
     def plan(self, options: PlanOptions | None = None) -> SubPlan:
         return plan_replica(self.catalog, self.sources(), self.destinations(), options or self.options)
@@ -145,17 +137,25 @@ def execute(plan, world: World) -> tuple[list[dict[str, np.ndarray]], list[dict[
     out = [{n: b.copy() for n, b in s.storage.items()} for s in world.workers]
     count = [{n: np.zeros(len(b), int) for n, b in s.storage.items()} for s in world.workers]
     wires = {}
-    for rank in range(T):
+
+    def put(w: int, r, bits: np.ndarray) -> None:
+        at = places(r["dst_offset"], r["extent"], r["dst_strides"], SIZE[DTYPES[r["dst_dtype"]]])
+        root = roots[T + w][r["dst_root"]]
+        out[w][root][at] = bits
+        np.add.at(count[w][root], at.reshape(-1), 1)
+
+    def dtypes(r) -> tuple[str, str, str]:
+        src, dst = DTYPES[r["src_dtype"]], DTYPES[r["dst_dtype"]]
+        return src, dst, dst if SIZE[dst] < SIZE[src] else src  # the narrower one travels
+
+    for rank, side in enumerate(world.trainers):
         for m in plan.program(rank).sends():
-            wire = np.zeros(m.nbytes, np.uint8)
-            filled = np.zeros(m.nbytes, int)
+            wire, filled = np.zeros(m.nbytes, np.uint8), np.zeros(m.nbytes, int)
             for r in m.rows:
-                src, dst = DTYPES[r["src_dtype"]], DTYPES[r["dst_dtype"]]
-                bits = world.trainers[rank].storage[roots[rank][r["src_root"]]][
-                    places(r["src_offset"], r["extent"], r["src_strides"], SIZE[src])
-                ]
-                bits = cast(bits, src, dst) if SIZE[dst] < SIZE[src] else bits
-                assert r["wire"] % bits.shape[1] == 0
+                src, _, on_wire = dtypes(r)
+                at = places(r["src_offset"], r["extent"], r["src_strides"], SIZE[src])
+                bits = cast(side.storage[roots[rank][r["src_root"]]][at], src, on_wire)
+                assert r["wire"] % SIZE[on_wire] == 0
                 wire[r["wire"] : r["wire"] + bits.size] = bits.reshape(-1)
                 filled[r["wire"] : r["wire"] + bits.size] += 1
             assert (filled == 1).all()
@@ -167,22 +167,13 @@ def execute(plan, world: World) -> tuple[list[dict[str, np.ndarray]], list[dict[
             wire, rows = wires.pop((m.wave, m.src, m.dst))
             assert m.nbytes == len(wire) and m.rows.tobytes() == rows.tobytes()  # both ends derive the same message
             for r in m.rows:
-                src, dst = DTYPES[r["src_dtype"]], DTYPES[r["dst_dtype"]]
+                src, dst, on_wire = dtypes(r)
                 assert r["op"] == (Op.COPY if src == dst else Op.CAST)
-                on_wire = dst if SIZE[dst] < SIZE[src] else src
                 n = int(np.prod(r["extent"])) * SIZE[on_wire]
-                bits = cast(wire[r["wire"] : r["wire"] + n].reshape(-1, SIZE[on_wire]), on_wire, dst)
-                at, root = (
-                    places(r["dst_offset"], r["extent"], r["dst_strides"], SIZE[dst]),
-                    roots[T + w][r["dst_root"]],
-                )
-                out[w][root][at] = bits
-                np.add.at(count[w][root], at.reshape(-1), 1)
+                put(w, r, cast(wire[r["wire"] : r["wire"] + n].reshape(-1, SIZE[on_wire]), on_wire, dst))
         for r in program.fills():
-            item, root = SIZE[DTYPES[r["dst_dtype"]]], roots[T + w][r["dst_root"]]
-            at = places(r["dst_offset"], r["extent"], r["dst_strides"], item)
-            out[w][root][at] = np.frombuffer(int(r["fill"]).to_bytes(8, "little")[:item], np.uint8)
-            np.add.at(count[w][root], at.reshape(-1), 1)
+            item = SIZE[DTYPES[r["dst_dtype"]]]
+            put(w, r, np.frombuffer(int(r["fill"]).to_bytes(8, "little")[:item], np.uint8))
     assert not wires  # every message that is sent is received
     return out, count
 

@@ -1,18 +1,16 @@
 """MeshInfo is a value: it keeps what it was given, tells where ranks sit, and converts to other forms and back."""
 
-import os
-
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.plan_worlds import EXAMPLES
 from xfer.errors import LayoutError
 from xfer.mesh import Interleaved, MeshInfo, MeshRecord, Segmented, Shard, StridedShard
 from xfer.mesh.placement import checked
 
-EXAMPLES = int(os.environ.get("XFER_EXAMPLES", 200))
 NAMES = ("pp", "dp", "cp", "tp")
 PAIR = MeshInfo.grid(tp=2)
 BIG = 1 << 63

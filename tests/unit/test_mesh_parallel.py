@@ -1,15 +1,12 @@
 """The meshes of both roles hold the same groups, in the same rank order, as Megatron-Core's and vLLM's own code."""
 
-import os
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.plan_worlds import EXAMPLES
 from xfer.errors import LayoutError
 from xfer.mesh import EngineParallel, MeshInfo, TrainerParallel
-
-EXAMPLES = int(os.environ.get("XFER_EXAMPLES", 200))
 
 # Which axes of which mesh make each process group that Megatron creates.
 DENSE_GROUPS = {

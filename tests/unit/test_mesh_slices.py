@@ -1,6 +1,4 @@
-"""Which part of a tensor a rank holds: torch's answer for torch's placements, a numpy oracle's for all; complete."""
-
-import os
+"""The part of a tensor that a rank holds: as torch says for torch's placements, and as a numpy oracle says for all."""
 
 import msgspec
 import numpy as np
@@ -11,6 +9,8 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import placement_types as tp
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
+from tests.support.plan_worlds import EXAMPLES
+from tests.support.trace_maps import addresses
 from xfer.errors import LayoutError, Unsupported
 from xfer.mesh import (
     Interleaved,
@@ -26,9 +26,6 @@ from xfer.mesh import (
 )
 from xfer.mesh.placement import PlacementRecord
 from xfer.trace.declared import declared_fragments
-
-EXAMPLES = int(os.environ.get("XFER_EXAMPLES", 200))
-
 
 # ---- the oracle: it cuts arrays and computes no indices
 
@@ -139,25 +136,36 @@ def test_shards_are_where_torch_puts_them(layout):
 
 
 @settings(max_examples=2 * EXAMPLES, deadline=None)
-@given(st.one_of(torch_layouts(), fused_layouts()))
-@example(((24,), MeshInfo.grid(tp=4), (Segmented(0, (16, 4, 4)),)))
-@example(((20,), MeshInfo.grid(tp=4), (Segmented(0, (16, 2, 2), (1, 2, 2)),)))
-@example(((24, 3), MeshInfo.grid(tp=2), (Interleaved(0, (16, 4, 4), 4),)))
-def test_local_tensors_equal_the_oracle_and_cover_everything(layout):
+@given(st.one_of(torch_layouts(), fused_layouts()), st.integers(0, 64), st.booleans())
+@example(((24,), MeshInfo.grid(tp=4), (Segmented(0, (16, 4, 4)),)), 0, False)
+@example(((20,), MeshInfo.grid(tp=4), (Segmented(0, (16, 2, 2), (1, 2, 2)),)), 4, True)
+@example(((24, 3), MeshInfo.grid(tp=2), (Interleaved(0, (16, 4, 4), 4),)), 0, True)
+def test_fragments_address_the_oracles_local_tensors_and_cover_everything(layout, offset, transposed):
     shape, mesh, placements = layout
-    full = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    full = np.arange(np.prod(shape, dtype=int), dtype=np.int32).reshape(shape)
     held = np.zeros(shape, int)
     for rank in mesh.ranks.ravel():
         expected = local_part(full, mesh, placements, rank)
-        found = local_layout(shape, mesh, placements, rank)
-        assert found.shape == expected.shape
-        np.testing.assert_array_equal(read(full, found.shape, boxes_of(shape, mesh, placements, rank)), expected)
+        storage = np.zeros(offset + 4 * expected.size, np.uint8)
+        local = np.ndarray(expected.shape, np.int32, storage, offset, order="F" if transposed else "C")
+        local[...] = expected
+        assert local_layout(shape, mesh, placements, rank).shape == expected.shape
+        seen: list[int] = []
+        strides = local.strides if transposed else None
+        for f in declared_fragments("w", shape, "int32", mesh, placements, rank, "root", strides, offset):
+            assert (f.tensor, f.root, f.dtype) == ("w", "root", "int32")
+            assert all(s == 0 for s, e in zip(f.strides, f.extent) if e == 1)
+            part = np.ndarray(f.extent, np.int32, storage, f.offset, f.strides)
+            np.testing.assert_array_equal(part, full[tuple(slice(o, o + e) for o, e in zip(f.origin, f.extent))])
+            seen += addresses(f.offset, f.extent, f.strides).tolist()
+        assert sorted(seen) == list(range(offset, len(storage), 4))  # each local element once
         np.add.at(held.reshape(-1), expected.reshape(-1), 1)
     # Each element lies on as many ranks as the replicated axes multiply to, more only where a segment asks for copies.
     times = np.prod([n for n, p in zip(mesh.sizes, placements) if isinstance(p, Replicate)], dtype=int)
     copied = {c for p in placements if isinstance(p, Segmented) for c in p.copies} | {1}
     assert set(np.unique(held)) <= {times * c for c in copied}
     assert local_layout(shape, mesh, placements, rank=99) is None
+    assert declared_fragments("w", shape, "int32", mesh, placements, 99, "root") == ()
     sent = msgspec.msgpack.encode([PlacementRecord.of(p) for p in placements])
     assert tuple(r.placement() for r in msgspec.msgpack.decode(sent, type=list[PlacementRecord])) == placements
 
@@ -188,30 +196,6 @@ def test_several_axes_cut_the_segments_of_one_dim(widths, groups, first, second,
         placements = (fused, Shard(0) if kind == "as it lies" else fused)
         got = read(full, want.shape, boxes_of(full.shape, mesh, placements, rank))
         np.testing.assert_array_equal(got, want)
-
-
-@settings(max_examples=EXAMPLES // 2, deadline=None)
-@given(st.one_of(torch_layouts(), fused_layouts()), st.integers(0, 64), st.booleans(), st.data())
-def test_fragments_address_the_bytes_of_the_local_tensor(layout, offset, transposed, data):
-    shape, mesh, placements = layout
-    full = np.arange(np.prod(shape, dtype=int), dtype=np.int32).reshape(shape)
-    rank = data.draw(st.sampled_from(mesh.ranks.ravel().tolist()))
-    expected = local_part(full, mesh, placements, rank)
-    storage = np.zeros(offset + 4 * expected.size, np.uint8)
-    local = np.ndarray(expected.shape, np.int32, storage, offset, order="F" if transposed else "C")
-    local[...] = expected
-    fragments = declared_fragments(
-        "w", shape, "int32", mesh, placements, rank, "root", local.strides if transposed else None, offset
-    )
-    seen = 0
-    for f in fragments:
-        assert (f.tensor, f.root, f.dtype) == ("w", "root", "int32")
-        assert all(s == 0 for s, e in zip(f.strides, f.extent) if e == 1)
-        part = np.ndarray(f.extent, np.int32, storage, f.offset, f.strides)
-        np.testing.assert_array_equal(part, full[tuple(slice(o, o + e) for o, e in zip(f.origin, f.extent))])
-        seen += part.size
-    assert seen == expected.size
-    assert declared_fragments("w", shape, "int32", mesh, placements, 99, "root") == ()
 
 
 def test_all_faults_of_a_layout_come_at_once():

@@ -208,7 +208,7 @@ def cut(origin, extent) -> tuple[slice, ...]:
 @given(worlds())
 @quick
 def test_boxes_compared_together_or_tensor_by_tensor_meet_alike(world):
-    """Which of the two ways a tensor goes, and in which portions, is a matter of speed."""
+    """The planner chooses the way and the size of portions by speed only."""
     stack, wants = stacks(world)
     found = []
     for few, at_once in ((0, 1 << 20), (1 << 30, 1 << 20), (1 << 30, 3), (6, 5)):

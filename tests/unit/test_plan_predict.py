@@ -106,12 +106,3 @@ def test_replicas_share_the_sources_nics():
     assert some.transfer_s == pytest.approx(2 * alone.transfer_s)
     with pytest.raises(ValueError, match="replica 0"):
         predict(plans[:1], Site(fabric, (0, 1), ((2,),)))
-
-
-def test_a_plan_without_bytes_takes_no_time():
-    catalog = Catalog((TensorSpec("t", (0,), "int8"),))
-    empty = [dense("t", (0,), "int8")], {"w": 0}
-    site = Site(Fabric.uniform(2, 1, nvlink=G, nic=G), (0,), ((1,),))
-    plan = plan_replica(catalog, [source(catalog, *empty)], [destination(catalog, *empty)], PlanOptions(site=site))
-    p = predict([plan], site)
-    assert p.transfer_s == p.control_s == Costs().control_s and not p.busiest()

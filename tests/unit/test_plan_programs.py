@@ -144,7 +144,7 @@ def worker(rank=0, host="", *, bits=b"\0\0", keep="scale", reads=("a", "b"), pad
 
 
 def plan(first: Inventory | None = None, *workers: Inventory, **options) -> SubPlan:
-    """Of two trainers and one worker, unless others are given."""
+    """A plan for two trainers and one worker, unless others are given."""
     return plan_replica(CATALOG, [first or trainer(), trainer(1)], workers or [worker()], PlanOptions(**options))
 
 

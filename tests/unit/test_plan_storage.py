@@ -37,11 +37,11 @@ CATALOG = Catalog((TensorSpec("a", (8, 16), "bfloat16"), TensorSpec("b", (16,), 
 FRAGMENTS = [dense("a", (8, 16), "bfloat16"), Fragment("b", (0,), (16,), "n", 60, (-4,), "float32")]
 ROOTS = {"w": 256, "n": 72}
 SOURCE = source(CATALOG, FRAGMENTS, ROOTS, host="h")
-TAKER = destination(
+DESTINATION = destination(
     CATALOG, FRAGMENTS, ROOTS, host="h", fills=[Fill("n", 64, (1,), (0,), "float32", b"\0" * 4)],
     kept=[Kept("n", 68, 70, "scale")], staged=[Span("n", 70, 72)], reads=["a", "b"],
 )  # fmt: skip
-PLAN = plan_replica(CATALOG, [SOURCE], [TAKER])
+PLAN = plan_replica(CATALOG, [SOURCE], [DESTINATION])
 PART = PlanPart.of(PLAN, 1)
 
 
@@ -63,7 +63,7 @@ def damage(draw, data: bytes):
 # ---- wire
 
 
-@given(damage(TAKER.to_bytes()))
+@given(damage(DESTINATION.to_bytes()))
 @relaxed
 def test_a_damaged_inventory_is_refused_or_is_another_valid_one(data):
     try:
@@ -71,7 +71,7 @@ def test_a_damaged_inventory_is_refused_or_is_another_valid_one(data):
     except ProtocolError:
         return
     assert back.to_bytes() == data and (
-        data == TAKER.to_bytes() or back.content() != TAKER.content() or back.rank or back.host != "h"
+        data == DESTINATION.to_bytes() or back.content() != DESTINATION.content() or back.rank or back.host != "h"
     )
     assert replace(back).content() == back.content()  # encoded anew: what was read is the one encoding of it
     low, high = back.table.bounds()
@@ -95,7 +95,7 @@ def refused(outer: list, body: list, match: str | None = None) -> None:
 @relaxed
 def test_an_inventory_with_hostile_fields_is_refused(data):
     """Not random bytes but well-formed messages with one field out of its range."""
-    outer, body = taken_apart(TAKER)
+    outer, body = taken_apart(DESTINATION)
     big = data.draw(st.sampled_from([2**62, -(2**63), 2**48, -1, 1 << 47]))
     at = data.draw(st.sampled_from([2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14]))
     if at in (9, 10, 12):  # spans
@@ -131,7 +131,7 @@ def test_an_inventory_with_hostile_fields_is_refused(data):
 
 
 def test_other_encodings_of_the_same_layout_are_refused():
-    """They would have other digests, and equal ranks would not be of one class: padded columns, numbers in a longer form."""
+    """Padded columns and long forms of numbers would change the digest, and equal ranks would not be one class."""
     outer, body = taken_apart(SOURCE)
     n, dims = body[5], body[6]
     for k, padding in ((4, 0), (5, 1), (6, 0)):
@@ -158,7 +158,7 @@ def test_extents_whose_product_wraps_around_are_refused():
 @given(damage(PART.to_bytes()))
 @relaxed
 def test_a_damaged_part_is_refused_or_has_rows_of_the_right_form(data):
-    """That it is the right one is for the digest of the file to say: see below."""
+    """Whether it is the right part is judged by the digest of the file (below)."""
     try:
         back = PlanPart.from_bytes(data)
     except ProtocolError:
@@ -167,7 +167,7 @@ def test_a_damaged_part_is_refused_or_has_rows_of_the_right_form(data):
 
 
 def test_the_largest_bucket_is_planned_and_a_larger_one_refused():
-    largest = plan_replica(CATALOG, [SOURCE], [TAKER], PlanOptions(bucket_bytes=MAX_BUCKET))
+    largest = plan_replica(CATALOG, [SOURCE], [DESTINATION], PlanOptions(bucket_bytes=MAX_BUCKET))
     assert largest.waves == 1 and len(largest.program(1).rows) == len(PART.program.rows)
     for more in (MAX_BUCKET + 1, 1 << 62, 10**30):
         with pytest.raises(ValueError, match=f"at most {MAX_BUCKET}"):
@@ -197,8 +197,8 @@ def test_a_part_is_found_by_its_inputs_and_its_rank_only(tmp_path):
     folder = tmp_path / "not" / "there"
     cache = PlanCache(folder)
     assert cache.put(PART) and cache.get(PLAN.key, 1).to_bytes() == PART.to_bytes()
-    other = plan_key(CATALOG, [SOURCE], [TAKER], PlanOptions(rotation=1))
-    assert other != PLAN.key == plan_key(CATALOG, [SOURCE], [TAKER], PlanOptions())
+    other = plan_key(CATALOG, [SOURCE], [DESTINATION], PlanOptions(rotation=1))
+    assert other != PLAN.key == plan_key(CATALOG, [SOURCE], [DESTINATION], PlanOptions())
     assert cache.get(other, 1) is None and cache.get(PLAN.key, 0) is None
     file = folder / f"{PLAN.key}-1{SUFFIX}"
     for key, rank in (("0" * 32, 1), (PLAN.key, 0)):  # a file under another's name
@@ -210,17 +210,18 @@ def test_a_part_is_found_by_its_inputs_and_its_rank_only(tmp_path):
             cache.get(key, rank)
 
 
-def test_the_code_that_plans_is_in_every_key_and_digest(monkeypatch):
-    """Rows are expanded by each rank's own code, so tables that agree prove nothing about code that does not."""
-    assert len(subplan.PLANNER) == 16
-    for name in ("planner", "subplan"):
+def test_the_code_that_plans_is_in_every_key_and_digest_and_in_files(tmp_path, monkeypatch):
+    """Each rank expands rows by its own code, so ranks with equal tables and other code would have other rows."""
+    cache = PlanCache(tmp_path)
+    assert cache.put(PART) and len(subplan.PLANNER) == 16
+    for name in ("planner", "subplan", "part"):
         monkeypatch.setattr(f"xfer.plan.{name}.PLANNER", "another")
-    made = plan_replica(CATALOG, [SOURCE], [TAKER])
-    assert made.key != PLAN.key and made.digest != PLAN.digest
+    made = plan_replica(CATALOG, [SOURCE], [DESTINATION])
+    assert made.key != PLAN.key and made.digest != PLAN.digest and cache.get(PLAN.key, 1) is None
 
 
 def test_all_code_that_planning_loads_is_in_the_digest_and_needs_no_torch():
-    """In a process that has loaded nothing else. xfer.errors and the package itself have no part in rows."""
+    """A new process imports the planner. Only xfer.errors and xfer.sources, which make no rows, may stay outside the digest."""
     code = "import sys, xfer.plan.planner, xfer.plan.cache; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     ours = {n for n in loaded if n.startswith("xfer.")}
@@ -229,7 +230,7 @@ def test_all_code_that_planning_loads_is_in_the_digest_and_needs_no_torch():
 
 
 def installed(folder: Path, version: str, sources: bool) -> list[str]:
-    """What an xfer that is installed there says: its digest of the planner, and whether it sees all of the code."""
+    """Install xfer in `folder` and return its digest of the planner, and whether it sees the code of plan and of mesh."""
     package = folder / "xfer"
     (package / "plan").mkdir(parents=True)
     for name in ("__init__.py", "sources.py", "plan/__init__.py", "plan/program.py"):
@@ -255,16 +256,9 @@ def test_versions_installed_without_sources_are_told_apart_and_keep_nothing(tmp_
     assert cache.get(PLAN.key, 1) is None and not cache.put(PART)
 
 
-def test_a_file_of_another_planner_is_not_taken(tmp_path, monkeypatch):
-    cache = PlanCache(tmp_path)
-    cache.put(PART)
-    monkeypatch.setattr("xfer.plan.part.PLANNER", "another")
-    assert cache.get(PLAN.key, 1) is None
-
-
 def test_the_cache_stays_within_its_size_and_keeps_what_is_used(tmp_path):
     parts = [
-        PlanPart.of(plan_replica(CATALOG, [SOURCE], [TAKER], PlanOptions(rotation=r)), rank)
+        PlanPart.of(plan_replica(CATALOG, [SOURCE], [DESTINATION], PlanOptions(rotation=r)), rank)
         for r, rank in ((0, 1), (1, 1), (2, 1), (2, 0), (3, 1))
     ]
     size = max(len(p.to_bytes()) for p in parts) + 64

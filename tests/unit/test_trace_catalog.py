@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 
 import msgspec
@@ -10,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.plan_worlds import EXAMPLES
 from tests.support.trace_maps import element_map
 from xfer.errors import LayoutError, ProtocolError
 from xfer.mesh.box import row_major
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import Fragment, TensorSpec
 
-EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
 quick = settings(max_examples=EXAMPLES, deadline=None, database=None)
 
 words = st.sampled_from(["model", "layers", "experts", "w", "0", "1", "2", "3", "02", "*"])
@@ -124,7 +123,7 @@ def test_bytes_that_are_no_catalog_are_a_protocol_error(data):
 
 
 def test_splits_of_ranks_become_one_that_refines_them_all():
-    """What a rank holds every other column of is seen in two dims by all; a group's members stay alike."""
+    """If one rank holds every other column of a tensor, all ranks see the columns as two dims, in the whole group."""
     names = [f"layers.0.experts.{e}.w" for e in range(3)]
 
     def rank(*splits):

@@ -8,7 +8,6 @@ that holds it.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -19,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.support.plan_worlds import Side, World, dense, execute
+from tests.support.plan_worlds import EXAMPLES, Side, World, dense, execute
 from tests.support.replay import export, storage_bytes, trace_export
 from tests.support.trace_maps import element_map
 from tests.support.trace_steps import move
@@ -31,7 +30,6 @@ from xfer.trace.export import ExportWatch, twin
 from xfer.trace.fragment import Span, TensorSpec
 from xfer.trace.probe import export_fragments, numbers
 
-EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
 SHAPES = {"qkv": (8, 6), "fc": (4, 6), "bias": (4,)}
 LOCAL = "permute narrow clone swap flatten gather select stack".split()
 SHARED = "allgather allgather0 allgather_into broadcast scatter alltoall gathered each".split()
@@ -210,7 +208,7 @@ def one(stream, world: int = 2, rank: int = 0, sources=None):
 
 
 def test_a_computation_with_what_another_rank_broadcast_is_refused_by_name():
-    """What was gathered can be gathered again: tests/unit/test_trace_owned.py."""
+    """Gathered data can be gathered again (test_trace_owned.py), and broadcast data cannot be asked for."""
 
     def stream(w):
         slots = [torch.empty_like(w) for _ in range(2)]

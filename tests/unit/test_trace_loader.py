@@ -5,7 +5,6 @@ A loader is a list of the steps of tests/support/trace_steps.py and of writes in
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.plan_worlds import EXAMPLES
 from tests.support.replay import load as load_into
 from tests.support.replay import storage_bytes
 from tests.support.trace_maps import addresses
@@ -22,7 +22,6 @@ from xfer.trace.fragment import TensorSpec
 from xfer.trace.loader import trace_loader
 from xfer.trace.watch import PythonData, Watch
 
-EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
 SPECS = (
     TensorSpec("a", (6, 8), "float32"),
     TensorSpec("b", (4, 3, 2), "float32"),

@@ -85,7 +85,7 @@ merges = st.builds(
 
 
 def traced(m: Merge, full: dict[str, torch.Tensor], rank: int) -> Traced:
-    """What rank `rank` reads from the export, alone."""
+    """The trace that rank `rank` takes of the export, alone."""
     with one_rank(rank, m.world):
         twins = {n: torch.empty(m.local(n, t, rank).shape, dtype=m.dtype, device="meta") for n, t in full.items()}
         watch = ExportWatch(twins)
