@@ -112,13 +112,6 @@ def test_a_model_config_in_place_of_a_job_is_one_line():
     assert f"is a model's config; give it as --trainer \"{file} world=" in done.output
 
 
-@pytest.mark.parametrize("output", ["--html=none/x", "--json=."])
-def test_a_file_that_cannot_be_written_is_told_with_the_other_mistakes(tmp_path, monkeypatch, output):
-    monkeypatch.chdir(tmp_path)
-    done = xfer("plan", "--trainer", "none world=2", "--engine", "tp=2", output)
-    assert done.exit_code == 2 and "cannot be written" in done.output and "none cannot be read" in done.output
-
-
 HUGE = "9" * 30
 DEEP = [f"{'[' * n}{']' * n}" for n in (70, 900, 100_000)]
 CONFIG = str(FOLDER / "qwen3-4b.json")
@@ -158,20 +151,25 @@ def test_what_no_message_could_carry_is_a_mistake_of_the_call(tmp_path, value, s
         refused("the names of the tensors in", trainer=f"{tmp_path} world=2")
 
 
-@pytest.mark.parametrize("path", ["~nobody-of-that-name/x", "x" * 5000], ids=["home", "long"])
-def test_a_path_that_leads_nowhere_is_a_mistake_of_the_call(path):
-    refused(path[:30], trainer=f"{path} world=2")
-    refused(path[:30], engine=f"{path} tp=2")
-    refused(path[:30], f"{CONFIG} world=2", "tp=2", "--fabric", path)
-    if path[0] != "~":
-        refused("cannot be written", f"{CONFIG} world=2", "tp=2", "--html", path)
-        assert xfer("plan", path).exit_code == 2
+NOWHERE = ("~nobody-of-that-name/x", "x" * 5000)
 
 
-def test_other_options_that_cannot_work_are_mistakes_of_the_call():
-    refused("1099511627776", f"{CONFIG} world=2", "tp=2", "--bucket-mib", "99999999999999")
-    more = ("--trainer-python", "/nope", "--engine-python", "/nope")
-    refused("/nope: there is no such program", f"{CONFIG} world=2", "tp=2", *more)
+@pytest.mark.parametrize(
+    "said, trainer, engine, more",
+    [
+        *((p[:30], f"{p} world=2", "tp=2", ()) for p in NOWHERE),
+        *((p[:30], f"{CONFIG} world=2", f"{p} tp=2", ()) for p in NOWHERE),
+        *((p[:30], f"{CONFIG} world=2", "tp=2", ("--fabric", p)) for p in NOWHERE),
+        *(("cannot be written", f"{CONFIG} world=2", "tp=2", (f"--html={p}",)) for p in (NOWHERE[1], "none/x")),
+        ("cannot be written", f"{CONFIG} world=2", "tp=2", ("--json=.",)),
+        ("none cannot be read", "none world=2", "tp=2", ("--json=.",)),  # told with the other mistakes
+        ("1099511627776", f"{CONFIG} world=2", "tp=2", ("--bucket-mib", "99999999999999")),
+        ("/nope: there is no such program", f"{CONFIG} world=2", "tp=2", ("--trainer-python", "/nope", "--engine-python", "/nope")),
+    ],
+)  # fmt: skip
+def test_options_that_cannot_work_are_mistakes_of_the_call(tmp_path, monkeypatch, said, trainer, engine, more):
+    monkeypatch.chdir(tmp_path)
+    refused(said, trainer, engine, *more)
 
 
 def test_one_variable_says_where_everything_is_kept(tmp_path, monkeypatch):

@@ -193,23 +193,15 @@ def test_what_does_not_work_is_refused_in_these_words_or_said_to_be_silent(row):
         assert words in flat, f"nothing in xfer says {words!r}"
 
 
-def test_kernels_for_gpus_run_in_the_interpreter_where_tests_are_run():
+def test_tests_run_in_the_environment_that_they_need():
+    """Kernels run in Triton's interpreter, by a list of scripts/test.sh; the tests of vLLM are marked `engine` or `gpu`."""
     script, me = (ROOT / "scripts/test.sh").read_text(), Path(__file__).resolve()
-    asking = [
-        p for p in (ROOT / "tests").rglob("test_*.py") if p.resolve() != me and "TRITON_INTERPRET" in p.read_text()
-    ]
-    assert "TRITON_INTERPRET=1" in script and asking
-    assert [p.name for p in asking if str(p.relative_to(ROOT)) not in script] == []
-
-
-def test_tests_that_need_vllm_run_where_it_is():
-    """Those that skip without it are skipped by the trainers' environment, and left out by the engines' unless they are marked."""
-    me = Path(__file__).resolve()
-    asking = [
-        p for p in (ROOT / "tests").rglob("test_*.py")
-        if p.resolve() != me and re.search(r"""(importorskip|find_spec)\(.vllm.\)|^ *(from|import) vllm""", p.read_text(), re.M)
-    ]  # fmt: skip
-    assert asking and [p.name for p in asking if not re.search(r"mark\.(engine|gpu)", p.read_text())] == []
+    text = {p: p.read_text() for p in (ROOT / "tests").rglob("test_*.py") if p.resolve() != me}
+    kernels = [str(p.relative_to(ROOT)) for p, t in text.items() if "TRITON_INTERPRET" in t]
+    assert "TRITON_INTERPRET=1" in script and kernels and [p for p in kernels if p not in script] == []
+    imports = re.compile(r"""(importorskip|find_spec)\(.vllm.\)|^ *(from|import) vllm""", re.M)
+    engines = {p.name: t for p, t in text.items() if imports.search(t)}
+    assert engines and [name for name, t in engines.items() if not re.search(r"mark\.(engine|gpu)", t)] == []
 
 
 def test_files_that_the_readme_names_exist():
