@@ -28,26 +28,6 @@ def transport(wrong: int = 0, **ms: float) -> dict:
     return {"meta": {}, "cases": [{"case": "4b", "ms": {k: [v] for k, v in ms.items()}, "wrong": {"peer": wrong}}]}
 
 
-def test_a_goal_is_met_at_its_limit_and_never_with_wrong_bytes(tmp_path, capsys, monkeypatch):
-    at = {j.goal: j.met for j in goals.judged(transport(floor=10.0, peer=10.6, p2p=20.0, nccl=17.0))}
-    assert at == {
-        "data plane, 4b: wrong elements": True,
-        "data plane, 4b: peer, ms": True,
-        "data plane, 4b: p2p, of NCCL's rate": True,
-    }
-    for changed, goal in (
-        (transport(floor=10.0, peer=10.61, p2p=20.0, nccl=17.0), "peer, ms"),
-        (transport(floor=10.0, peer=10.6, p2p=20.1, nccl=17.0), "p2p, of NCCL's rate"),
-        (transport(1, floor=10.0, peer=10.6, p2p=20.0, nccl=17.0), "wrong elements"),
-    ):
-        assert [j.goal for j in goals.judged(changed) if not j.met] == [f"data plane, 4b: {goal}"]
-        file = tmp_path / "x.json"
-        file.write_text(json.dumps({"a day": {"a run": changed, "more": [{"ranks": 2}]}, "note": "text"}))
-        monkeypatch.setattr(sys, "argv", ["goals", str(file)])
-        assert goals.main() == 1
-        assert f"{goal} |" in capsys.readouterr().out.partition("**missed**")[0].splitlines()[-1]
-
-
 def session(command: str, gpus: int, floor: float = 0.0, text: str = "9 bytes, wrong: none (0.1 s)", **transfer: float):
     raw = {
         name: [{"scalars": {**dict.fromkeys(("transfer_s", "outage_s", "call_s"), ms / 1e3), "bytes": 8e9}}]
@@ -59,62 +39,75 @@ def session(command: str, gpus: int, floor: float = 0.0, text: str = "9 bytes, w
     return {"meta": {"command": command, "gpus": gpus}, "rows": [["every byte compared", text]], "raw": raw}
 
 
-def test_whole_refits_are_judged_by_their_layout_and_the_floor_of_their_own_run():
-    found = {j.goal: j for j in goals.judged(session("--tp 2", 4, floor=10.2, refit=12.1, verified=13.0))}
-    transfer = found.pop("4b, plain, TP2: transfer, ms")
-    assert not transfer.met and transfer.how == "floor 10.20"
-    assert found.pop("4b, plain, TP2: verified / plain transfer").met
-    assert [j.met for j in found.values()] == [True], found
-    shared = goals.judged(session("--model 30b --tp 2", 2, floor=10.0, refit=10.9))
-    assert {j.goal: j.met for j in shared}["30b, plain, TP2, on 2 GPUs: transfer / floor"]
-    wrong = goals.judged(session("--tp 2", 4, text="9 bytes, wrong: ['layers.0'] (0.1 s)", refit=11.0))
-    assert [j.goal for j in wrong if not j.met] == ["4b, plain, TP2: comparisons of every byte that failed"]
-    for smaller in ("--model toy --tp 2", "--tp 2 --layers 16"):
-        assert not goals.judged(session(smaller, 4, refit=1.0)), "no goal is of such a size"
+def packed(wrong: int = 0) -> dict:
+    def case(name: str, wrong: int = 0, **ms: float) -> dict:
+        rows = [{"way": w, "ms": [v], "wrong": 0, "extra_bytes": [1, 20]} for w, v in ms.items()]
+        rows[0]["wrong"] = wrong
+        return {"case": name, "rows": rows}
+
+    apart = case("apart", wrong, **{"one by one": 1500.0, PACKED: 180.0, RAW: 160.0})
+    return {"meta": {"bucket": 10}, "cases": [apart, case("colocated", **{"one by one": 1000.0, FLAT: 100.0})]}
 
 
-def test_a_relay_chain_is_judged_by_one_copy_out_and_by_one_replica():
-    ms = {"floor": 150.0, "one destination pulls": 155.0, "relay, 64 parts": 181.0, "relay, 128 parts": 169.0}
-    (row,) = [j for j in goals.judged(transport(**ms)) if "one copy out" in j.goal]
-    assert (round(row.ours, 3), row.limit, row.met) == (1.09, 1.15, True)
-    assert row.how == "169.00 (relay, 128 parts) / 155.00 ms"
-    found = session("--tp 1 --trainers one", 3, **{"one replica": 20.0, "relay chain": 24.0})
-    judged = {j.goal: (j.ours, j.met) for j in goals.judged(found)}
-    assert judged["4b, one, TP1: 2 replicas in a relay chain / one"] == (1.2, False)
+OVERLAP = {
+    "exposed_ms": {"blocking": 10.0, "depth 1": 1.5}, "hidden": {"depth 1": 0.85}, "received": [102, 0], "lacked": [100, 0],
+    "timeline": {"blocking": [{"exposed_ms": 9.0}, {"exposed_ms": 10.0}], "depth 1": [{"exposed_ms": 2.5}, {"exposed_ms": 1.0}]},
+}  # fmt: skip
+LAYERWISE = [
+    {"ranks": 2, "overlap": OVERLAP, "exact": [{"model": "fp32", "steps": 50, "ways": ["a", "b"], "differ": ["b"]}]}
+]
+RELAY = {
+    "floor": 150.0,
+    "peer": 155.0,
+    "p2p": 180.0,
+    "nccl": 170.0,
+    "one destination pulls": 155.0,
+    "relay, 64 parts": 181.0,
+    "relay, 128 parts": 169.0,
+}
+CHAIN = {"one replica": 20.0, "relay chain": 24.0}
+
+
+@pytest.mark.parametrize(
+    "results, missed, figures",
+    [
+        (transport(floor=10.0, peer=10.6, p2p=20.0, nccl=17.0), set(), {}),
+        (transport(floor=10.0, peer=10.61, p2p=20.0, nccl=17.0), {"data plane, 4b: peer, ms"}, {}),
+        (transport(floor=10.0, peer=10.6, p2p=20.1, nccl=17.0), {"data plane, 4b: p2p, of NCCL's rate"}, {}),
+        (transport(1, floor=10.0, peer=10.6, p2p=20.0, nccl=17.0), {"data plane, 4b: wrong elements"}, {}),
+        (transport(**RELAY), set(), {"one copy out": 1.09}),
+        (session("--tp 2", 4, floor=10.2, refit=12.1, verified=13.0), {"4b, plain, TP2: transfer, ms"}, {"verified / plain": 1.07}),
+        (session("--model 30b --tp 2", 2, floor=10.0, refit=10.9), set(), {"30b, plain, TP2, on 2 GPUs: transfer / floor": 1.09}),
+        (session("--tp 2", 4, text="9 bytes, wrong: ['layers.0'] (0.1 s)", refit=11.0),
+         {"4b, plain, TP2: comparisons of every byte that failed"}, {}),
+        (session("--tp 1 --trainers one", 3, **CHAIN), {"4b, one, TP1: 2 replicas in a relay chain / one"}, {"relay chain / one": 1.2}),
+        (packed(), {"packed, apart: of NCCL's broadcast rate"}, {f"colocated: one by one / {FLAT}": 10, "colocated: memory, buckets": 2.0}),
+        (packed(3), {"packed, apart: of NCCL's broadcast rate", "packed, apart: wrong elements"}, {}),
+        (LAYERWISE, {"layer-wise, 2 ranks: fp32, ways that differ", "layer-wise, 2 ranks: hidden, by the timeline, overlap"},
+         {"hidden, by events": 0.85, "by the timeline": 0.75, "bytes planned / lacked": 1.02}),
+    ],
+)  # fmt: skip
+def test_results_are_judged_by_their_own_figures(results, missed, figures):
+    found = goals.judged(results)
+    assert {j.goal for j in found if not j.met} == missed and any(j.met for j in found)
+    for goal, figure in figures.items():
+        (ours,) = {round(j.ours, 2) for j in found if goal in j.goal}
+        assert ours == figure, (goal, ours)
+
+
+def test_zero_bytes_are_judged_and_sizes_without_a_goal_are_not():
     zero = session("--model toy --tp 1 --trainers nothing", 1, **{"zero bytes": 0.55})
     assert [j.met for j in goals.judged(zero) if "zero bytes" in j.goal] == [False]
+    for smaller in ("--model toy --tp 2", "--tp 2 --layers 16"):
+        assert not goals.judged(session(smaller, 4, refit=1.0))
 
 
-def test_packed_ways_are_judged_by_one_by_one_and_the_raw_broadcast():
-    def rows(**ms: float) -> list[dict]:
-        return [{"way": w, "ms": [v], "wrong": 0, "extra_bytes": [1, 20]} for w, v in ms.items()]
-
-    apart = {"case": "apart", "rows": rows(**{"one by one": 1500.0, PACKED: 180.0, RAW: 160.0})}
-    colocated = {"case": "colocated", "rows": rows(**{"one by one": 1000.0, FLAT: 100.0})}
-    found = {j.goal: j for j in goals.judged({"meta": {"bucket": 10}, "cases": [apart, colocated]})}
-    raw = found["packed, apart: of NCCL's broadcast rate"]
-    assert (raw.how, raw.met) == ("160.0 / 180.0 ms", False)
-    assert found[f"packed, apart: one by one / {PACKED}"].met
-    assert found[f"packed, colocated: one by one / {FLAT}"].ours == 10
-    assert found["packed, apart: memory, buckets"].ours == 2.0
-    apart["rows"][0]["wrong"] = 3
-    wrong = goals.judged({"meta": {"bucket": 10}, "cases": [apart]})
-    assert [j.goal for j in wrong if not j.met and "wrong" in j.goal] == ["packed, apart: wrong elements"]
-
-
-def test_hidden_gathers_are_judged_by_events_and_by_the_timeline():
-    overlap = {
-        "exposed_ms": {"blocking": 10.0, "depth 1": 1.5}, "hidden": {"depth 1": 0.85}, "received": [102, 0], "lacked": [100, 0],
-        "timeline": {"blocking": [{"exposed_ms": 9.0}, {"exposed_ms": 10.0}], "depth 1": [{"exposed_ms": 2.5}, {"exposed_ms": 1.0}]},
-    }  # fmt: skip
-    exact = {"model": "fp32", "steps": 50, "ways": ["a", "b"], "differ": ["b"]}
-    found = {j.goal: j for j in goals.judged([{"ranks": 2, "overlap": overlap, "exact": [exact]}])}
-    assert {k.removeprefix("layer-wise, 2 ranks: "): (j.ours, j.met) for k, j in found.items()} == {
-        "fp32, ways that differ": (1.0, False),
-        "hidden, by events": (0.85, True),
-        "hidden, by the timeline, overlap": (0.75, False),
-        "bytes planned / lacked, overlap": (1.02, True),
-    }
+def test_a_missed_goal_is_printed_and_the_exit_code_is_1(tmp_path, capsys, monkeypatch):
+    file, missed = tmp_path / "x.json", transport(1, floor=10.0, peer=10.6, p2p=20.0, nccl=17.0)
+    file.write_text(json.dumps({"a day": {"a run": missed, "more": [{"ranks": 2}]}, "note": "text"}))
+    monkeypatch.setattr(sys, "argv", ["goals", str(file)])
+    assert goals.main() == 1
+    assert "wrong elements |" in capsys.readouterr().out.partition("**missed**")[0].splitlines()[-1]
 
 
 @pytest.mark.parametrize("step", goals.STEPS, ids=lambda s: s.name)
