@@ -57,8 +57,8 @@ LAYERWISE = [
     {"ranks": 2, "overlap": OVERLAP, "exact": [{"model": "fp32", "steps": 50, "ways": ["a", "b"], "differ": ["b"]}]}
 ]
 RELAY = {
-    "floor": 150.0,
-    "peer": 155.0,
+    "floor": 10.0,
+    "peer": 10.5,
     "p2p": 180.0,
     "nccl": 170.0,
     "one destination pulls": 155.0,
