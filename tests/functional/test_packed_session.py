@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.functional.test_session_protocol import fault  # noqa: F401
-from tests.support.packed_world import Knobs, PackedWorld
+from tests.support.packed_world import PackedWorld
 from tests.support.world import good, right
 from xfer import errors as e
 from xfer.coordinator import refit
@@ -24,9 +24,11 @@ from xfer.transport import peer_host
 BOTH = pytest.mark.parametrize("colocated", [False, True], ids=["broadcast", "shared memory"])
 
 
+@pytest.mark.parametrize("limit", [1024, 256, 1 << 20], ids=["some", "cut", "one"])
 @BOTH
-def test_refits_in_a_row_each_give_the_new_weights_from_one_gather_for_all_replicas(colocated):
-    with PackedWorld(trainers=3, workers=2, replicas=2, colocated=colocated) as w:
+def test_refits_in_a_row_each_give_the_new_weights_from_one_gather_for_all_replicas(colocated, limit):
+    """In some buckets, in buckets shorter than a tensor, and in one bucket for all."""
+    with PackedWorld(trainers=3, workers=2, replicas=2, colocated=colocated, limit=limit) as w:
         for v in (1, 2, 3):
             report = good(w.refit(v))
             right(w, v)
@@ -39,8 +41,11 @@ def test_refits_in_a_row_each_give_the_new_weights_from_one_gather_for_all_repli
         assert [s.builds for s in w.streams] == [1, 1, 1], "tasks are kept while nothing changes"
         assert {t.given["norm"] for t in w.engines[0].takers} == {torch.float32}
         assert report.outcomes[0].routes[0].route == "packed"
-        groups = len(w.sources[0].plan.groups)
-        assert groups > 2 and w.meeting.rounds == 2 + 3 * (groups + 1) + 2, "a collective per refit and one per bucket"
+        planned = w.sources[0].plan
+        assert (len(planned.messages) == 1) == (limit > 4096) and planned.buffer_bytes <= limit
+        assert max(s.party.lanes[0].plane.extra_bytes for s in w.sessions) <= 2 * limit
+        collectives = 2 + 3 * (len(planned.groups) + 1) + 2
+        assert w.meeting.rounds == collectives, "a collective per refit and one per bucket"
 
 
 @BOTH
@@ -86,35 +91,6 @@ def test_buffers_are_not_released_before_all_replicas_have_loaded_from_them(monk
         third = good(w.refit(3))
         assert (third.before or second).committed == 2  # its outcome may have come before trainer 0's call returned
         right(w, 3)
-
-
-@pytest.mark.parametrize("limit", [256, 1 << 20], ids=["cut", "one"])
-def test_tensors_longer_than_a_bucket_and_one_bucket_for_all(limit):
-    with PackedWorld(limit=limit) as w:
-        good(w.refit(1))
-        right(w, 1)
-        p = w.sources[0].plan
-        assert (len(p.messages) == 1) == (limit > 4096) and p.buffer_bytes <= limit
-        assert max(s.party.lanes[0].plane.extra_bytes for s in w.sessions) <= 2 * limit
-
-
-def test_a_replica_that_is_armed_late_changes_no_bytes_that_another_still_loads(monkeypatch):
-    """A gather of its own begins while the first replica's worker, which receives ahead, has one message left to load."""
-
-    def slow(names, seconds: float) -> Knobs:
-        return Knobs(loaded=lambda worker, name, tensor: time.sleep(seconds * (name in names)))
-
-    monkeypatch.setattr(refit, "TOGETHER_S", 0.1)
-    shapes = {f"layers.{i}.w": (24, 12) for i in range(6)} | {"embed": (36, 8), "norm": (12,)}
-    with PackedWorld(workers=1, replicas=2, shapes=shapes, limit=600) as w:
-        good(w.refit(1))
-        order = [p.spec.name for x in w.sources[0].plan.messages for p in x.parts]
-        (first,), (second,) = (engine.takers for engine in w.engines)
-        first.knobs, second.knobs = slow(order[-4:-3], 1.0), slow(order[:1], 1.5)
-        pause = w.engines[1].pause
-        w.engines[1].pause = lambda timeout: (time.sleep(0.5), pause(timeout))
-        assert [o.committed for o in good(w.refit(2)).outcomes] == [True, True]
-        right(w, 2)
 
 
 def test_gathers_run_in_one_order_on_all_ranks_in_whatever_order_their_lanes_come(monkeypatch):
@@ -244,8 +220,8 @@ def test_a_loader_that_does_not_know_a_name():
         torn(w, results, e.LayoutError, "the engine's loader refused one of 2 tensors: KeyError: 'embed'")
 
 
-@BOTH
-def test_a_worker_that_runs_out_of_memory(colocated, monkeypatch):
+@pytest.mark.parametrize("where", ["took in bucket 1", "finished what it had loaded"])
+def test_a_worker_that_runs_out_of_memory(where, monkeypatch):
     def fail(worker, name, tensor):
         if worker == 0 and name == "layers.1.w":
             raise torch.OutOfMemoryError("tried to allocate 1 GiB")
@@ -253,23 +229,15 @@ def test_a_worker_that_runs_out_of_memory(colocated, monkeypatch):
     def finish():
         raise MemoryError
 
-    with PackedWorld(trainers=2, colocated=colocated) as w:
+    with PackedWorld(trainers=2) as w:
         good(w.refit(1))
-        if not colocated:
-            w.knobs.loaded = fail
-            torn(w, w.refit(2), e.RefitFailed, "ran out of memory while it took in bucket 1")
-            return
-        monkeypatch.setattr(w.engines[0].takers[1], "finish", finish)
-        results = w.refit(3)
-        monkeypatch.undo()
-        torn(w, results, e.RefitFailed, "ran out of memory while it finished what it had loaded")
-
-
-def test_a_sender_that_fails_between_buckets(fault):  # noqa: F811
-    with PackedWorld(trainers=3) as w:
-        good(w.refit(1))
-        fault("trainer:0:wave:raise@2")
-        torn(w, w.refit(2), e.XferError, "injected fault")
+        with monkeypatch.context() as patch:
+            if where.startswith("took"):
+                w.knobs.loaded = fail
+            else:
+                patch.setattr(w.engines[0].takers[1], "finish", finish)
+            results = w.refit(2)
+        torn(w, results, e.RefitFailed, f"ran out of memory while it {where}")
 
 
 def test_a_worker_that_fails_between_buckets_holds_up_no_other_replica():
@@ -324,14 +292,21 @@ def test_buffers_of_an_aborted_link_are_held_until_it_has_left_the_device_and_no
         assert not held
 
 
-@pytest.mark.parametrize("where", ["trainer:0", "worker:1"])
-def test_bytes_that_changed_on_their_way_are_never_committed(fault, where):  # noqa: F811
+@pytest.mark.parametrize(
+    "what, kind, words",
+    [
+        ("trainer:0:wave:raise@2", e.XferError, "injected fault"),
+        ("trainer:0:checksum:raise", e.VerificationError, "was not committed"),
+        ("worker:1:checksum:raise", e.VerificationError, "was not committed"),
+    ],
+)
+def test_a_fault_between_buckets_and_bytes_that_changed_are_never_committed(fault, what, kind, words):  # noqa: F811
     with PackedWorld(trainers=2) as w:
         good(w.refit(1))
-        fault(f"{where}:checksum:raise")
+        fault(what)
         results = w.refit(2)
         fault("")
-        torn(w, results, e.VerificationError, "was not committed")
+        torn(w, results, kind, words)
 
 
 def no_room(w: PackedWorld, patch) -> None:

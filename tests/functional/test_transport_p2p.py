@@ -61,13 +61,11 @@ def test_any_programs_finish_and_equal_the_element_loop(links, seed, waves, rows
         P2P(links[r], programs[r], roots[r], step_bytes=step_bytes, direct_bytes=direct_bytes) for r in range(RANKS)
     ]
     for again in range(2):
-        if again:
-            storages = [[r.numpy().copy() for r in s] for s in roots]
-            for r, p in enumerate(programs):
-                mine = p.rows[p.rows["src"] == r]
-                for t, new in zip(roots[r], fresh_sources(rng, mine, storages[r])):
-                    t.copy_(torch.from_numpy(new))
-            storages = [[r.numpy().copy() for r in s] for s in roots]
+        for r, p in enumerate(programs if again else ()):
+            fresh = fresh_sources(rng, p.rows[p.rows["src"] == r], [t.numpy() for t in roots[r]])
+            for t, new in zip(roots[r], fresh):
+                t.copy_(torch.from_numpy(new))
+        storages = [[r.numpy().copy() for r in s] for s in roots]
         want = apply_world(programs, storages)
         stats = all_good(run_ranks(RANKS, lambda r: runs[r].run(soon())))
         for r in range(RANKS):
@@ -83,7 +81,7 @@ def test_any_programs_finish_and_equal_the_element_loop(links, seed, waves, rows
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 400), st.integers(1, 200), st.booleans())
 def test_both_ends_of_a_message_cut_it_alike_and_within_bounds(seed, step_bytes, direct_bytes, pulls):
-    """And nothing but the bytes of its rows travels, also where takers pull some rows of it themselves."""
+    """Nothing but the bytes of its rows travels, also where destinations pull some rows themselves."""
     rng = np.random.default_rng(seed)
     programs, _ = random_world(rng, 3, 2, 30)
     if pulls:
@@ -112,92 +110,72 @@ def test_both_ends_of_a_message_cut_it_alike_and_within_bounds(seed, step_bytes,
                 assert part.nbytes <= max(step_bytes, 8)
 
 
-def two(rows: np.ndarray, waves: int = 1) -> list[Program]:
-    return [Program(r, waves, rows) for r in range(2)]
-
-
 def pair_links():
     store = MemoryStore()
     return all_good(run_ranks(2, lambda r: open_group(store, r, 2, 20.0, labels=("trainer 0", "engine 0 worker 0"))))
 
 
-def dense_rows(n: int, size: int) -> np.ndarray:
-    return np.concatenate(
-        [row((size // 2,), src=0, dst=1, src_offset=i * size, dst_offset=i * size, wire=i * size) for i in range(n)]
-    )
+def long_pair(links, value: int = 7, **how) -> tuple[list[P2P], torch.Tensor]:
+    """64 rows of 16 KiB from rank 0, full of `value`, to rank 1, whose storage comes back."""
+    size = 1 << 14
+    places = [dict(src_offset=i * size, dst_offset=i * size, wire=i * size) for i in range(64)]
+    rows = np.concatenate([row((size // 2,), src=0, dst=1, **at) for at in places])
+    roots = torch.full((64 * size,), value, dtype=torch.uint8), torch.zeros(64 * size, dtype=torch.uint8)
+    return [P2P(links[r], Program(r, 1, rows), [roots[r]], step_bytes=size, **how) for r in range(2)], roots[1]
 
 
 def test_long_dense_rows_touch_no_buffer_and_short_ones_a_bounded_one():
     links = pair_links()
-    src, dst = torch.randint(0, 255, (1 << 20,), dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8)
     for direct, extra in ((1 << 10, 0), (1 << 20, 2 * (1 << 14))):
-        p = [
-            P2P(link, pr, [t], step_bytes=1 << 14, direct_bytes=direct)
-            for link, pr, t in zip(links, two(dense_rows(64, 1 << 14)), (src, dst))
-        ]
+        p, got = long_pair(links, direct_bytes=direct)
         assert [x.extra_bytes for x in p] == [extra, extra]
-        dst.zero_()
         all_good(run_ranks(2, lambda r, p=p: p[r].run(soon())))
-        assert torch.equal(src, dst)
+        assert (got == 7).all()
 
 
 def test_a_warm_run_allocates_nothing():
     links = pair_links()
-    rng = np.random.default_rng(3)
-    programs, storages = random_world(rng, 2, 3, 60)
+    programs, storages = random_world(np.random.default_rng(3), 2, 3, 60)
     roots = tensors(storages)
     p = [P2P(links[r], programs[r], roots[r], step_bytes=256) for r in range(2)]
 
     def both():
         all_good(run_ranks(2, lambda r: p[r].run(soon())))
 
+    def made(call) -> list[int]:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            call()
+        memory = [e.nbytes() for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+        return [n for n in memory if n > 0]
+
     both()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        both()
-    made = [
-        (e.name(), e.nbytes())
-        for e in seen.profiler.kineto_results.events()
-        if e.name() == "[memory]" and e.nbytes() > 0
-    ]
-    assert made == []
+    assert made(both) == [] and made(lambda: torch.empty(100)) != []
 
 
-def test_cancelled_before_a_step_writes_nothing_more():
-    """The run ends as Aborted, the peer is freed, and not one byte of a later step reaches storage."""
-    links = pair_links()
-    src, dst = torch.full((1 << 20,), 7, dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8)
-    p = [P2P(link, pr, [t], step_bytes=1 << 14) for link, pr, t in zip(links, two(dense_rows(64, 1 << 14)), (src, dst))]
-    seen = []
-
-    def rank(r):
-        if r == 0:
-            return p[0].run(soon())
-        return p[1].run(soon(), lambda: len(seen) >= 3, lambda wave, nbytes: seen.append(nbytes))
-
-    t0 = time.monotonic()
-    sender, taker = run_ranks(2, rank)
-    assert time.monotonic() - t0 < 2 * PATIENCE
-    assert isinstance(taker, Aborted) and isinstance(sender, Exception)
-    written = int(dst.count_nonzero())
-    assert written == seen[-1] == 3 << 14
-    time.sleep(0.1)
-    assert int(dst.count_nonzero()) == written
-
-
-def test_a_failing_progress_hook_frees_the_peer():
-    links = pair_links()
-    src, dst = torch.ones(1 << 20, dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8)
-    p = [P2P(link, pr, [t], step_bytes=1 << 14) for link, pr, t in zip(links, two(dense_rows(64, 1 << 14)), (src, dst))]
+@pytest.mark.parametrize("how", ["cancelled", "a hook that fails"])
+def test_a_run_that_ends_early_frees_its_peer_and_writes_nothing_more(how):
+    p, got = long_pair(pair_links())
+    seen, fails = [], how != "cancelled"
 
     def hook(wave, nbytes):
-        raise KeyError("hook")
+        seen.append(nbytes)
+        if fails and len(seen) == 3:
+            raise KeyError("hook")
+
+    def rank(r):
+        return p[1].run(soon(), lambda: not fails and len(seen) >= 3, hook) if r else p[0].run(soon())
 
     t0 = time.monotonic()
-    sender, taker = run_ranks(2, lambda r: p[r].run(soon(), progress=hook) if r else p[r].run(soon()))
-    assert isinstance(taker, KeyError) and isinstance(sender, Exception) and time.monotonic() - t0 < 2 * PATIENCE
+    source, destination = run_ranks(2, rank)
+    assert time.monotonic() - t0 < 2 * PATIENCE
+    assert isinstance(destination, KeyError if fails else Aborted) and isinstance(source, Exception)
+    written = int(got.count_nonzero())
+    assert written == seen[-1] == 3 << 14
+    time.sleep(0.1)
+    assert int(got.count_nonzero()) == written
 
 
 def test_another_ranks_program_is_refused():
     links = pair_links()
     with pytest.raises(PlanMismatch, match="engine 0 worker 0"):
-        P2P(links[1], two(dense_rows(1, 64))[0], [torch.zeros(64, dtype=torch.uint8)])
+        P2P(links[1], Program(0, 1, row((8,), dst=1)), [torch.zeros(64, dtype=torch.uint8)])

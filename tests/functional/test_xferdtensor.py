@@ -75,30 +75,25 @@ def random_mesh(rng, world=WORLD):
     return MeshInfo([f"m{i}" for i in range(len(sizes))], np.array(ranks).reshape(sizes))
 
 
-def random_placements(rng, mesh, shape, fused=True):
-    out, fused_dims = [], set()
+def random_placements(rng, mesh, shape):
+    out = []
     for size in mesh.sizes:
         dim = rng.randrange(len(shape))
-        n, kind = shape[dim], rng.choice(["shard", "shard", "replicate", "strided", "segmented", "interleaved"])
-        if kind in ("segmented", "interleaved") and (not fused or dim in fused_dims):
-            kind = "shard"
-        if kind == "shard":
+        n, kind = shape[dim], rng.choice([Shard, Shard, Replicate, StridedShard, Segmented, Interleaved])
+        if kind is Replicate:
+            out.append(kind())
+        elif kind is StridedShard:
+            out.append(kind(dim, rng.randint(1, 3)))
+        elif kind is Shard or any(isinstance(p, (Segmented, Interleaved)) and p.dim == dim for p in out):
             out.append(Shard(dim))
-        elif kind == "replicate":
-            out.append(Replicate())
-        elif kind == "strided":
-            out.append(StridedShard(dim, rng.randint(1, 3)))
-        elif kind == "segmented":
+        elif kind is Segmented:
             a = rng.randint(0, n)
             b = rng.randint(0, n - a)
-            copies = (1, size, 1) if rng.random() < 0.3 else ()
-            out.append(Segmented(dim, (a, b, n - a - b), copies))
-            fused_dims.add(dim)
+            out.append(kind(dim, (a, b, n - a - b), (1, size, 1) if rng.random() < 0.3 else ()))
         else:
             groups = rng.choice([g for g in (1, 2, 3, 4) if n % g == 0])
             a = rng.randint(0, n // groups) * groups
-            out.append(Interleaved(dim, (a, n - a), groups))
-            fused_dims.add(dim)
+            out.append(kind(dim, (a, n - a), groups))
     return tuple(out)
 
 
@@ -172,21 +167,18 @@ def any_mesh_to_any_mesh(rank, count=EXAMPLES // 4, world=WORLD, device="cpu", l
         want = part_of(full, meshes[1], placements[1], rank)
         mine = random.Random(f"{seed} {rank}")
         if src is not None and odd[0]:
-            view, _ = strided_like(src, mine)
-            src = view.copy_(src)
-        got = memory = before = None
+            src = strided_like(src, mine)[0].copy_(src)
+        got = None
         if want is not None:
-            got, memory = strided_like(want, mine) if odd[1] else (torch.full_like(want, 99), None)
-            if memory is not None:
-                shadow = torch.zeros_like(memory, dtype=torch.bool)
-                shadow.as_strided(got.shape, got.stride(), got.storage_offset())[...] = True
-                before = memory[~shadow].clone()
+            got, memory = strided_like(want, mine) if odd[1] else 2 * [torch.full_like(want, 99)]
+            between = torch.ones_like(memory, dtype=torch.bool)
+            between.as_strided(got.shape, got.stride(), got.storage_offset())[...] = False
+            before = memory[between].clone()
         shape_said = shape if rng.random() < 0.5 else None  # local shapes tell it too
         xferdtensor(src, meshes[0], placements[0], got, meshes[1], placements[1], global_shape=shape_said, **options)
         if want is not None:
             assert torch.equal(got, want), (i, shape, meshes, placements)
-            if memory is not None:
-                assert torch.equal(memory[~shadow], before), "bytes between the destination's own were written"
+            assert torch.equal(memory[between], before), "bytes between the destination's own were written"
 
 
 @case
@@ -210,24 +202,7 @@ def disjoint_meshes_of_dtensors(rank):
 
 
 @case
-def qkv_of_a_trainer_to_an_engine(rank):
-    """Interleaved per KV group over two ranks -> [q; k; v] over two others, KV heads replicated: Megatron -> vLLM."""
-    q, kv, hidden = 16, 2, 5
-    full = values((q + 2 * kv, hidden), torch.bfloat16)
-    trainer, engine = MeshInfo.line("tp", [0, 1]), MeshInfo.line("tp", [2, 3])
-    src = dst = None
-    if rank < 2:  # by hand: group g is q[8g:8g+8], k[g], v[g]
-        src = torch.cat([full[8 * rank : 8 * rank + 8], full[q + rank : q + rank + 1], full[q + kv + rank :][:1]])
-    else:
-        dst = torch.zeros(8 + 2 * kv, hidden, dtype=torch.bfloat16)
-    sizes = (q, kv, kv)
-    xferdtensor(src, trainer, [Interleaved(0, sizes, 2)], dst, engine, [Segmented(0, sizes, (1, 2, 2))])
-    if dst is not None:
-        assert torch.equal(dst, torch.cat([full[8 * (rank - 2) :][:8], full[q:]]))
-
-
-@case
-def what_a_rank_holds_it_takes_from_itself(rank):
+def a_rank_copies_what_it_holds_from_itself(rank):
     """Replicas on all ranks, shards wanted on two of them: nothing goes over the wire, though others could send."""
     full = values((4096, 3))
     got = full.new_zeros(2048, 3) if rank < 2 else None
@@ -471,17 +446,11 @@ def plans_that_differ_never_run(rank):
 
 @case
 def zz_ranks_that_do_not_come(rank):
-    """A late one is a deadline, at the first meeting and when the ranks know each other; one that died is lost at once."""
+    """A late rank is a deadline, at the first meeting and when the ranks know each other; a dead one is lost at once."""
     first, known = dist.new_group([0, 1]), dist.new_group([0, 1])
     dying = dist.new_group([2, 3])
-    move = (
-        values((2,)),
-        MeshInfo.line("x", [0, 1]),
-        [Shard(0)],
-        torch.zeros(2),
-        MeshInfo.line("x", [0, 1]),
-        [Shard(0)],
-    )
+    mesh = MeshInfo.line("x", [0, 1])
+    move = (values((2,)), mesh, [Shard(0)], torch.zeros(2), mesh, [Shard(0)])
     if rank > 1:
         xferdtensor(*move, dying)
         if rank == 3:
@@ -529,16 +498,13 @@ def outcomes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("xferdtensor")
     workers = mp.spawn(rank_main, (str(folder),), WORLD, join=False)
     limit = time.monotonic() + 120 + EXAMPLES
-    while not all(not p.is_alive() for p in workers.processes) and time.monotonic() < limit:
+    while any(p.is_alive() for p in workers.processes) and time.monotonic() < limit:
         time.sleep(0.05)
     for p in workers.processes:
         p.kill()
         p.join()
-    found = []
-    for rank in range(WORLD):
-        path = folder / f"rank{rank}.json"
-        found.append(json.loads(path.read_text()) if path.exists() else {})
-    return found
+    paths = [folder / f"rank{rank}.json" for rank in range(WORLD)]
+    return [json.loads(path.read_text()) if path.exists() else {} for path in paths]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,9 +1,9 @@
 """What the packed route gathers from real Megatron-Core + Bridge ranks over gloo is what Bridge exports, bit for bit, and
-conversion tasks that went stale are noticed on all ranks: `packed_bridge.py MODE FOLDER CASE…`, for test_packed_bridge.py.
+conversion tasks that went stale are noticed on all ranks: `packed_bridge.py MODE FOLDER [CASE…]`, for test_packed_bridge.py.
 
-values   each case's tensors, after a first and a second optimizer step
-stale    each case changes one thing as training frameworks do: what kept conversion tasks give, and what the check finds. A task of
-         Bridge keeps parameter objects, and shapes and dtypes of all pipeline stages.
+values   the tensors of every case, after a first and a second optimizer step
+stale    each case changes one thing as training frameworks do. A task of Bridge keeps parameter objects, and shapes and dtypes of
+         all pipeline stages.
 fused    gpt-oss, whose checkpoint has all experts of a layer in one tensor and Megatron one parameter each
 """
 
@@ -89,9 +89,8 @@ def checkpoint(family: str, folder: Path, **model) -> Path:
 # ---- values
 
 
-def values(folder: Path, names: list[str]) -> None:
-    for name in names:
-        family, model, layout = CASES[name]
+def values(folder: Path, _: list[str]) -> None:
+    for name, (family, model, layout) in CASES.items():
         with Trainer(checkpoint(family, folder / name, **model), **layout) as trainer:
             source = made(trainer)
             for _ in range(2):
@@ -163,7 +162,7 @@ def adapted(trainer: Trainer) -> None:
 
 
 def offloaded(trainer: Trainer) -> None:
-    """Away and back, elsewhere, with a step's worth of change between; where the parameters lay, somebody else has written."""
+    """Away and back, elsewhere, with other values; what is written meanwhile where the parameters lay must not be sent."""
     if dist.get_rank() == 1:
         for p in (p for chunk in trainer.chunks for p in chunk.parameters()):
             old, p.data = p.data, p.data + 1
@@ -216,7 +215,7 @@ def went_stale(trainer: Trainer, name: str) -> None:
     assert {s.built for s in sources} == {2}, "all ranks build anew when one has to"
     if name == "offloaded":  # tasks follow parameter objects; places that were kept do not
         assert states == (["moved"] * 2 if rank else ["same"] * 2) and sources[1].writes
-        assert without[0] == [] and (rank or without[1]), "what somebody else wrote there would have been sent"
+        assert without[0] == [] and (rank or without[1]), "what was written there would have been sent"
     elif name == "replaced":
         assert states == ["moved" if rank else "same"], "only the stage that owns it can see it"
         assert len(without[0]) == 1, "old weights on both stages"

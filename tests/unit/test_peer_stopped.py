@@ -1,4 +1,4 @@
-"""What a pull asks of streams when it was stopped and begins again, and how long a rank without a link waits for its device.
+"""How a pull that was stopped begins again, and how long a rank without a link waits for its device.
 
 Without a GPU: streams only note what they are asked. Live: test_gpu_routes.py.
 """
@@ -20,6 +20,7 @@ from xfer.transport.peer import Mapping, Pull
 from xfer.transport.routes import NoLink
 
 GPU = torch.device("cuda", 0)
+BEHIND = ("pull", "waits for", "aside")
 noted: list[tuple] = []
 
 
@@ -44,58 +45,44 @@ class Event:
         return self.done
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def device(monkeypatch):
     noted.clear()
     current = Stream()
     current.name = "current"
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    for name, double in dict(
+        Stream=Stream, Event=Event, current_stream=lambda device=None: current, stream=lambda stream: nullcontext()
+    ).items():
+        monkeypatch.setattr(torch.cuda, name, double)
 
 
-@pytest.fixture
-def pull(device, monkeypatch):
-    """Of no rows: what they are bound to is another test's."""
-    word = {name: getattr(torch, name) for name in ("zeros", "ones")}
-    for name, make in word.items():
+def test_a_pull_begins_behind_what_stopped_the_one_before(monkeypatch):
+    """Another stream writes the word that stops a pull. If it came to the next pull, that one would end without its bytes and without
+    an error. Nor may anything else have the word's memory by then."""
+    for name, make in dict(zeros=torch.zeros, ones=torch.ones).items():
         monkeypatch.setattr(torch, name, lambda n, dtype, make=make, **where: make(n, dtype=dtype))
-    monkeypatch.setattr(
-        torch.Tensor, "record_stream", lambda t, stream: noted.append((id(t), "is used on", stream.name))
-    )
-    with (
-        patch.object(Pull, "_bind"),
-        patch.object(Pull, "_recorded", lambda self, k: lambda: noted.append(("launched",))),
-    ):
-        return Pull(np.empty(0, ROW), Mapping(0, GPU), [])
-
-
-def test_a_pull_begins_behind_what_stopped_the_one_before(pull):
-    """The word that stops a pull is written by another stream. Landing in the next pull it would end that one without its bytes, and
-    without an error."""
-    behind = ("pull", "waits for", "aside")
+    used = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, stream: used.append((id(t), stream.name)))
+    monkeypatch.setattr(Pull, "_bind", lambda *_: None)
+    monkeypatch.setattr(Pull, "_recorded", lambda self, k: lambda: noted.append(("launched",)))
+    pull = Pull(np.empty(0, ROW), Mapping(0, GPU), [])
+    assert (id(pull._abort), "aside") in used
     pull.begin()
     pull.finish(time.monotonic() + 5)
-    assert behind not in noted, "a pull that nobody stopped costs no more than before"
+    assert BEHIND not in noted, "a pull that was not stopped costs no more than before"
     pull.begin()
     pull.stop()
     with pytest.raises(Aborted):
         pull.finish(time.monotonic() + 5)
     noted.clear()
     pull.begin()
-    assert behind in noted[: noted.index(("launched",))]
+    assert BEHIND in noted[: noted.index(("launched",))]
     pull.finish(time.monotonic() + 5)
 
 
-def test_memory_of_the_word_is_nobody_elses_while_a_stop_may_still_write_it(pull):
-    assert (id(pull._abort), "is used on", "aside") in noted
-
-
-def test_a_rank_that_only_pulls_waits_for_its_device_by_the_deadline(device, monkeypatch):
+def test_a_rank_that_only_pulls_waits_for_its_device_by_the_deadline():
     """For its own copies and constants, which go by no link."""
     link = NoLink(1, 2, GPU, ["trainer 0", "replica 0 worker 0"])
     link.finish(time.monotonic() + 5)
-    monkeypatch.setattr(Event, "done", False)
-    with pytest.raises(DeadlineExceeded, match="replica 0 worker 0"):
+    with patch.object(Event, "done", False), pytest.raises(DeadlineExceeded, match="replica 0 worker 0"):
         link.finish(time.monotonic() + 0.05)

@@ -1,4 +1,4 @@
-"""The gate between two replicas of a row: no part is let in before the one before has it, and each is told once it is here."""
+"""The gate between two replicas of a relay chain: each part is read once the replica before has it, and then reported."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def gate(
 @settings(deadline=None, max_examples=30)
 @given(parts=st.integers(1, 6), length=st.integers(1, 5), seed=st.randoms(use_true_random=False))
 def test_a_part_is_read_only_when_the_one_before_has_it(parts, length, seed):
-    """A row of threads, each at its own pace, in two refits one after the other."""
+    """A chain of threads, each at its own pace, in two refits one after the other."""
     has = [[0] * length for _ in range(2)]
     wrong: list[tuple[int, int]] = []
     row: list[Steps] = []
@@ -55,14 +55,14 @@ def test_a_part_is_read_only_when_the_one_before_has_it(parts, length, seed):
 
     for run in (1, 2):
         threads = [threading.Thread(target=pull, args=(j, run), daemon=True) for j in range(length)]
-        for t in reversed(threads):  # who follows is there first
+        for t in reversed(threads):  # the last of the chain is there first
             t.start()
         for t in threads:
             t.join(30)
         assert not wrong and has[run - 1] == [parts] * length
 
 
-def test_what_was_said_of_another_refit_lets_nobody_in():
+def test_what_was_said_of_another_refit_lets_no_part_in():
     steps = gate(run=5, seconds=0.05)
     steps.there(4, 9)
     with pytest.raises(DeadlineExceeded, match="part 1 did not come"):
@@ -72,21 +72,18 @@ def test_what_was_said_of_another_refit_lets_nobody_in():
         steps.before(0, None)
 
 
-def test_a_wait_ends_when_the_pull_is_cancelled():
+@pytest.mark.parametrize("how", ["cancelled", "opened"])
+def test_a_wait_ends_when_the_pull_is_cancelled(how):
     over = threading.Event()
     steps = gate(cancelled=over.is_set)
-    threading.Timer(0.05, over.set).start()
-    with pytest.raises(Aborted):
-        steps.before(0, None)
-    steps = gate()
-    threading.Timer(0.05, steps.open).start()
+    threading.Timer(0.05, over.set if how == "cancelled" else steps.open).start()
     with pytest.raises(Aborted):
         steps.before(0, None)
 
 
 @pytest.mark.parametrize("tells, want", [(False, []), (True, [0, 1])])
-def test_the_first_of_a_row_waits_for_nobody_and_says_nothing_when_nobody_listens(tells, want):
-    """A gate beside it hears of every part all the same."""
+def test_the_first_of_a_chain_does_not_wait_and_says_nothing_without_a_listener(tells, want):
+    """A gate beside it is told of every part all the same."""
     said, told = [], []
     steps = Steps(False, lambda run, part: said.append(part))
     steps.beside = SimpleNamespace(after=lambda wave, stream: told.append((wave, stream)))
@@ -116,19 +113,11 @@ def test_parts_on_a_device_are_said_when_they_are_there_in_order(monkeypatch):
     steps = gate(False, lambda run, part: said.append((run, part)), run=3)
     for part in range(4):
         steps.after(part, object())
-    steps.poll()
-    assert said == []
-    steps._events[1].over = True  # the one before it is not: nothing can be said yet
-    steps.poll()
-    assert said == []
-    steps._events[0].over = True
-    steps.poll()
-    assert said == [(3, 1)]
-    for part in (2, 3):
-        steps._events[part].over = True
-    steps.poll()
-    steps.poll()
-    assert said == [(3, 1), (3, 3)]
+    for over, want in (((), []), ((1,), []), ((0,), [(3, 1)]), ((2, 3), [(3, 1), (3, 3)]), ((), [(3, 1), (3, 3)])):
+        for part in over:
+            steps._events[part].over = True
+        steps.poll()
+        assert said == want, "a part is not said before the one before it"
     steps.after(4, object())
     steps.open()
     steps._events[4].over = True  # its kernels left because they were told to
@@ -137,15 +126,15 @@ def test_parts_on_a_device_are_said_when_they_are_there_in_order(monkeypatch):
 
 
 def of_replica(number: int) -> np.ndarray:
-    """Rows of the one taker of a replica, who reads as much from each of two trainers, as its plan has them."""
+    """The planned rows of a replica of one worker, which reads as much from each of two trainers."""
     ends = np.array([0, 1]), np.array([2, 2])
     s = schedule(*ends, np.array([64, 64]), message=64, per_rank=64, unit=64, rotation=number, rotations=2)
     rows = [row((32,), src=a, dst=2, dst_offset=64 * a, wave=int(s.wave[a]), turn=int(s.turn[a])) for a in range(2)]
     return np.concatenate(rows)[np.argsort(s.wave, kind="stable")]
 
 
-def test_replicas_of_a_row_turn_to_other_senders_and_still_know_each_others_rows():
-    """Places of a row compare their rows: a replica that pulls other ones cannot take them from the one before it."""
+def test_replicas_of_a_chain_begin_with_different_sources_and_still_know_each_others_rows():
+    """Places of a chain compare their rows: a replica cannot take other ones from the replica before it."""
 
     class Export:
         def __init__(self, *_):

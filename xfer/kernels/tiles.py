@@ -1,9 +1,8 @@
 """Moves cut into tiles: flat tables of small, equally long pieces of work that one kernel launch moves.
 
 A tile is two-dimensional: `rows` runs of `width` units, a stride between runs on either end. Outer dims of a move
-become separate tiles. Tables name storages by index and hold offsets, never addresses, so they
-stay valid when a storage is
-bound anew at an equally aligned address. Arithmetic on numpy arrays only: no tensor and no device is known here.
+become separate tiles. Tables name storages by index and hold offsets, never addresses, so they stay valid when a storage is bound anew
+at an equally aligned address. Arithmetic on numpy arrays only: no tensor and no device is known here.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xfer.kernels.strided import WIRE, StridedCopy
+from xfer.kernels.strided import StridedCopy
 
 COLUMNS = 8
 """int64 words of a tile: from root | to root << 32, from offset, to offset, width | rows << 32, from and to strides of
@@ -62,9 +61,7 @@ def plain_tables(
             dims[k, depth - len(m.dims) :] = m.dims
             for d in m.mirrored:
                 dims[k, depth - len(m.dims) + d, 2] *= -1
-    roots = np.array(
-        [(m.left_root, max(m.right_root, 0) if m.right_root == WIRE else m.right_root) for m in moves], np.int64
-    )
+    roots = np.array([(m.left_root, max(m.right_root, 0)) for m in moves], np.int64)
     offsets = np.array([(m.left, m.right) for m in moves], np.int64)
     for k, m in enumerate(moves):  # `mirrored` dims start at the far end
         offsets[k, 1] += sum((m.dims[d][0] - 1) * m.dims[d][2] for d in m.mirrored)
@@ -130,8 +127,8 @@ class Turns:
     `burst` bytes (0: of a tile), in the order of their numbers; a group with fewer bytes takes shorter turns, so that all end
     together. Groups `beside` have no turn: their tiles are spread evenly among all others.
 
-    In long turns, takers that begin with different senders always read from different GPUs. Takers that begin with the same
-    sender share it to the end. What lies on the taker's own GPU needs no wire, so it goes beside.
+    In long turns, destinations that begin with different sources always read from different GPUs. Destinations that begin with the
+    same source share it to the end. What lies on the destination's own GPU needs no wire, so it goes beside.
     """
 
     groups: Sequence[int] = ()

@@ -142,7 +142,6 @@ class Export:
         self._expandable: list[tuple[int, int]] | None = None
         self._places = tuple(self._place(t) for t in roots)
         probe = self._place(self._probe)
-        self._probe_at = (probe.allocation, probe.offset)
         # The probe's own offset in its allocation travels as the last place.
         self.offer = Offer(
             WIRE_VERSION, rank, *this_process(), self._nonce,

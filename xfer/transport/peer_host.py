@@ -120,10 +120,7 @@ class Mapping(peer.OpenedRoots[tuple[int, int]]):
             try:
                 _read(self.pids[rank], local, remote, size)
             except OSError as e:
-                raise PeerLost(
-                    "memory that was offered cannot be read any more",
-                    [f"rank {rank} (pid {self.pids[rank]}): {e.strerror}"],
-                ) from None
+                raise _lost(rank, self.pids[rank], e) from None
 
     def close(self) -> None:
         self.roots, self.pids = {}, {}
@@ -190,11 +187,7 @@ class Pull:
                 try:
                     _read(c.pid, c.local, c.remote, c.nbytes)
                 except OSError as e:
-                    raise PeerLost(
-                        "memory that was offered cannot be read any more",
-                        [f"rank {c.sender} (pid {c.pid}): {e.strerror}"],
-                        where=where,
-                    ) from None
+                    raise _lost(c.sender, c.pid, e, where) from None
             if self._gate is not None:
                 self._gate.after(wave, None)
         seconds = time.perf_counter() - began
@@ -238,15 +231,10 @@ def _batches(rows: np.ndarray, known: dict[int, tuple[int, int]], roots: Sequenc
         if len(at) and (at[:, 1].min() < 0 or at[:, 1].max() + run > limit):
             raise XferError(f"a row reaches outside storage {move.left_root}, which has {limit} bytes")
         at += (roots[move.right_root].data_ptr(), base)
-        while run > BATCH_BYTES:  # long runs in pieces
-            pieces = -(-run // BATCH_BYTES)
-            cut = np.arange(pieces) * BATCH_BYTES
-            at = (at[:, None] + cut[:, None]).reshape(-1, 2)
-            length = np.tile(np.minimum(BATCH_BYTES, run - cut), len(at) // pieces)
-            ends.append(np.concatenate([at, length[:, None]], axis=1))
-            break
-        else:
-            ends.append(np.concatenate([at, np.full((len(at), 1), run)], axis=1))
+        cut = np.arange(0, run, BATCH_BYTES)  # long runs in pieces
+        length = np.tile(np.minimum(BATCH_BYTES, run - cut), len(at))
+        at = (at[:, None] + cut[:, None]).reshape(-1, 2)
+        ends.append(np.concatenate([at, length[:, None]], axis=1))
     table = np.concatenate(ends) if ends else np.empty((0, 3), np.int64)
     start = 0
     total = np.cumsum(table[:, 2])
@@ -273,6 +261,12 @@ def _libc():
         ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong,
     ]  # fmt: skip
     return libc
+
+
+def _lost(rank: int, pid: int, e: OSError, where: str = "") -> PeerLost:
+    return PeerLost(
+        "memory that was offered cannot be read any more", [f"rank {rank} (pid {pid}): {e.strerror}"], where=where
+    )
 
 
 def _read(pid: int, local: np.ndarray, remote: np.ndarray, nbytes: int) -> None:
