@@ -65,7 +65,6 @@ def test_every_worker_gets_its_bytes_from_the_exporter_of_its_gpu(world):
 @pytest.mark.parametrize(
     "what, kind, words",
     [
-        ("trainer:0:wave:raise@2", e.XferError, "injected fault"),
         ("trainer:1:wave:raise@2", e.XferError, "injected fault"),
         ("trainer:1:checksum:raise", e.VerificationError, "worker 0: trainers sent checksum"),
     ],

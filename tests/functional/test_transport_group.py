@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import contextmanager
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from tests.support.proc import PATIENCE
 from tests.support.row_worlds import row
-from tests.support.threads import MemoryStore, all_good, run_ranks
+from tests.support.threads import all_good, memory_store, run_ranks
 from xfer import background
 from xfer.errors import DeadlineExceeded, PeerLost
 from xfer.plan.program import Program
@@ -31,8 +30,8 @@ def soon(seconds: float = 20.0) -> float:
     return time.monotonic() + seconds
 
 
-def links(n: int, store=None):
-    store = store or MemoryStore()
+def links(n: int):
+    store = memory_store()
     return all_good(run_ranks(n, lambda r: open_group(store, r, n, 20.0, labels=[f"trainer {i}" for i in range(n)])))
 
 
@@ -290,7 +289,7 @@ def test_a_deadline_names_the_rank_that_was_waited_for():
 def test_a_group_that_does_not_fill_up_is_a_deadline():
     t0 = time.monotonic()
     with pytest.raises(DeadlineExceeded):
-        open_group(MemoryStore(1.0), 0, 2, 1.0)
+        open_group(memory_store(1.0), 0, 2, 1.0)
     assert time.monotonic() - t0 < 5
 
 
@@ -299,7 +298,7 @@ def test_a_link_that_is_being_opened_can_be_given_up():
     t0, given_up = time.monotonic(), threading.Event()
     threading.Timer(0.3, given_up.set).start()
     with pytest.raises(Aborted, match="cancelled"):
-        open_group(MemoryStore(2.0 * PATIENCE), 0, 2, 2.0 * PATIENCE, cancelled=given_up.is_set)
+        open_group(memory_store(2.0 * PATIENCE), 0, 2, 2.0 * PATIENCE, cancelled=given_up.is_set)
     assert 0.2 < time.monotonic() - t0 < 1.5 * PATIENCE
     (left,) = background._given_up
     left.join(20.0)  # the thread that was left behind ends by itself
@@ -307,11 +306,11 @@ def test_a_link_that_is_being_opened_can_be_given_up():
 
 
 def test_a_store_that_raises_passes_its_error_on():
-    class Broken(MemoryStore):
-        def wait(self, keys, timeout: timedelta | None = None):
+    class Broken(dist.Store):
+        def wait(self, *args):
             raise PeerLost("the rendezvous is gone")
 
-        get = wait
+        set = get = wait
 
     with pytest.raises(PeerLost, match="rendezvous is gone"):
         open_group(Broken(), 0, 2, 5.0)
@@ -337,7 +336,7 @@ def test_closing_lets_finished_messages_arrive_and_others_go_on():
 
 
 def test_a_link_of_one_rank_runs_its_local_rows():
-    link = open_group(MemoryStore(), 0, 1, 1.0)
+    link = open_group(memory_store(), 0, 1, 1.0)
     t = torch.cat([torch.ones(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)])
     P2P(link, Program(0, 0, row((32,), dst_offset=64)), [t]).run(soon())
     assert int(t.sum()) == 128

@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.profiler import ProfilerActivity, profile
 
+from tests.support.memory import allocations
 from tests.support.proc import PATIENCE
 from tests.support.row_worlds import apply_world, fresh_sources, random_world, row
-from tests.support.threads import MemoryStore, all_good, run_ranks
+from tests.support.threads import all_good, memory_store, run_ranks
 from xfer.errors import PlanMismatch
 from xfer.plan.program import Op, Program, row_wire_bytes
 from xfer.transport import peer
@@ -33,7 +33,7 @@ def soon(seconds: float = 20.0) -> float:
 
 @pytest.fixture(scope="module")
 def links():
-    store = MemoryStore()
+    store = memory_store()
     found = all_good(run_ranks(RANKS, lambda r: open_group(store, r, RANKS, 20.0)))
     yield found
     for link in found:
@@ -111,7 +111,7 @@ def test_both_ends_of_a_message_cut_it_alike_and_within_bounds(seed, step_bytes,
 
 
 def pair_links():
-    store = MemoryStore()
+    store = memory_store()
     return all_good(run_ranks(2, lambda r: open_group(store, r, 2, 20.0, labels=("trainer 0", "engine 0 worker 0"))))
 
 
@@ -142,14 +142,8 @@ def test_a_warm_run_allocates_nothing():
     def both():
         all_good(run_ranks(2, lambda r: p[r].run(soon())))
 
-    def made(call) -> list[int]:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-            call()
-        memory = [e.nbytes() for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
-        return [n for n in memory if n > 0]
-
     both()
-    assert made(both) == [] and made(lambda: torch.empty(100)) != []
+    assert not [n for n in allocations(both) if n > 0] and allocations(lambda: torch.empty(100))
 
 
 @pytest.mark.parametrize("how", ["cancelled", "a hook that fails"])

@@ -1,9 +1,11 @@
 """How much memory this process holds, by the kernel's own count (Linux only), and whether a tensor's memory is still held."""
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 
 class Watched:
@@ -20,6 +22,13 @@ class Watched:
 
     def __del__(self) -> None:
         torch.UntypedStorage._free_weak_ref(self._at)
+
+
+def allocations(call: Callable[[], object]) -> list[int]:
+    """Bytes of tensors on the host that a call allocates and frees (negative), one after the other."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        call()
+    return [e.nbytes() for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
 
 
 def forget_peak() -> int:

@@ -53,18 +53,7 @@ def plain_tables(
     """Tables of moves whose two dtypes are equal, one per unit. backwards: right to left (unpacking)."""
     if not moves:
         return []
-    depth = max(len(m.dims) for m in moves)
-    dims = np.ones((len(moves), depth, 3), np.int64)
-    dims[:, :, 1:] = 0
-    for k, m in enumerate(moves):
-        if m.dims:
-            dims[k, depth - len(m.dims) :] = m.dims
-            for d in m.mirrored:
-                dims[k, depth - len(m.dims) + d, 2] *= -1
-    roots = np.array([(m.left_root, max(m.right_root, 0)) for m in moves], np.int64)
-    offsets = np.array([(m.left, m.right) for m in moves], np.int64)
-    for k, m in enumerate(moves):  # `mirrored` dims start at the far end
-        offsets[k, 1] += sum((m.dims[d][0] - 1) * m.dims[d][2] for d in m.mirrored)
+    dims, roots, offsets = _laid(moves)
     # A move without a dense innermost run is one of single bytes.
     dense = (dims[:, -1, 1] == 1) & (dims[:, -1, 2] == 1)
     if not dense.all():
@@ -100,19 +89,9 @@ def cast_tables(
         kinds.setdefault((m.left_dtype, m.right_dtype), []).append(m)
     out = []
     for (left, right), some in sorted(kinds.items()):
-        depth = max(1, *(len(m.dims) for m in some))
-        dims = np.ones((len(some), depth, 3), np.int64)
-        dims[:, :, 1:] = 0
-        offsets = np.array([(m.left, m.right) for m in some], np.int64)
-        for k, m in enumerate(some):
-            if m.dims:
-                dims[k, depth - len(m.dims) :] = m.dims
-            for d in m.mirrored:
-                dims[k, depth - len(m.dims) + d, 2] *= -1
-                offsets[k, 1] += (m.dims[d][0] - 1) * m.dims[d][2]
+        dims, roots, offsets = _laid(some)
         dims[:, :, 1] //= items[left]
         dims[:, :, 2] //= items[right]
-        roots = np.array([(m.left_root, max(m.right_root, 0)) for m in some], np.int64)
         tile = _tile_bytes(int(dims[:, :, 0].prod(axis=1).sum()) * items[right], large_from)
         written = items[left] if backwards else items[right]
         pair = (right, left) if backwards else (left, right)
@@ -155,6 +134,22 @@ def interleaved(table: Table, turns: Turns) -> Table:
         when = np.where(beside, share, turn)
     order = np.lexsort((group, when))
     return Table(table.unit, table.dtypes, np.ascontiguousarray(table.tiles[order]), table.nbytes[order])
+
+
+def _laid(moves: Sequence[StridedCopy]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """dims [m, k, (extent, left stride, right stride)], (left, right) storages and offsets of moves. `mirrored` dims start at the far
+    end. A move of fewer dims than others has outer dims of extent 1."""
+    depth = max(1, *(len(m.dims) for m in moves))
+    dims = np.ones((len(moves), depth, 3), np.int64)
+    dims[:, :, 1:] = 0
+    offsets = np.array([(m.left, m.right) for m in moves], np.int64)
+    for k, m in enumerate(moves):
+        if m.dims:
+            dims[k, depth - len(m.dims) :] = m.dims
+        for d in m.mirrored:
+            dims[k, depth - len(m.dims) + d, 2] *= -1
+            offsets[k, 1] += (m.dims[d][0] - 1) * m.dims[d][2]
+    return dims, np.array([(m.left_root, max(m.right_root, 0)) for m in moves], np.int64), offsets
 
 
 def _tile_bytes(total: int, large_from: int) -> int:

@@ -309,13 +309,15 @@ class GlooLink(Link):
         )
 
     def _group(self):
-        pg = self._pg
-        if pg is None:
-            raise Aborted(
-                "this link is closed" if self.size > 1 else "a group of one rank has no peers",
-                where=self.labels[self.rank],
-            )
-        return pg
+        return not_closed(self._pg, self)
+
+
+def not_closed(pg: ProcessGroup | None, link: Link):
+    """The process group of a link. Raises Aborted if there is none."""
+    if pg is None:
+        why = "this link is closed" if link.size > 1 else "a group of one rank has no peers"
+        raise Aborted(why, where=link.labels[link.rank])
+    return pg
 
 
 class _GlooPending:

@@ -31,6 +31,7 @@ from xfer.transport.group import (
     T,
     bytes_of,
     from_rank,
+    not_closed,
     opened,
     wait_for_stream,
 )
@@ -233,13 +234,7 @@ class NcclLink(Link):
         return PeerLost("NCCL failed", [str(e).splitlines()[0][:300]], where=who)
 
     def _group(self):
-        pg = self._pg
-        if pg is None:
-            raise Aborted(
-                "this link is closed" if self.size > 1 else "a group of one rank has no peers",
-                where=self.labels[self.rank],
-            )
-        return pg
+        return not_closed(self._pg, self)
 
 
 class _NcclPending:
