@@ -62,19 +62,22 @@ def write_box(storage: np.ndarray, r, value: torch.Tensor) -> None:
     storage[starts[:, None] + np.arange(ITEMSIZE[name])] = value.view(torch.uint8).numpy().reshape(-1, ITEMSIZE[name])
 
 
+def apply_row(r, src: list[np.ndarray], target: np.ndarray) -> None:
+    """Write what one row leaves in its destination storage."""
+    name = DTYPES[r["dst_dtype"]]
+    if r["op"] == Op.FILL:
+        one = np.frombuffer(int(r["fill"]).to_bytes(8, "little")[: ITEMSIZE[name]], np.uint8)
+        value = torch.from_numpy(np.tile(one, int(r["extent"].prod()))).view(getattr(torch, name))
+    else:
+        value = read_box(src[r["src_root"]], r, "src").to(getattr(torch, name))
+    write_box(target, r, value)
+
+
 def apply_rows(rows: np.ndarray, src: list[np.ndarray], dst: list[np.ndarray]) -> list[np.ndarray]:
     """What the destination storages hold afterwards."""
     out = [d.copy() for d in dst]
     for r in rows:
-        target = out[r["dst_root"]]
-        name = DTYPES[r["dst_dtype"]]
-        if r["op"] == Op.FILL:
-            n = int(r["extent"].prod())
-            one = np.frombuffer(int(r["fill"]).to_bytes(8, "little")[: ITEMSIZE[name]], np.uint8)
-            write_box(target, r, torch.from_numpy(np.tile(one, n)).view(getattr(torch, name)))
-        else:
-            value = read_box(src[r["src_root"]], r, "src")
-            write_box(target, r, value if DTYPES[r["src_dtype"]] == name else value.to(getattr(torch, name)))
+        apply_row(r, src, out[r["dst_root"]])
     return out
 
 
@@ -98,8 +101,8 @@ class Heap:
     def __init__(self, rng: np.random.Generator, roots: int):
         self.rng, self.used = rng, [0] * roots
 
-    def place(self, extent, item: int, aligned: bool) -> tuple[int, int, tuple[int, ...]]:
-        """(root, offset, strides) for a box: dims permuted, padded and sometimes walked backwards."""
+    def place(self, end: str, extent, item: int, aligned: bool) -> dict[str, object]:
+        """Columns of one end of a box: dims permuted, padded and sometimes walked backwards."""
         rng, root = self.rng, int(self.rng.integers(len(self.used)))
         start = self.used[root] + int(rng.integers(0, 3)) * (item if aligned else 1)
         start = -(-start // item) * item if aligned else start
@@ -119,7 +122,7 @@ class Heap:
             elif rng.random() < 0.2:
                 offset, strides[d] = offset + (n - 1) * strides[d], -strides[d]
         self.used[root] = start + step
-        return root, offset, tuple(strides)
+        return {f"{end}_root": root, f"{end}_offset": offset, f"{end}_strides": tuple(strides)}
 
     def storages(self, noise: int = 3) -> list[np.ndarray]:
         return [self.rng.integers(0, 256, n + noise, dtype=np.uint8) for n in self.used]
@@ -144,21 +147,17 @@ def fresh_sources(rng: np.random.Generator, rows: np.ndarray, like: list[np.ndar
 
 
 def random_row(rng: np.random.Generator, source: Heap | None, destination: Heap, aligned: bool) -> np.ndarray:
-    """Return a row from a place of `source` to one of `destination`, or a fill where there is no source."""
+    """A copy or a cast; a fill if there is no source."""
     extent = tuple(int(n) for n in rng.integers(1, 6, int(rng.integers(0, 4))))
-    kind = rng.random()
-
-    def end(heap: Heap, name: str, dtype: str) -> dict:
-        root, offset, strides = heap.place(extent, ITEMSIZE[dtype], aligned)
-        return {f"{name}_dtype": dtype, f"{name}_strides": strides, f"{name}_root": root, f"{name}_offset": offset}
-
+    src = dst = PLAIN[rng.integers(len(PLAIN))]
     if source is None:
-        dtype = PLAIN[rng.integers(len(PLAIN))]
-        place = end(destination, "dst", dtype)
-        bits = int(rng.integers(0, 2**63)) & ((1 << 8 * ITEMSIZE[dtype]) - 1)
-        return row(extent, src_dtype=dtype, fill=bits, op=Op.FILL, tensor=-1, src=-1, **place)
-    src, dst = CASTS[rng.integers(len(CASTS))] if kind < 0.3 else (PLAIN[rng.integers(len(PLAIN))],) * 2
-    return row(extent, **end(source, "src", src), **end(destination, "dst", dst))
+        bits = int(rng.integers(0, 2**63)) & ((1 << 8 * ITEMSIZE[dst]) - 1)
+        place = destination.place("dst", extent, ITEMSIZE[dst], aligned)
+        return row(extent, src_dtype=dst, **place, fill=bits, op=Op.FILL, tensor=-1, src=-1)
+    if rng.random() < 0.3:
+        src, dst = CASTS[rng.integers(len(CASTS))]
+    ends = source.place("src", extent, ITEMSIZE[src], aligned), destination.place("dst", extent, ITEMSIZE[dst], aligned)
+    return row(extent, src_dtype=src, dst_dtype=dst, **ends[0], **ends[1])
 
 
 def wire_bytes(r) -> int:
@@ -204,16 +203,9 @@ def random_world(
         r["dst"] = destination
         found.append(r)
     table = np.concatenate(found)
-    table = table[np.lexsort((table["wire"], table["dst"], table["src"], table["wave"]))]
-    fills_first = np.concatenate([table[table["op"] == Op.FILL], table[table["op"] != Op.FILL]])
-    programs = [
-        Program(k, waves, fills_first[(fills_first["src"] == k) | (fills_first["dst"] == k)]) for k in range(ranks)
-    ]
-    storages = []
-    for k in range(ranks):
-        mine = fills_first[fills_first["src"] == k]
-        storages.append(_values(rng, heaps[k].storages(), mine))
-    return programs, storages
+    table = table[np.lexsort((table["wire"], table["dst"], table["src"], table["wave"], table["op"] != Op.FILL))]
+    programs = [Program(k, waves, table[(table["src"] == k) | (table["dst"] == k)]) for k in range(ranks)]
+    return programs, [_values(rng, heaps[k].storages(), table[table["src"] == k]) for k in range(ranks)]
 
 
 def apply_world(programs: list[Program], storages: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
@@ -221,11 +213,7 @@ def apply_world(programs: list[Program], storages: list[list[np.ndarray]]) -> li
     out = [[r.copy() for r in s] for s in storages]
     for p in programs:
         for r in p.rows[p.rows["dst"] == p.rank]:
-            one = np.array([r], ROW)
-            source = storages[int(r["src"])] if r["op"] != Op.FILL else []
-            starts = byte_starts(int(r["dst_offset"]), r["extent"].tolist(), r["dst_strides"].tolist())
-            at = starts[:, None] + np.arange(ITEMSIZE[DTYPES[r["dst_dtype"]]])
-            out[p.rank][r["dst_root"]][at] = apply_rows(one, source, storages[p.rank])[r["dst_root"]][at]
+            apply_row(r, storages[int(r["src"])], out[p.rank][r["dst_root"]])
     return out
 
 

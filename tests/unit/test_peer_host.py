@@ -1,4 +1,4 @@
-"""Pulls between processes of one host: the same bytes as the golden executor, and typed ends."""
+"""Pulls between processes of one host: the same bytes as a plain loop over elements, and typed errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def soon(seconds: float = 20.0) -> float:
     st.integers(0, 2**32 - 1), st.sampled_from([1, 8, 512]), st.sampled_from([3, 1024]), st.sampled_from([16, 8 << 20])
 )
 def test_random_programs_are_pulled_bit_for_bit(seed, shortest, runs, batch):
-    """Rows of the rank's own storages, too. What is not pulled is a conversion, scattered or a fill, and both ends say the same of it."""
+    """Rows of the rank's own storages, too. The rest are conversions, scattered rows and fills, and both ends agree on them."""
     rng = np.random.default_rng(seed)
     size = int(rng.integers(2, 4))
     programs, storages = random_world(rng, size, 2, 12)
@@ -115,19 +115,24 @@ def test_another_process_is_read_and_its_death_is_typed(child):
     assert "cannot be read" in late._why[0] and not late.roots[0]
 
 
-def test_what_is_not_offered_is_refused(child):
-    _, offer = child
-    mapping = peer_host.Mapping(1, CPU)
+@pytest.fixture
+def offered():
+    """A mapping, and the offer of a source in this process."""
+    export = peer_host.Export(0, [torch.zeros(4 << 20, dtype=torch.uint8)], CPU)
+    yield peer_host.Mapping(1, CPU), export.to_bytes()
+
+
+def test_what_is_not_offered_is_refused(offered):
+    mapping, offer = offered
     with pytest.raises(ProtocolError, match="storage 1 is asked for"):
         mapping.open(offer, 0, [1])
     with pytest.raises(RebindError, match="not mapped"):
         peer_host.Pull(row((8,), src=0, dst=1), peer_host.Mapping(1, CPU), [torch.zeros(64, dtype=torch.uint8)])
 
 
-def test_rows_that_end_outside_the_takers_storage_are_refused(child):
-    """As by the kernels of the other routes: told to, the system would write over what lies behind it."""
-    _, offer = child
-    mapping, memory = peer_host.Mapping(1, CPU), torch.full((4096,), 7, dtype=torch.uint8)
+def test_rows_that_end_outside_the_destinations_storage_are_refused(offered):
+    """As the kernels of the other routes do: the system would write over what lies behind it."""
+    (mapping, offer), memory = offered, torch.full((4096,), 7, dtype=torch.uint8)
     mapping.open(offer, 0, [0])
     for at in (3072 - 1000, -512):
         late = row((1024,), src_dtype="uint8", src=0, dst=1, dst_offset=at)
