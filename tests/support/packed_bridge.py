@@ -22,7 +22,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from examples.common.train_loop import Trainer  # noqa: E402
-from tests.support.packed_tensors import in_rounds_of, placed  # noqa: E402
+from tests.support.packed_tensors import gathered, in_rounds_of, placed  # noqa: E402
 from xfer.packed.source import PackedSource  # noqa: E402
 from xfer.trainers.bridge_stream import BridgeStream  # noqa: E402
 from xfer.trainers.megatron import MegatronTrainer  # noqa: E402
@@ -46,15 +46,6 @@ CASES: dict[str, tuple[str, dict, dict]] = {
     ),
 }
 LIMIT = 48 << 10
-
-
-def gathered(source: PackedSource) -> dict[str, torch.Tensor]:
-    out = {}
-    for group in source.begin().groups:
-        if not source.go_on(False):
-            raise RuntimeError("told to stop")
-        out |= {name: tensor.detach().clone() for name, tensor in source.tensors(group) if tensor is not None}
-    return out
 
 
 def made(trainer: Trainer, stream: type = BridgeStream) -> PackedSource:
@@ -97,7 +88,7 @@ def values(folder: Path, _: list[str]) -> None:
                 trainer.step()
                 source.drain()
                 state = source.check()
-                assert (bad := wrong(gathered(source), trainer)) == [], (name, bad)
+                assert (bad := wrong(gathered(source)[0], trainer)) == [], (name, bad)
             assert state == "same" and source.built == 1, "an optimizer step changes values, not tasks"
             plan = source.plan
             assert len(plan.messages) >= len(plan.groups) > 3 and plan.buffer_bytes <= LIMIT, name
@@ -114,11 +105,11 @@ def traced(trainer: Trainer, name: str) -> None:
     plan = source.begin()
     assert source.writes == ("lora" not in name), source.stream.why
     if not source.writes:
-        assert (bad := wrong(gathered(source), trainer)) == [], (name, bad)
+        assert (bad := wrong(gathered(source)[0], trainer)) == [], (name, bad)
         return
     assert len(plan.groups) > 3 and plan.buffer_bytes <= LIMIT * 7 // 8, name
     source.assemble(dist.get_rank() in (0, 2))
-    for rounds, gather in ((1 << 20, placed), (1000, placed), (1 << 20, lambda s: (gathered(s), 0))):
+    for rounds, gather in ((1 << 20, placed), (1000, placed), (1 << 20, gathered)):
         trainer.step()
         source.drain()
         source.check()
@@ -228,7 +219,7 @@ def went_stale(trainer: Trainer, name: str) -> None:
 
 def outcome(source: PackedSource, trainer: Trainer) -> list[str]:
     try:
-        got = gathered(source)
+        got, _ = gathered(source)
     except Exception as e:
         return [f"{type(e).__name__}: {e}"[:200]]
     found = wrong(got, trainer)  # on all ranks: it exports
@@ -277,13 +268,12 @@ def fused(folder: Path, _: list[str]) -> None:
             torch.manual_seed(1000 * i + dist.get_rank())
             p.data.normal_()
         source = made(trainer)
-        for gather in (gathered, gathered, ran_short, gathered):
+        for short in (False, False, True, False):
             refilled(trainer, 0.5)
-            got = gather(source)
-            if gather is ran_short:
-                assert got == ("told to stop" if dist.get_rank() else "tried to allocate")
+            if short:
+                assert ran_short(source) == ("told to stop" if dist.get_rank() else "tried to allocate")
             else:
-                assert (bad := wrong(got, trainer)) == [], bad
+                assert (bad := wrong(gathered(source)[0], trainer)) == [], bad
         units, tasks = [set(g.positions) for g in source.plan.groups], list(source.stream._by_position.values())
         keyed = [{t.position for t in tasks if t.key == key} for key in {t.key for t in tasks} - {None}]
         assert len(units) > 3 and len(keyed) == 8, "weights and biases of two projections in two layers"

@@ -21,14 +21,19 @@ from xfer.trainers.dtensor import TensorTrainer
 LIMIT = 1024
 
 
+def collectives(source: PackedSource) -> int:
+    """Of the last message or group."""
+    return getattr(source.stream, "parts", source.stream).collectives
+
+
 def gathered(source: PackedSource) -> tuple[dict[str, torch.Tensor], int]:
+    """The tensors of a gather, and the most collectives of a group."""
     plan, out, most = source.begin(), {}, 0
     for group in plan.groups:
-        source.go_on(False)
-        for name, tensor in source.tensors(group):
-            if tensor is not None:
-                out[name] = tensor.clone()
-        most = max(most, source.stream.collectives)
+        if not source.go_on(False):
+            raise RuntimeError("told to stop")
+        out |= {name: tensor.detach().clone() for name, tensor in source.tensors(group) if tensor is not None}
+        most = max(most, collectives(source))
     return out, most
 
 
@@ -42,7 +47,7 @@ def placed(source: PackedSource) -> tuple[dict[str, torch.Tensor], int]:
         data = buffers.take(number, message.nbytes).fill_(0xEE) if mine else None
         source.place(message, data)
         out |= {s.name: t.clone() for s, t in unpacker.take(message, data)} if mine else {}
-        most = max(most, getattr(source.stream, "parts", source.stream).collectives)
+        most = max(most, collectives(source))
     return out, most
 
 
