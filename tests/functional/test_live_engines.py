@@ -1,7 +1,7 @@
 """Live vLLM engines of set-ups that a refit has to see through: pipeline stages, layers wrapped for adapters, data-parallel
 ranks that share experts, drafters, a frozen vision tower, arithmetic in the loader. Bit for bit, two refits each.
 
-Truth is vLLM's own loader, twice: the engine under test starts from checkpoint A and says what it computes; another
+The truth is vLLM's own loader, twice: the engine under test starts from checkpoint A and reports what it computes; another
 engine of the same set-up starts from checkpoint B. Then the first one is refitted to B, filled with noise wherever a
 refit must write, and refitted back to A. Trainers are plain processes (tests/support/folder_main.py), so that any
 family can be had.
@@ -10,7 +10,6 @@ family can be had.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -23,14 +22,12 @@ pytest.importorskip("vllm")
 
 from examples.common import toy  # noqa: E402
 from examples.common.ports import free_port  # noqa: E402
-from tests.support import checkpoints  # noqa: E402
+from tests.support import checkpoints, refit_stage  # noqa: E402
 from tests.support.families import FAMILIES  # noqa: E402
-from tests.support.proc import Child, Family, stop_all  # noqa: E402
-from tests.support.refit_stage import differ, on_all  # noqa: E402
+from tests.support.proc import Child  # noqa: E402
+from tests.support.refit_stage import differ  # noqa: E402
 from xfer.engines.hf_spec import canonical_specs  # noqa: E402
 from xfer.trace.fragment import TensorSpec  # noqa: E402
-
-TOKEN = "live engines token"
 
 
 @dataclass(frozen=True)
@@ -140,46 +137,17 @@ CASES = {
 }  # fmt: skip
 
 
-class Stage:
-    """Two trainer ranks, the engine under test, and one that tells the truth; processes serve all cases in turn."""
+class Stage(refit_stage.Stage):
+    """Two trainer ranks, the engine under test, and one for fresh loads. The processes serve all cases in turn."""
 
-    def __init__(self, work: Path):
-        self.family, self.starts = Family(work), 0
-        self.start()
-
-    def start(self) -> None:
-        self.starts += 1
-        self.trainers = [self._child(f"trainer{r}", "folder_main") for r in range(2)]
-        self.engine, self.truth = self._child("engine", "live_main"), self._child("truth", "live_main")
-        for c in self.children:
-            c.expect("up", timeout=180)
-        self.whole = True
-
-    def _child(self, name: str, module: str) -> Child:
-        return self.family.start(f"{name}-{self.starts}", "engine", module, XFER_TOKEN=TOKEN)
-
-    @property
-    def children(self) -> list[Child]:
-        return [*self.trainers, self.engine, self.truth]
-
-    @contextmanager
-    def case(self) -> Iterator[None]:
-        """Inside, one case; the next one starts new processes unless this comes to its end."""
-        if not self.whole:
-            stop_all(self.children)
-            self.start()
-        self.whole = False
-        yield
-        self.engine.say(do="stop")
-        self.engine.expect("stopped")
-        self.whole = True
-
-    def trained(self, *kinds: str, **command) -> list[dict]:
-        return on_all(self.trainers, *kinds, **command)
+    def processes(self) -> list[Child]:
+        self.trainers = [self.child(f"trainer{r}", "engine", "folder_main") for r in range(2)]
+        self.tested, self.truth = (self.child(name, "engine", "live_main") for name in ("engine", "truth"))
+        return [*self.trainers, self.tested, self.truth]
 
     def asked(self, kind: str, **command) -> dict:
-        self.engine.say(**command)
-        return self.engine.expect(kind)
+        self.tested.say(**command)
+        return self.tested.expect(kind)
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +195,7 @@ def run(case: Case, stage: Stage, tmp_path: Path) -> None:
     if case.drafter:
         folder = checkpoints.write(tmp_path / "drafter", case.drafter, eagle_specs(), 3, {})
         layout["speculative_config"] = {**layout["speculative_config"], "model": str(folder)}
-    stage.engine.say(do="start", model=str(folders.a), load_format="auto", **layout)
+    stage.tested.say(do="start", model=str(folders.a), load_format="auto", **layout)
     stage.truth.say(do="truth", folder=str(folders.b), layout=layout)
     port = free_port()
     leave = [] if case.sent else list(case.frozen)
@@ -235,7 +203,7 @@ def run(case: Case, stage: Stage, tmp_path: Path) -> None:
         t.say(do="build", folder=str(folders.a), rank=r, world=2, port=port, leave=leave)
     for t in stage.trainers:
         t.expect("built")
-    stage.engine.expect("started")
+    stage.tested.expect("started")
     want = {"a": stage.asked("observed", do="observe"), "b": stage.truth.expect("observed")}
     ranks = prod(layout.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline", "data"))
     assert len({key.partition(":")[0] for key in want["a"]["checksums"]}) == ranks
@@ -245,7 +213,7 @@ def run(case: Case, stage: Stage, tmp_path: Path) -> None:
     assert all(f": {case.half}" in c["plan"] for c in connected)
     stage.asked("ready", do="ready")
     for number, (name, folder) in enumerate((("b", folders.trained), ("a", folders.a)), 1):
-        stage.trained("loaded", do="load", folder=str(folder))
+        stage.trained("set", do="set", seed=str(folder))
         reports = stage.trained("refitted", do="refit", verify=True)
         assert all(r["verified"] and r["committed"] == [True] for r in reports), reports
         got = stage.asked("observed", do="observe")
@@ -259,6 +227,7 @@ def run(case: Case, stage: Stage, tmp_path: Path) -> None:
     assert {n for n in same if not matches(n, case.keep)} == set(), "equal parameters: the second refit proved little"
     assert bool(same) == bool(case.keep and not case.half), "what was to be kept is not what differs from a whole load"
     stage.trained("closed", do="close")
+    stage.asked("stopped", do="stop")
 
 
 @pytest.mark.parametrize("name", CASES)

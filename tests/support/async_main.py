@@ -46,38 +46,19 @@ class Engine:
         self.engine = small_vllm.asynchronous(model, **how)
         emit("started")
 
-    async def answer(self, prompt: list[int], tokens: int = 6, rank: int | None = None) -> list:
-        """Greedy tokens and their logprobs."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        self.asked += 1
-        how = SamplingParams(
-            temperature=0,
-            max_tokens=tokens,
-            logprobs=1,
-            detokenize=False,
-            ignore_eos=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        async for out in self.engine.generate(
-            {"prompt_token_ids": prompt}, how, f"r{self.asked}", data_parallel_rank=rank
-        ):
-            o = out.outputs[0]
-        return [list(o.token_ids), [d[t].logprob for t, d in zip(o.token_ids, o.logprobs, strict=True)]]
-
     async def count(self, tokens: int, rank: int | None = None) -> int:
-        """Tokens of the answer to a prompt that is not in the prefix cache."""
-        return len((await self.answer([5, 6, 7, 8 + self.asked % 50], tokens, rank))[0])
+        """Return the length of the answer to a prompt that is not in the prefix cache."""
+        self.asked += 1
+        return len((await small_vllm.answer(self.engine, [5, 6, 7, 8 + self.asked % 50], tokens, rank))[0])
 
     async def observe(self) -> None:
-        answers = [await self.answer(p) for p in PROMPTS]
+        answers = [await small_vllm.answer(self.engine, p) for p in PROMPTS]
         version = await self.engine.get_weight_version()
         emit("observed", outputs=answers, checksums=await self.engine.compute_weight_checksums(), version=version)
 
     async def begin(self, tokens: int) -> None:
-        """A request that later commands find under way."""
-        self.request = asyncio.create_task(self.answer(PROMPTS[0], tokens))
+        """Begin a request; later commands run beside it."""
+        self.request = asyncio.create_task(small_vllm.answer(self.engine, PROMPTS[0], tokens))
         await asyncio.sleep(0.2)
         emit("began")
 

@@ -10,9 +10,8 @@ import threading
 
 import torch
 
-from tests.support import cpu_data_parallel, vllm_main, worker_probe
-from tests.support.proc import emit, obey
-from tests.support.small_vllm import arguments
+from tests.support import cpu_data_parallel, small_vllm, vllm_main, worker_probe
+from tests.support.proc import emit, methods, obey
 
 if __name__ != "__main__":  # vLLM's workers import this module for the class below, before they make groups
     cpu_data_parallel.install()
@@ -31,50 +30,29 @@ class Probe(worker_probe.Probe):
 
 
 def options(**how) -> dict:
-    return arguments(
+    return small_vllm.arguments(
         **{"worker_extension_cls": "tests.support.live_main.Probe", "num_gpu_blocks_override": None, **how}
     )
 
 
 class InLoop:
-    """An AsyncLLM with the face of an LLM: each call is awaited on a loop in a thread of its own."""
+    """An AsyncLLM with an LLM's methods: each call is awaited on a loop in a thread of its own."""
 
     def __init__(self, **how):
-        from vllm import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        self.loop = asyncio.new_event_loop()
+        self.loop, self.ranks = asyncio.new_event_loop(), how["data_parallel_size"]
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.ranks = how["data_parallel_size"]
-        self.engine = self.run(self._make(AsyncLLM, AsyncEngineArgs(**options(**how))))
-        self._asked = 0
+        self.engine = self.run(self._make(options(**how)))
 
-    async def _make(self, kind, args):
-        return kind.from_engine_args(args)
+    async def _make(self, how: dict):
+        return small_vllm.asynchronous(**how)
 
     def run(self, coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
 
     def answers(self) -> list:
-        """As vllm_main's, of every data-parallel rank."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        greedy = SamplingParams(
-            temperature=0, max_tokens=6, logprobs=1, detokenize=False, ignore_eos=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )  # fmt: skip
-
-        async def one(prompt: list[int], rank: int) -> list:
-            self._asked += 1
-            stream = self.engine.generate(
-                {"prompt_token_ids": prompt}, greedy, f"r{self._asked}", data_parallel_rank=rank
-            )
-            async for out in stream:
-                o = out.outputs[0]
-            return [list(o.token_ids), [d[t].logprob for t, d in zip(o.token_ids, o.logprobs, strict=True)]]
-
-        return [self.run(one(p, r)) for p in vllm_main.PROMPTS for r in range(self.ranks)]
+        """Return the answers of each data-parallel rank to vllm_main's prompts."""
+        asked = [(p, r) for p in vllm_main.PROMPTS for r in range(self.ranks)]
+        return [self.run(small_vllm.answer(self.engine, p, rank=r)) for p, r in asked]
 
     def checksums(self) -> list[dict[str, str]]:
         return self.run(self.engine.compute_weight_checksums())
@@ -90,8 +68,8 @@ class InLoop:
 
 
 class Synchronous:
-    """An LLM with the same words. `adapter`: folder of a LoRA that every prompt is asked with too. `picture`: the token in
-    a prompt that stands for a picture; it is asked about one as well."""
+    """An LLM with the methods of InLoop. `adapter`: folder of a LoRA, with which each prompt is asked too. `picture`: the token in
+    a prompt that stands for a picture; prompts with two pictures are asked too."""
 
     def __init__(self, adapter: str = "", picture: int | None = None, **how):
         from vllm import LLM
@@ -168,5 +146,4 @@ class Engine(vllm_main.Engine):
 
 
 if __name__ == "__main__":
-    e = Engine()
-    obey(e.start, e.serve, e.ready, e.observe, e.scramble, e.kept, e.stop, e.truth)
+    obey(*methods(Engine()))

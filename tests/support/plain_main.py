@@ -21,8 +21,8 @@ from xfer.trainers.dtensor import TensorTrainer
 
 
 def placement(name: str, shape: tuple[int, ...]):
-    """Matrices by rows, the head by columns, vectors whole on every rank."""
-    return Replicate() if len(shape) == 1 else Shard(1) if name == "lm_head.weight" else Shard(0)
+    """Cut matrices by rows and the head by columns, unevenly where need be; each rank has whole vectors."""
+    return Replicate() if len(shape) < 2 else Shard(1) if name == "lm_head.weight" else Shard(0)
 
 
 class Weights:
@@ -30,14 +30,15 @@ class Weights:
 
     def __init__(self, config: dict, leave=(), extra=(), fp32=()):
         self.config, self.leave, self.extra, self.fp32 = config, leave, extra, fp32
-        self.mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        self.parameters: dict[str, DTensor] = {}
-        self.replaced = 0
-        for name, full in self.full(0).items():
+        self.hold(0)
+
+    def hold(self, seed) -> None:
+        mesh, self.parameters, self.replaced = init_device_mesh("cpu", (dist.get_world_size(),)), {}, 0
+        for name, full in self.full(seed).items():
             where = placement(name, full.shape)
-            local = self._local(full, where)
+            local = self._local(full, where).clone()
             self.parameters[name] = DTensor.from_local(
-                local.clone(), self.mesh, [where], run_check=False, shape=full.shape, stride=full.stride()
+                local, mesh, [where], run_check=False, shape=full.shape, stride=full.stride()
             )
 
     def full(self, seed: int) -> dict[str, torch.Tensor]:
@@ -51,10 +52,10 @@ class Weights:
     def _local(self, full: torch.Tensor, where) -> torch.Tensor:
         if not isinstance(where, Shard):
             return full
-        parts = full.chunk(dist.get_world_size(), where.dim)
-        return parts[dist.get_rank()].contiguous()
+        parts, rank = full.chunk(dist.get_world_size(), where.dim), dist.get_rank()
+        return (parts[rank] if rank < len(parts) else full.narrow(where.dim, 0, 0)).contiguous()
 
-    def set(self, seed: int) -> None:
+    def set(self, seed) -> None:
         for name, full in self.full(seed).items():
             held(self.parameters[name]).copy_(self._local(full, placement(name, full.shape)))
 
@@ -71,20 +72,20 @@ class Weights:
                 new = torch.zeros(*local.shape[:-1], wide, dtype=local.dtype)[..., : local.shape[-1]]
                 new.copy_(local)
             self.parameters[name] = DTensor.from_local(
-                new, self.mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+                new, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
             )
             local.fill_(float("nan"))  # a trainer that still read the old storage would send this
 
 
 class Rank:
-    weights = source = session = None
+    kind, weights, source, session = Weights, None, None, None
 
     def build(self, rank: int, world: int, port: int, **weights) -> None:
         self._close()
         if dist.is_initialized():
             dist.destroy_process_group()
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-        self.weights = Weights(**weights)
+        self.weights = self.kind(**weights)
         emit("built")
 
     def connect(self, otherwise: dict | None = None, **how) -> None:
@@ -100,7 +101,7 @@ class Rank:
             self.session = flat_connect(**{**options, **otherwise})
         emit("connected", plan=self.session.explain(), failed=failed)
 
-    def set(self, seed: int) -> None:
+    def set(self, seed) -> None:
         self.weights.set(seed)
         emit("set")
 
