@@ -1,8 +1,9 @@
-"""EngineModel over vLLM's own model classes for many ranks, one process, no engine: what the layout says is what vLLM's
-own `load_weights` does, whatever the parallelism. The live engine is test_vllm_engine.py's.
+"""EngineModel over vLLM's own model classes, in one process and without an engine: options, refusals and drafters. That a
+layout is what vLLM's `load_weights` does, for each kind of rank: test_engine_families.py.
 """
 
 import json
+import logging
 import os
 import sys
 import types
@@ -19,110 +20,35 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from examples.common import toy  # noqa: E402
 from tests.support import checkpoints  # noqa: E402
-from tests.support.engine_bytes import scramble  # noqa: E402
+from tests.support.engine_bytes import scramble, written  # noqa: E402
 from tests.support.families import FAMILIES  # noqa: E402
-from tests.support.replay import load  # noqa: E402
 from xfer.engines import vllm_cpu  # noqa: E402
 from xfer.engines.hf_spec import canonical_specs, checkpoint_specs  # noqa: E402
 from xfer.engines.meta_model import fake_rank, make_config, make_model  # noqa: E402
 from xfer.engines.vllm_layout import EngineModel  # noqa: E402
 from xfer.errors import LayoutError, Unsupported  # noqa: E402
-from xfer.plan.inventory import Inventory, engine_inventory  # noqa: E402
 from xfer.trace.catalog import Catalog  # noqa: E402
 from xfer.trace.fragment import TensorSpec  # noqa: E402
 
 CPU = torch.device("cpu")
-#        family, tp, pp, dp, ep, rank
-CASES = [
-    ("qwen3", 1, 1, 1, False, 0),
-    ("qwen3", 2, 1, 1, False, 1),
-    ("qwen3", 8, 1, 1, False, 5),  # more ranks than KV heads: replicated ones
-    ("qwen3", 2, 2, 1, False, 0),
-    ("qwen3", 2, 2, 1, False, 3),
-    ("qwen3_tied", 2, 1, 1, False, 1),
-    ("qwen3_tied", 1, 2, 1, False, 1),
-    ("qwen3_moe", 2, 1, 1, False, 0),
-    ("qwen3_moe", 2, 1, 2, True, 3),
-    ("qwen3_moe", 2, 2, 2, True, 6),
-    ("deepseek_v3", 2, 1, 1, False, 1),
-    ("deepseek_v3", 4, 1, 1, True, 2),
-]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     made = {}
-    for family in toy.FAMILIES:
+    for family in ("qwen3", "qwen3_tied", "qwen3_moe"):
         folder = tmp_path_factory.mktemp(family)
         made[family] = str(folder), toy.write_checkpoint(family, folder, seed=3, vocab_size=152)  # padded to 192
     return made
 
 
 @contextmanager
-def rank_of(folder, tp=1, pp=1, dp=1, ep=False, rank=0, **options):
-    """(config, model with real storage, a second one) as `rank` of that layout sees them."""
+def rank_of(folder, tp=1, rank=0, **options):
+    """Yields the config and the model, with real storage, of one tensor-parallel rank."""
     vllm_cpu.install()
-    config = make_config(folder, tp=tp, pp=pp, dp=dp, ep=ep, **options)
+    config = make_config(folder, tp=tp, pp=1, dp=1, ep=False, **options)
     with fake_rank(config, rank):
-        yield config, make_model(config, "cpu"), make_model(config, "cpu")
-
-
-def parameters(model):
-    return {n: p.detach().contiguous().view(-1).view(torch.uint8) for n, p in model.named_parameters()}
-
-
-def refitted(config, live, folder, tensors, catalog=None, draft=None, **options):
-    """`live`, filled with noise and then written by its layout alone."""
-    model = EngineModel(config, live, CPU, **options)
-    model.draft = draft
-    catalog = catalog or Catalog(checkpoint_specs(folder))
-    layout = model.read(catalog)
-    made = engine_inventory(
-        catalog,
-        rank=0,
-        host="h",
-        roots=layout.roots,
-        fragments=layout.traced.fragments,
-        fills=layout.traced.fills,
-        footprint=layout.footprint,
-        kept=layout.kept,
-        staged=layout.staged,
-        reads=layout.traced.reads,
-    )
-    assert Inventory.from_bytes(made.to_bytes()).digest() == made.digest()  # what a session publishes of it
-    scramble(model, 5)
-    load(layout.traced, tensors, model.tensors)
-    model.run_recipes()
-    return layout
-
-
-@pytest.mark.parametrize("family, tp, pp, dp, ep, rank", CASES)
-def test_writing_by_the_layout_is_vllms_own_load(folders, family, tp, pp, dp, ep, rank):
-    folder, tensors = folders[family]
-    with rank_of(folder, tp, pp, dp, ep, rank) as (config, live, reference):
-        layout = refitted(config, live, folder, tensors)
-        with torch.no_grad():
-            for p in reference.parameters():
-                p.fill_(7.0)
-        reference.load_weights((n, t.clone()) for n, t in tensors.items())
-        got, want = parameters(live), parameters(reference)
-        assert got.keys() == want.keys() and not [n for n in want if not torch.equal(got[n], want[n])]
-        assert not {k.root for k in layout.kept} & want.keys()
-        spec = {s.name for s in layout.traced.specs}
-        assert spec <= tensors.keys() and (pp > 1 or ep or spec == tensors.keys())
-
-
-def test_dropping_one_fragment_is_seen(folders):
-    """The comparison above can fail."""
-    folder, tensors = folders["qwen3"]
-    with rank_of(folder) as (config, live, reference):
-        model = EngineModel(config, live, CPU)
-        layout = model.read(Catalog(checkpoint_specs(folder)))
-        scramble(model, 5)
-        load(replace(layout.traced, fragments=layout.traced.fragments[:-1]), tensors, model.tensors)
-        reference.load_weights(tensors.items())
-        got, want = parameters(live), parameters(reference)
-        assert len([n for n in want if not torch.equal(got[n], want[n])]) == 1
+        yield config, make_model(config, "cpu")
 
 
 def test_a_head_that_vllm_unties_takes_the_embedding_of_a_tied_trainer(folders, tmp_path):
@@ -134,20 +60,20 @@ def test_a_head_that_vllm_unties_takes_the_embedding_of_a_tied_trainer(folders, 
     head = torch.randn_like(tensors["model.embed_tokens.weight"])
     save_file({**tensors, "lm_head.weight": head}, str(tmp_path / "model.safetensors"), metadata={"format": "pt"})
     for tie_again in (False, True):
-        with rank_of(str(tmp_path), tp=2, rank=1, load_format="auto") as (config, live, _):
+        with rank_of(str(tmp_path), tp=2, rank=1, load_format="auto") as (config, live):
             assert config.model_config.word_embeddings_untied_by_checkpoint
             if tie_again:  # as vLLM does when the two turn out equal
                 live.lm_head.weight = live.model.embed_tokens.weight
-            packed = EngineModel(
-                config, live, CPU
-            ).loader()  # whose loader is given what the trainers send, and no more
+            packed = EngineModel(config, live, CPU).loader()  # gives vLLM's loader only the tensors that trainers send
             if tie_again:
                 packed.accept(Catalog(checkpoint_specs(folder)))
             else:
                 with pytest.raises(LayoutError, match="has a head of its own") as error:
                     packed.accept(Catalog(checkpoint_specs(folder)))
                 assert [v.split(":")[0] for v in error.value.violations] == ["lm_head.weight"]
-            layout = refitted(config, live, folder, tensors)  # the trainer's catalog has no head
+            layout = written(
+                config, live, Catalog(checkpoint_specs(folder)), tensors
+            )  # the trainer's catalog has no head
             assert ("lm_head.weight" in {r.name for r in layout.roots}) is not tie_again
             assert torch.equal(live.lm_head.weight, live.model.embed_tokens.weight)
             assert {s.name for s in layout.traced.specs} == tensors.keys()
@@ -156,7 +82,7 @@ def test_a_head_that_vllm_unties_takes_the_embedding_of_a_tied_trainer(folders, 
 @pytest.mark.parametrize("name", ["cpu_offload_gb", "offload_group_size"])
 def test_weights_that_vllm_offloads_are_refused_on_both_routes(folders, name):
     folder, _ = folders["qwen3"]
-    with rank_of(folder) as (config, live, _):
+    with rank_of(folder) as (config, live):
         model, catalog = EngineModel(config, live, CPU), Catalog(checkpoint_specs(folder))
         setattr(config.offload_config.uva if name.startswith("cpu") else config.offload_config.prefetch, name, 2)
         for take in (model.read, model.loader().accept):
@@ -168,7 +94,7 @@ def test_weights_that_vllm_offloads_are_refused_on_both_routes(folders, name):
 def test_what_a_forward_computes_from_weights_and_keeps_is_refused_then(folders):
     """vLLM has layers that do so, at their first forward or when they have loaded; a KV cache is no such thing."""
     folder, _ = folders["qwen3_moe"]
-    with rank_of(folder) as (config, live, _):
+    with rank_of(folder) as (config, live):
         catalog, attention = Catalog(checkpoint_specs(folder)), live.model.layers[1].self_attn.attn
         config.compilation_config.static_forward_context["layer"] = attention
         attention.kv_cache = torch.zeros(2, 8)
@@ -202,7 +128,7 @@ def test_a_twin_takes_no_live_layers_place_where_ops_find_layers_by_name(folders
         return model
 
     folder, _ = folders["qwen3"]
-    with rank_of(folder) as (config, live, _):
+    with rank_of(folder) as (config, live):
         registry["model.norm"] = live.model.norm
         monkeypatch.setattr(utils, "initialize_model", registers)
         EngineModel(config, live, CPU).read(Catalog(checkpoint_specs(folder)))
@@ -211,7 +137,7 @@ def test_a_twin_takes_no_live_layers_place_where_ops_find_layers_by_name(folders
 
 def test_keep_and_drop(folders):
     folder, tensors = folders["qwen3_moe"]
-    with rank_of(folder) as (config, live, _):
+    with rank_of(folder) as (config, live):
         kept = live.model.norm.weight.detach().clone()
         some = Catalog(tuple(s for s in checkpoint_specs(folder) if s.name != "model.norm.weight"))
         with pytest.raises(LayoutError, match="families that do not match"):
@@ -230,44 +156,31 @@ def test_keep_and_drop(folders):
         EngineModel(config, live, CPU, drop=["model.layers.4.*"]).read(more)
 
 
-def without(folder, *names):
-    return Catalog(tuple(s for s in checkpoint_specs(folder) if s.name not in names))
-
-
-@pytest.mark.parametrize("tp, rank", [(1, 0), (8, 5)])
-def test_of_a_fused_parameter_that_is_half_sent_keep_leaves_only_the_rest_alone(folders, tp, rank):
-    """Trainers of a model whose last layer shares the keys and values of another, or has them frozen, send its q alone."""
+def test_of_a_fused_parameter_that_is_half_sent_keep_leaves_only_the_rest_alone(folders):
+    """Trainers send q alone if the last layer shares its keys and values with another layer, or has them frozen. Here a KV head
+    is on two ranks."""
     folder, tensors = folders["qwen3"]
     at = f"model.layers.{toy.config('qwen3')['num_hidden_layers'] - 1}.self_attn."
     k, v, fused = (f"{at}{n}.weight" for n in ("k_proj", "v_proj", "qkv_proj"))
-    with rank_of(folder, tp=tp, rank=rank) as (config, live, reference):
-        with pytest.raises(LayoutError, match="families that do not match") as error:
-            EngineModel(config, live, CPU).read(without(folder, k, v))
-        assert [x.split(":")[0] for x in error.value.violations] == [k, v]
-        with pytest.raises(LayoutError, match="as they are") as error:
-            EngineModel(config, live, CPU, keep=["*norm*"]).read(without(folder, k, v))
-        said, absent = error.value.violations
-        assert said.startswith(f"{fused}: ") and f"the others by {at}q_proj.weight" in said
-        assert k in absent and v in absent and "keep=" not in said + absent
+    specs = checkpoint_specs(folder)
+    sent = Catalog(tuple(s for s in specs if s.name not in (k, v)))
+    with rank_of(folder, tp=8, rank=5) as (config, live):
+        for keep, match, named in (((), "families that do not match", k), (("*norm*",), "as they are", fused)):
+            with pytest.raises(LayoutError, match=match) as error:
+                EngineModel(config, live, CPU, keep=keep).read(sent)
+            assert error.value.violations[0].startswith(f"{named}: ")
+        reference = make_model(config, "cpu")
         old = {n: torch.randn(tensors[n].shape).to(tensors[n].dtype) for n in (k, v)}
         for model in (live, reference):
             model.load_weights((n, t.clone()) for n, t in {**tensors, **old}.items())
-        sent = {n: t for n, t in tensors.items() if n not in old}
-        layout = refitted(config, live, folder, sent, catalog=without(folder, k, v), keep=[fused])
-        got, want = parameters(live), parameters(reference)
-        assert not [n for n in want if not torch.equal(got[n], want[n])]
-        reasons = {x.reason for x in layout.kept if x.root == fused}
-        assert reasons == {f"{fused}, all but {at}q_proj.weight: kept by request ({fused})"}
-        rows = layout.bytes_of(x for x in layout.kept if x.root == fused) / live.get_parameter(fused)[0].nbytes
-        head = toy.config("qwen3")["head_dim"]
-        assert rows == 2 * head * max(1, toy.config("qwen3")["num_key_value_heads"] // tp)
-        everything = Catalog(
-            checkpoint_specs(folder)
-        )  # and the other way around: of what is sent, this engine ignores q
-        layout = EngineModel(config, live, CPU, keep=[fused], drop=[f"{at}q_proj.*"]).read(everything)
-        assert (
-            layout.bytes_of(x for x in layout.kept if x.root == fused) == live.get_parameter(fused).nbytes - rows * 256
-        )
+        layout = written(config, live, sent, {n: t for n, t in tensors.items() if n not in old}, keep=[fused])
+        want = dict(reference.named_parameters())
+        assert all(torch.equal(p, want[n]) for n, p in live.named_parameters())
+        whole, head = live.get_parameter(fused), toy.config("qwen3")["head_dim"]
+        assert layout.bytes_of(x for x in layout.kept if x.root == fused) == 2 * head * whole[0].nbytes
+        # The other way around: the engine ignores q, which the trainers send.
+        layout = EngineModel(config, live, CPU, keep=[fused], drop=[f"{at}q_proj.*"]).read(Catalog(specs))
+        assert layout.bytes_of(x for x in layout.kept if x.root == fused) == whole.nbytes - 2 * head * whole[0].nbytes
 
 
 def test_a_drafter_that_loads_the_embedding_too_leaves_it_to_the_head_of_a_tied_trainer(tmp_path):
@@ -282,13 +195,13 @@ def test_a_drafter_that_loads_the_embedding_too_leaves_it_to_the_head_of_a_tied_
     sent, head = [*tied, *drafted], TensorSpec("lm_head.weight", shape, "bfloat16")
     checkpoints.write(tmp_path, {**family, "tie_word_embeddings": True}, [*sent, head], 3, {})
     how = dict(load_format="auto", speculative_config={"method": "mtp", "num_speculative_tokens": 1})
-    with rank_of(str(tmp_path), tp=2, rank=1, **how) as (config, live, _):
+    with rank_of(str(tmp_path), tp=2, rank=1, **how) as (config, live):
         assert config.model_config.word_embeddings_untied_by_checkpoint
         draft = make_model(config, "cpu", config.speculative_config.draft_model_config)
         draft.model.embed_tokens = live.model.embed_tokens  # as vLLM does when both are loaded
         draft.lm_head = live.lm_head
         tensors = checkpoints.trained(sent, 4, {})
-        layout = refitted(config, live, "", tensors, Catalog(tuple(sorted(sent))), draft=draft)
+        layout = written(config, live, Catalog(tuple(sorted(sent))), tensors, draft=draft)
         assert {s.name for s in layout.traced.specs} == tensors.keys()
         assert torch.equal(live.lm_head.weight, live.model.embed_tokens.weight) and live.lm_head.weight.isfinite().all()
         rows = live.lm_head.shard_indices
@@ -312,7 +225,7 @@ def test_unit_norms_that_a_sleep_took_are_named(monkeypatch):
     monkeypatch.setattr(EngineModel, "_may_sleep", lambda self: True)
     monkeypatch.setattr("xfer.engines.vllm_layout.refuse_asleep", lambda live: None)
     catalog = Catalog(canonical_specs(GEMMA4))
-    with rank_of(GEMMA4) as (config, live, _):
+    with rank_of(GEMMA4) as (config, live):
         model = EngineModel(config, live, CPU)
         model.read(catalog)
         scramble(model, 5)  # what refits write anew may be lost
@@ -335,7 +248,7 @@ def test_a_drafter_with_a_checkpoint_of_its_own_has_to_be_kept(folders, tmp_path
     (tmp_path / "config.json").write_text(json.dumps(config))
     how = {"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": 1}
     catalog = Catalog(checkpoint_specs(folder))
-    with rank_of(folder, speculative_config=how) as (config, live, _):
+    with rank_of(folder, speculative_config=how) as (config, live):
         model = EngineModel(config, live, CPU)
         with pytest.raises(Unsupported, match="has a drafter"):
             model.read(catalog)
@@ -350,3 +263,42 @@ def test_a_drafter_with_a_checkpoint_of_its_own_has_to_be_kept(folders, tmp_path
         assert {s.root for s in layout.footprint if s.root.startswith("draft.")} == {
             k.root for k in layout.kept if k.root.startswith("draft.")
         }
+
+
+def test_a_class_that_cannot_be_built_on_meta_is_refused_with_its_line(folders, monkeypatch):
+    """Its constructor needs a value of a weight."""
+    from vllm.model_executor.models.qwen2 import Qwen2MLP
+
+    build = Qwen2MLP.__init__
+
+    def reads(self, *args, **kwargs):
+        build(self, *args, **kwargs)
+        self.largest = self.down_proj.weight.max().item()
+
+    folder, _ = folders["qwen3"]
+    with rank_of(folder) as (config, live):
+        monkeypatch.setattr(Qwen2MLP, "__init__", reads)
+        with pytest.raises(Unsupported, match="cannot be built on meta") as error:
+            EngineModel(config, live, CPU).read(Catalog(checkpoint_specs(folder)))
+    line = reads.__code__.co_firstlineno + 2
+    assert error.value.violations[0].startswith(f"Qwen2MLP.reads ({__name__}, line {line}): RuntimeError: ")
+
+
+def test_a_kind_of_warning_is_one_line(monkeypatch):
+    """vLLM's loader warns of each tensor that has another dtype than its parameter."""
+    olmo = next(f.config for f in FAMILIES if f.name == "OLMo2")
+    names = tuple(canonical_specs(olmo))
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    vllm = logging.getLogger("vllm")
+    with rank_of(olmo) as (config, live):
+        model = EngineModel(config, live, CPU)
+        monkeypatch.setattr(vllm, "handlers", [handler])
+        monkeypatch.setattr(vllm, "level", logging.WARNING)
+        vllm.manager._clear_cache()
+        model.read(Catalog(tuple(replace(s, dtype="float32") for s in names)))
+        model.read(Catalog(names))
+    (line,) = [x for x in said if "dtype" in x]
+    count, _, quoted = line.partition(" times while xfer read the layout: ")
+    assert int(count) > 10 and quoted.count("Attempted to load weight") == 3

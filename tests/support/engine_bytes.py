@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import torch
 
+from tests.support.replay import load
+from xfer.engines.layout import EngineLayout
+from xfer.engines.live import LiveStorages
 from xfer.engines.vllm_layout import EngineModel
 
 
@@ -30,3 +34,22 @@ def scramble(model: EngineModel, seed: int) -> None:
         storage.random_(0, 256, generator=noise)
         for a, b, was in saved:
             storage[a:b].copy_(was)
+
+
+def written(config, live, catalog, tensors, rank: int = 0, twin=None, draft=None, **options) -> EngineLayout:
+    """Fill the model `live` with noise, and `twin` with the same noise, then write `tensors` to `live` by its layout alone.
+
+    `options`: of EngineModel.
+    """
+    model = EngineModel(config, live, torch.device("cpu"), **options)
+    model.draft = draft
+    layout = model.read(catalog)
+    layout.inventory(catalog, rank)  # what a session publishes; it raises unless each byte has a class
+    scramble(model, 5)
+    if twin is not None:
+        storages = LiveStorages(twin).tensors
+        for name, noise in LiveStorages(live).tensors.items():
+            storages[name].copy_(noise)
+    load(replace(layout.traced, recipes=()), tensors, model.tensors)
+    model.run_recipes()
+    return layout
