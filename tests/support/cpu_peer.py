@@ -1,8 +1,8 @@
-"""A double of transport/peer.py for worlds whose ranks are threads of one process: who maps, pulls and unmaps when.
+"""A double of transport/peer.py for worlds whose ranks are threads of one process.
 
 It stands in for CUDA IPC, which this machine lacks, and nothing else: splitting, sessions and rows are the real ones. A
-mapping holds the sender's own tensors; what the real one would get wrong silently is an error here. `EVENTS` tells the
-test what happened, `Hold` lets it stop a pull in the middle.
+mapping holds the source's own tensors; what the real one would get wrong silently is an error here. `Hold` stops a pull in
+the middle.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _numbers = iter(range(1, 1 << 30))
 
 
 class Hold:
-    """While set, pulls wait in the middle; `deaf`: and do not listen to stop() either."""
+    """While `held` is set, pulls wait in the middle; if `deaf`, they ignore stop() too."""
 
     held, deaf, reached = threading.Event(), False, threading.Event()
 
@@ -52,9 +52,7 @@ takes = peer.takes
 class Export:
     def __init__(self, rank, roots, device):
         self.rank, self._roots = rank, roots
-        self.number, self.refused = next(_numbers), set()
-        self._at = [t.data_ptr() for t in roots]
-        self.forced = False
+        self.number, self.forced = next(_numbers), False
         OFFERED[self.number] = self
 
     def to_bytes(self) -> bytes:
@@ -89,7 +87,7 @@ class Mapping(peer.Mapping):
 
 
 REFUSED: set[tuple[int, int]] = set()
-"""(sender, storage) that cannot be mapped."""
+"""(source rank, storage) that cannot be mapped."""
 
 
 class Pull:
