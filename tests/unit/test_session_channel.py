@@ -88,7 +88,11 @@ REPLAYED = c.MAGIC + os.urandom(32) + c.proof(TOKEN, b"client", os.urandom(32), 
 """A proof for the nonces of another connection."""
 
 
-@pytest.mark.parametrize(("greeting", "told"), [(REPLAYED, True), (b"GET / HTTP/1.1\r\n\r\n" + b"\0" * 200, False)])
+@pytest.mark.parametrize(
+    ("greeting", "told"),
+    [(REPLAYED, True), (b"GET / HTTP/1.1\r\n\r\n" + b"\0" * 200, False)],
+    ids=["a replayed proof", "HTTP"],
+)
 def test_a_caller_that_does_not_prove_the_token_is_dropped(listener, greeting, told):
     with listener.connect() as sock, contextlib.suppress(ConnectionError):
         assert sock.recv(8 + 32).startswith(c.MAGIC)
