@@ -254,7 +254,7 @@ def test_a_trainer_that_is_killed_is_named_and_the_job_can_start_again(b, point,
     failed(results, "PeerLost", f"trainer {rank}", within=20.0)
     waiting[rank].expect("ended", timeout=20)
     if rank:
-        assert f"trainer {rank}" in b.a.state()["lost"]
+        until(lambda: f"trainer {rank}" in b.a.state()["lost"], 20, "the controller hears of it")
     else:
         until(lambda: b.a.state()["error"], 20, "the controller misses the rendezvous")
     after = b.serves_truth if point == "enter" else b.torn_or_untouched
