@@ -35,6 +35,16 @@ class Batch:
         return [Batch(*x, self.prompt) for x in zip(*cut, strict=True)]
 
 
+def data_parallel(ranks: int, tp: int, pp: int) -> int:
+    """How many data-parallel ranks there are. LayoutError: tp times pp does not divide the trainer ranks."""
+    if ranks % (tp * pp):
+        raise LayoutError(
+            f"{ranks} trainer ranks cannot be cut by tp {tp} times pp {pp}",
+            [f"start a multiple of {tp * pp} ranks (run.sh --ranks), or pass --tp and --pp that fit"],
+        )
+    return ranks // (tp * pp)
+
+
 def refuse_uneven(samples: int, ranks: int, micro_batches: int) -> None:
     """LayoutError: ranks would have micro batches of other sizes, or of other numbers, and wait for each other in the schedule."""
     if samples % (ranks * micro_batches):

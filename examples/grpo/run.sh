@@ -3,6 +3,7 @@
 #   examples/grpo/run.sh [dense|moe|0.6b] [options of this script and of train.py]
 #     examples/grpo/run.sh moe --steps 60 --verify                    on a laptop
 #     examples/grpo/run.sh 0.6b --device cuda --out result.json       on 4 GPUs of one host: vLLM TP2 beside Megatron-Core tp2
+#     examples/grpo/run.sh 0.6b --device cuda --ranks 1 --tp 1 --engine-tp 1           on 2 GPUs
 #   --device cpu|cuda   default: cuda where both sides' GPUs are there      --ranks N      trainer ranks (4; 0.6b: 2)
 #   --engine-tp N       ranks of the vLLM (2)                               --out FILE     JSON of the run (examples/grpo/summary.py)
 #   --set KEY=NUMBER    changes the model's config (examples/grpo/model.py), may come again

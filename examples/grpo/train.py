@@ -73,7 +73,8 @@ def main() -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    grpo.refuse_uneven(args.prompts * args.answers, dist.get_world_size() // (args.tp * args.pp), args.micro_batches)
+    ranks = grpo.data_parallel(dist.get_world_size(), args.tp, args.pp)
+    grpo.refuse_uneven(args.prompts * args.answers, ranks, args.micro_batches)
     task, gate, token = SortDigits(args.digits), Gate(args.gate, args.curve), os.environ["XFER_TOKEN"]
     chief, urls = dist.get_rank() == 0, args.rollout or args.serve
     rollout = (RolloutClient if args.rollout else ServeClient)(urls, token)

@@ -73,6 +73,13 @@ def test_samples_are_cut_into_equal_micro_batches_or_refused(samples, ranks, cou
         assert sizes == [[samples // (ranks * count)] * count] * ranks
 
 
+def test_ranks_that_the_layout_does_not_divide_are_refused():
+    assert [grpo.data_parallel(8, tp, pp) for tp, pp in ((2, 2), (8, 1), (1, 1))] == [2, 1, 8]
+    for ranks, tp, pp in ((1, 2, 1), (6, 2, 2)):
+        with pytest.raises(LayoutError, match=f"{ranks} trainer ranks cannot be cut by tp {tp} times pp {pp}\n.*--tp"):
+            grpo.data_parallel(ranks, tp, pp)
+
+
 def test_the_loss_has_the_gradient_of_the_clipped_ratio():
     torch.manual_seed(0)
     engine = torch.randn(6, 3, dtype=torch.float64) - 2
