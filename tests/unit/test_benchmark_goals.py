@@ -6,22 +6,17 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import signal
-import subprocess
 import sys
 from collections import Counter
-from functools import partial
 from importlib import import_module
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import goals
 from benchmarks.gpu_floor import copies
 from benchmarks.lib.packed_ranks import FLAT, PACKED, RAW
-from tests.support.proc import ROOT
 
 
 def transport(wrong: int = 0, **ms: float) -> dict:
@@ -128,37 +123,6 @@ def test_every_step_is_a_command_that_its_benchmark_accepts(step, monkeypatch):
         import_module(f"benchmarks.{name}").main()
 
 
-def test_a_run_goes_on_where_the_last_one_stopped_and_begins_nothing_that_cannot_end(
-    tmp_path, monkeypatch, capsys, request
-):
-    """As in a process that a shell started with "&", which ignores SIGINT."""
-    request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN)))
-    (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "benchmarks" / "__init__.py").write_text("")
-    (tmp_path / "benchmarks" / "fake.py").write_text(
-        "import os, sys, time\n"
-        "what, out = sys.argv[1], sys.argv[-1]\n"
-        "if what == 'bad': raise SystemExit('no such GPU')\n"
-        "open(out, 'w').write('{}')\n"
-        "again = os.path.exists(out.replace('.json', '.part.json'))\n"
-        "try: time.sleep(60 if what == 'stuck' and not again else 0)\n"
-        "except KeyboardInterrupt: raise SystemExit('its engines are ended')\n"
-    )
-    seconds = {"a": 30, "bad": 30, "stuck": 5, "long": 900, "b": 30}
-    steps = tuple(goals.Step(n, 1, s, f"fake {n}") for n, s in seconds.items())
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(goals, "STEPS", steps)
-    out = tmp_path / "out"
-    assert goals.run(out, 1, minutes=5) == ["long"]
-    told = capsys.readouterr().out
-    assert "bad: exit code 1" in told and "no such GPU" in told
-    assert "stuck: not over after 5 s" in told and "its engines are ended" in told
-    assert sorted(f.name for f in out.glob("*.json")) == ["a.json", "b.json", "stuck.part.json"]
-    assert goals.run(out, 1, minutes=60) == [] and (out / "stuck.json").exists()
-    told = capsys.readouterr().out
-    assert all(f"benchmarks.fake {n} " in told for n in ("long", "bad", "stuck")) and "benchmarks.fake a " not in told
-
-
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 60), st.integers(1, 9))
 def test_every_destination_gets_its_bytes_once_and_destinations_take_turns(destinations, sources, nbytes, piece):
     out = copies(destinations, sources, nbytes, piece)
@@ -171,14 +135,3 @@ def test_every_destination_gets_its_bytes_once_and_destinations_take_turns(desti
     if nbytes >= sources * sources:  # else some sources have nothing
         assert [c.destination for c in out[:destinations]] == list(range(destinations))
         assert len({c.source for c in out[:destinations]}) == min(destinations, sources)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_floor_is_measured_and_what_was_copied_compared(tmp_path):
-    last = torch.cuda.device_count() - 1
-    command = [sys.executable, "-m", "benchmarks.gpu_floor", *f"--sources {last} 0 --destinations 0".split()]
-    out = tmp_path / "floor.json"
-    subprocess.run([*command, "--gib", "0.6", "--repeats", "3", "--out", str(out)], cwd=ROOT, check=True, timeout=120)
-    found = json.loads(out.read_text())
-    assert found["wrong"] == 0 and len(found["ms"]) == 3 and found["gb_per_s"] > 1
