@@ -629,17 +629,6 @@ def test_handle_for_picks_by_interface():
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize(("workers", "rank"), [(2, 1), (4, 3)])
-def test_one_of_several_data_parallel_processes_is_a_replica_of_its_own(workers, rank):
-    """An `LLM` reaches the workers of its own rank only, and counts those; an AsyncLLM all of them."""
-    from xfer.engines.vllm_worker import XferWeightTransferEngine
-
-    worker = XferWeightTransferEngine.__new__(XferWeightTransferEngine)
-    worker.parallel_config, worker.workers = SimpleNamespace(rank=1, world_size=2, data_parallel_index=1), workers
-    assert worker.worker_rank() == rank
-
-
-@pytest.mark.engine
 def test_an_in_process_worker_is_called_on_its_own_device(monkeypatch):
     """The device of a new thread is cuda:0, and a thread of xfer calls an `LLM` whose worker is in the same process. (This
     machine has no GPU, so the call that sets a thread's device is replaced.)"""

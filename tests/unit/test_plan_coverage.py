@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.support.plan_worlds import EXAMPLES, dense, destination, places, quick, source, worlds
 from xfer.errors import CoverageError, Unsupported
-from xfer.mesh.box import Box, whole
+from xfer.mesh.box import Box
 from xfer.plan import intersect as intersect_module
 from xfer.plan import intervals as iv
 from xfer.plan.intersect import Stack, cut_range, find_atoms, intersect, missing
@@ -205,31 +205,17 @@ def cut(origin, extent) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(origin, extent))
 
 
-@given(worlds())
+@given(worlds(), st.data(), st.sampled_from([(0, 1 << 20), (1 << 30, 1 << 20), (1 << 30, 3), (6, 5)]))
 @quick
-def test_boxes_compared_together_or_tensor_by_tensor_meet_alike(world):
-    """The planner chooses the way and the size of portions by speed only."""
-    stack, wants = stacks(world)
-    found = []
-    for few, at_once in ((0, 1 << 20), (1 << 30, 1 << 20), (1 << 30, 3), (6, 5)):
-        with patch.multiple(intersect_module, FEW=few, AT_ONCE=at_once):
-            atoms = find_atoms(stack)
-            pieces = intersect(atoms, wants)
-        columns = ("tensor", "origin", "extent", "signature", "hold_first", "hold_row")
-        found.append([getattr(atoms, n) for n in columns] + [pieces.atom, pieces.want, pieces.origin, pieces.extent])
-    for other in found[1:]:
-        assert all(np.array_equal(a, b) for a, b in zip(found[0], other))
-
-
-@given(worlds(), st.data())
-@quick
-def test_atoms_are_disjoint_and_know_all_holders(world, data):
-    """Every held element is in one atom, which knows its holders. Of a wish, pieces are the held part and `missing` the rest."""
+def test_atoms_are_disjoint_and_know_all_holders(world, data, sizes):
+    """Every held element is in one atom, which knows its holders. Of a wish, pieces are the held part and `missing` the rest. This
+    holds whether boxes are compared together or tensor by tensor, and in portions of any size, which are chosen by speed only."""
     for side in world.trainers:
         side.fragments = [f for f in side.fragments if data.draw(st.integers(0, 3))]
     stack, wants = stacks(world)
-    atoms = find_atoms(stack)
-    pieces = intersect(atoms, wants)
+    with patch.multiple(intersect_module, FEW=sizes[0], AT_ONCE=sizes[1]):
+        atoms = find_atoms(stack)
+        pieces = intersect(atoms, wants)
     lacking = dict(missing(pieces, wants))
     shape = {t: [1] * (6 - len(s.shape)) + list(s.shape) for t, s in enumerate(world.catalog.tensors)}
     classes, have = range(len(world.trainers)), stack.table
@@ -256,19 +242,6 @@ def test_atoms_are_disjoint_and_know_all_holders(world, data):
             lack[cut(part.origin, part.extent)] += 1
         mask[cut(wants.table.origin[row], wants.table.extent[row])] = 1
         assert np.array_equal(got, seen[t] & mask) and np.array_equal(lack, mask - got)
-
-
-def test_a_tensor_cut_differently_by_its_holders_is_still_shared_by_all():
-    catalog = Catalog((TensorSpec("t", (64, 64), "int64"),))
-
-    def holder(rank, box):
-        f = Fragment("t", box.origin, box.extent, "w", 0, (8 * box.extent[1], 8), "int64")
-        return source(catalog, [f], {"w": 8 * box.size}, rank)
-
-    boxes = [whole((64, 64)), Box((0, 0), (64, 40)), Box((0, 24), (64, 40)), Box((10, 10), (50, 50))]
-    sources = [holder(*b) for b in enumerate(boxes)]
-    worker = destination(catalog, [dense("t", (64, 64), "int64")], {"w": 1 << 15})
-    assert plan_replica(catalog, sources, [worker], PlanOptions(align_bytes=8)).summary.imbalance <= 1.01
 
 
 # ---- bytes
@@ -302,18 +275,10 @@ def test_runs_are_the_bytes_with_their_repeats(a, b):
     assert {p for s, e in zip(*rest) for p in range(s, e)} == set(brute(a)) - set(brute(b))
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [(2 * i, (1, 1, 1 << 20), (0, 0, 4), 2) for i in range(2)],  # gate and up, element by element
-        [(0, (1, 512, 2048), (0, 2, 1024), 2)],  # transposed
-    ],
-)
-def test_interleaved_regions_cost_no_run_per_element(rows):
-    assert len(iv.runs(*table(rows))) == 1
-
-
-def test_regions_of_more_runs_than_can_be_proven_are_refused(monkeypatch):
+def test_interleaved_regions_cost_no_run_per_element_and_more_runs_than_can_be_proven_are_refused(monkeypatch):
+    gate_and_up = [(2 * i, (1, 1, 1 << 20), (0, 0, 4), 2) for i in range(2)]
+    transposed = [(0, (1, 512, 2048), (0, 2, 1024), 2)]
+    assert len(iv.runs(*table(gate_and_up))) == len(iv.runs(*table(transposed))) == 1
     with pytest.raises(Unsupported, match="separate byte runs"):
         iv.runs(*table([(0, (1, 1, 1 << 40), (0, 0, 4), 2)]))
     monkeypatch.setattr(iv, "MAX_RUNS", 15)

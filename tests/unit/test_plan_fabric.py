@@ -284,31 +284,20 @@ def test_what_is_wrong_with_a_fabric_is_told_at_once():
         with pytest.raises(XferError, match="fabric") as e:
             replace(TWO, hosts=(replace(TWO.hosts[0], name=name), TWO.hosts[1]))
         assert "has a UTF-8 form is needed" in e.value.violations[0]
+    for odd in (np.int64(0), 0.0, "0", False, None):  # a site is sent to other ranks, which numpy's numbers cannot be
+        for what, made in (
+            ("trainers", lambda odd=odd: Site(TWO, (odd,), ((1,),))),
+            ("workers", lambda odd=odd: Site(TWO, (0,), ((odd,),))),
+            ("islands", lambda odd=odd: Fabric((replace(TWO.hosts[0], islands=((odd, 1), (2, 3))),))),
+            ("NIC", lambda odd=odd: Fabric((replace(TWO.hosts[0], nics=(Nic((odd, 1), G), Nic((2, 3), G))),))),
+            ("rail", lambda odd=odd: Fabric((replace(TWO.hosts[0], nics=(Nic((0, 1), G, odd), Nic((2, 3), G))),))),
+        ):
+            with pytest.raises(XferError) as e:
+                made()
+            assert any(what in v and ("int is needed" in v or "an integer from" in v) for v in e.value.violations)
     with pytest.raises(XferError) as e:
         Site(TWO, (0, 0, 99), ((1, 2), (2,), ()))
     assert [v.split()[0] for v in e.value.violations] == ["trainers", "several", "several", "replica"]
-
-
-@pytest.mark.parametrize("odd", [np.int64(0), np.int32(0), 0.0, "0", False, None], ids=repr)
-@pytest.mark.parametrize(
-    "what, made",
-    [
-        ("trainers", lambda odd: Site(TWO, (odd,), ((1,),))),
-        ("workers", lambda odd: Site(TWO, (0,), ((odd,),))),
-        ("islands", lambda odd: with_host(islands=((odd, 1), (2, 3)))),
-        ("NIC", lambda odd: with_host(nics=(Nic((odd, 1), G), Nic((2, 3), G)))),
-        ("rail", lambda odd: with_host(nics=(Nic((0, 1), G, odd), Nic((2, 3), G)))),
-    ],
-)
-def test_only_ints_are_numbers_of_gpus(what, made, odd):
-    """A site is sent to other ranks, which numpy's numbers cannot be."""
-    with pytest.raises(XferError) as e:
-        made(odd)
-    assert any(what in v and ("int is needed" in v or "an integer from" in v) for v in e.value.violations), e.value
-
-
-def with_host(**changed) -> Fabric:
-    return replace(TWO, hosts=(replace(TWO.hosts[0], **changed), TWO.hosts[1]))
 
 
 # ---- the file
@@ -345,6 +334,12 @@ def test_a_fabric_is_read_from_toml_and_json(tmp_path):
     assert site.replicas == ((4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15))
     alone = {k: v for k, v in read_toml(FILE).items() if k != "ranks"}
     assert parse(alone) == (site.fabric, None)
+    for text, match in (("{", "x.json"), ("[1]", "unknown key"), (json.dumps(alone), "ranks")):
+        (tmp_path / "x.json").write_text(text)
+        with pytest.raises(XferError, match=match):
+            read_site(tmp_path / "x.json")
+    with pytest.raises(XferError, match="no.json"):
+        read_site(tmp_path / "no.json")
 
 
 HOST = {"names": ["a"], "gpus": 2, "nvlink": 4e11, "nic": 5e10}
@@ -379,13 +374,3 @@ def test_what_is_wrong_with_a_file_is_told_at_once(data, words):
     assert "f.toml" in text and len(e.value.violations) >= len(words)
     for w in words:
         assert w in text, (w, text)
-
-
-@pytest.mark.parametrize(
-    "text, match", [("{", "x.json"), (None, "x.json"), ("[1]", "unknown key"), (json.dumps({"host": [HOST]}), "ranks")]
-)
-def test_a_file_that_cannot_be_read_is_named(tmp_path, text, match):
-    if text is not None:
-        (tmp_path / "x.json").write_text(text)
-    with pytest.raises(XferError, match=match):
-        read_site(tmp_path / "x.json")

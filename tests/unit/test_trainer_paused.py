@@ -11,13 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.world import World
-from xfer import TensorTrainer
 from xfer.errors import RebindError
 from xfer.kernels import cuda_driver
 from xfer.kernels.cuda_driver import Allocation, DriverError, unmapped
 from xfer.trace.slots import Slots, walk
-from xfer.trainers import dtensor, megatron
+from xfer.trainers import megatron
 from xfer.trainers.megatron import MegatronTrainer
 
 
@@ -104,26 +102,6 @@ def test_slots_refuse_paused_memory_when_bound_and_at_each_check():
     assert slots.check() == "moved"
 
 
-def test_a_refit_of_paused_weights_is_refused_on_all_ranks_and_the_engine_serves_on(monkeypatch):
-    pool = Pool()
-    monkeypatch.setattr(dtensor, "unmapped", pool)
-    shapes = {"norm": (12,), "embed": (36, 8)}
-    params = {n: torch.randn(s).to(torch.bfloat16) for n, s in shapes.items()}
-    source = TensorTrainer(lambda: params, rank=0, world=1)
-    with World(trainers=1, workers=2, shapes=shapes, sources=[source]) as w:
-        refit = lambda: w.on_all(lambda i: w.sessions[i].refit())  # noqa: E731
-        assert refit()[0].committed == 1
-        pool.paused = [1]
-        (error,) = refit()
-        assert isinstance(error, RebindError) and "1 of 2 storages, such as that of embed" in str(error)
-        assert not w.engines[0].paused and w.engines[0].label == "1"
-        pool.paused = []
-        assert refit()[0].committed == 1
-    pool.paused = [0]
-    with pytest.raises(RebindError, match="no memory behind"):
-        World(trainers=1, shapes=shapes, sources=[source]).connect()
-
-
 def test_megatron_begins_no_gather_into_paused_weights(monkeypatch):
     pool, begun = Pool(), []
     monkeypatch.setattr(megatron, "unmapped", pool)
@@ -148,25 +126,3 @@ def test_megatron_begins_no_gather_into_paused_weights(monkeypatch):
     pool.paused = []
     trainer.finish_gathers()
     assert begun == [1]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_real_memory_that_is_paused():
-    from tests.support.paused_memory import Pausable
-
-    device = torch.device("cuda", torch.cuda.current_device())
-    one, other = Pausable(5 << 20, device), Pausable(1 << 20, device)
-    plain = torch.zeros(8 << 20, dtype=torch.uint8, device=device)
-    params = {"a": one.tensor[: 1 << 20].view(torch.bfloat16), "b": other.tensor[:64], "c": plain}
-    trainer = TensorTrainer(lambda: params, rank=0, world=1)
-    assert len(trainer.read().tensors) == 3 and trainer.check() == "same"
-    one.pause()
-    for look in (trainer.check, trainer.read, TensorTrainer(lambda: params, rank=0, world=1).read):
-        with pytest.raises(RebindError, match="no memory behind") as e:
-            look()
-        assert "1 of 3 storages, such as that of a: paused" in str(e.value)
-    one.resume()
-    assert trainer.check() == "same"
-    one.tensor.fill_(1)
-    assert int(params["a"].view(torch.uint8)[7]) == 1

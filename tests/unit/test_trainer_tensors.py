@@ -25,7 +25,7 @@ from tests.support.layouts import region
 from tests.support.memory import Watched
 from xfer import Declared, MeshInfo, TensorTrainer
 from xfer.errors import LayoutError, RebindError, Unsupported
-from xfer.mesh.placement import Segmented, from_dtensor
+from xfer.mesh.placement import from_dtensor
 from xfer.packed.source import PackedSource
 from xfer.packed.tensors import TensorStream
 from xfer.trace.slots import device_of, local
@@ -123,27 +123,6 @@ def test_a_declared_layout_means_what_the_dtensor_says(rows, width, placements):
         assert plain.traced == said.traced and plain.roots == said.roots
         declared = Declared(whole.shape, *from_dtensor(d))
         assert TensorTrainer(lambda: {"w": d.to_local()}, declared={"w": declared}).read().traced == said.traced
-
-
-def test_fused_parameters_are_given_as_views():
-    """[gate; up] of a rank of tensor parallelism 2, and [q; k; v] as one tensor of the checkpoint with fused placements."""
-    mesh, fused = MeshInfo.line("tp", [0, 1]), torch.arange(24.0).view(8, 3)
-    cut = Declared((8, 3), mesh, (Shard(0),))
-    layout = TensorTrainer(
-        lambda: {"gate": fused[:4], "up": fused[4:], "qkv": fused},
-        declared={"gate": cut, "up": cut, "qkv": Declared((16, 3), mesh, (Segmented(0, (8, 4, 4)),))},
-        rank=1,
-        world=2,
-    ).read()
-    assert len(layout.roots) == 1 and layout.tensors[layout.roots[0].name].data_ptr() == fused.data_ptr()
-    where = {(f.tensor, f.origin): (f.extent, f.offset) for f in layout.traced.fragments}
-    assert where == {
-        ("gate", (4, 0)): ((4, 3), 0),
-        ("up", (4, 0)): ((4, 3), 48),
-        ("qkv", (4, 0)): ((4, 3), 0),
-        ("qkv", (10, 0)): ((2, 3), 48),
-        ("qkv", (14, 0)): ((2, 3), 72),
-    }
 
 
 def test_wrappers_leave_names_alone_and_a_rename_may_not_join_two():
