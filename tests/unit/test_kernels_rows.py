@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from unittest.mock import patch
 
 import numpy as np
@@ -12,41 +11,53 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.row_worlds import CASTS, apply_rows, fresh_sources, hard_values, random_rows, row, unpacked_wire
+from tests.unit.test_kernels_triton import DEVICE, EXAMPLES, GPU, INTERPRETED, flat, runs
+from tests.unit.test_kernels_triton import bound as of_triton
 from xfer.errors import LayoutError
 from xfer.kernels import bind, strided
+from xfer.kernels.tiles import Turns
 from xfer.plan.program import ITEMSIZE, wire_dtype
 
-EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
+KINDS = ["torch", pytest.param("triton", marks=runs)]
 
 
-def flat(data: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(data.copy())
+def bound(kind: str, rows, roots, side, src_roots=None, **triton):
+    return (
+        of_triton(rows, roots, side, src_roots=src_roots, **triton)
+        if kind == "triton"
+        else bind(rows, roots, side, src_roots=src_roots)
+    )
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.booleans(), st.integers(0, 3))
-def test_both_ways_to_copy_equal_the_element_loop(seed, peel, spare):
-    """Over a wire or locally; negative strides, casts, odd offsets and odd storage starts. A second call carries new bytes."""
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=EXAMPLES // (4 if INTERPRETED or GPU else 1), deadline=None)
+@given(
+    st.integers(0, 2**32 - 1), st.booleans(), st.integers(0, 17), st.integers(0, 3), st.sampled_from([None, (0, 1), (1, 0), (2, 0)]),
+    st.sampled_from([0, 100, 1 << 30]),
+)  # fmt: skip
+def test_both_ways_to_copy_equal_the_element_loop(kind, seed, peel, spare, start, groups, burst):
+    """Over a wire or locally, in any order of tiles; negative strides, casts, odd offsets, and storages and wires that begin anywhere
+    in theirs. A second call carries new bytes."""
     rng = np.random.default_rng(seed)
     rows, src, dst = random_rows(rng)
-    # A binding may begin anywhere in its torch storage.
-    s, d, here = (
-        [flat(np.concatenate([np.zeros(spare, np.uint8), r]))[spare:] for r in some] for some in (src, dst, dst)
-    )
+    s, d, here = ([flat(r, spare) for r in some] for some in (src, dst, dst))
+    abort = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    turns = groups and Turns([groups[k % 2] for k in range(len(s))], burst)
     with patch.object(strided, "PEEL_LIMIT", strided.PEEL_LIMIT if peel else 0):  # both ways to walk backwards
-        out, into, local = bind(rows, s, "src"), bind(rows, d, "dst"), bind(rows, here, "local", src_roots=s)
-    wire = torch.full((max(out.nbytes, into.nbytes) + 5,), 0x5A, dtype=torch.uint8)
+        out, into = bound(kind, rows, s, "src"), bound(kind, rows, d, "dst")
+        local = bound(kind, rows, here, "local", s, turns=turns, abort=abort)
+    wire = flat(np.full(max(out.nbytes, into.nbytes) + 5, 0x5A, np.uint8), start)
     for data in (src, fresh_sources(rng, rows, src)):
         for t, r in zip(s, data):
             t.copy_(torch.from_numpy(r))
         out.pack(wire)
-        assert np.array_equal(wire.numpy()[: out.nbytes], unpacked_wire(rows, data, out.nbytes, 0x5A))
+        assert np.array_equal(wire.cpu().numpy()[: out.nbytes], unpacked_wire(rows, data, out.nbytes, 0x5A))
         into.unpack(wire)
         local.copy()
         into.fill()
         local.fill()
         for got, also, want in zip(d, here, apply_rows(rows, data, dst)):
-            assert np.array_equal(got.numpy(), want) and np.array_equal(also.numpy(), want)
+            assert np.array_equal(got.cpu().numpy(), want) and np.array_equal(also.cpu().numpy(), want)
 
 
 def test_heads_and_neighbours_fold_into_one_copy():
@@ -85,14 +96,19 @@ def test_a_short_wire_buffer_and_a_wrong_side_are_refused():
         rows.copy()
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("src, dst", [*CASTS, ("bfloat16", "float8_e5m2")])
-def test_casts_round_as_torch_does(src, dst):
-    """The two halves of a cast (source, destination) give what `.to()` gives at once."""
-    value = hard_values(src)
-    want = value.to(getattr(torch, dst))
-    got, rows = torch.empty_like(want), row((len(value),), src_dtype=src, dst_dtype=dst)
-    wire = torch.empty(len(value) * ITEMSIZE[wire_dtype(src, dst)], dtype=torch.uint8)
-    bind(rows, [value.view(torch.uint8)], "src").pack(wire)
-    bind(rows, [got.view(torch.uint8)], "dst").unpack(wire)
-    same = torch.equal(got.view(torch.uint8), want.view(torch.uint8))
-    assert same or torch.equal(got.float().nan_to_num(7.5), want.float().nan_to_num(7.5))
+def test_casts_round_as_torch_does(src, dst, kind):
+    """At once, and by the two halves of a cast (source, destination)."""
+    value = hard_values(src).to(DEVICE)
+    want, rows = value.to(getattr(torch, dst)), row((len(value),), src_dtype=src, dst_dtype=dst)
+    local, sent = torch.empty_like(want), torch.empty_like(want)
+    there = [value.view(torch.uint8)]
+    bound(kind, rows, [local.view(torch.uint8)], "local", there).copy()
+    wire = torch.empty(len(value) * ITEMSIZE[wire_dtype(src, dst)], dtype=torch.uint8, device=DEVICE)
+    bound(kind, rows, there, "src").pack(wire)
+    bound(kind, rows, [sent.view(torch.uint8)], "dst").unpack(wire)
+    plain = ~want.float().isnan()
+    for got in (local, sent):
+        assert torch.equal(got.float().isnan(), ~plain)
+        assert torch.equal(*(t.view(torch.uint8).view(len(value), -1)[plain] for t in (got, want)))

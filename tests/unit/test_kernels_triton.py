@@ -1,6 +1,7 @@
-"""The Triton kernels leave the same bits as their torch twins: in Triton's interpreter on CPUs, compiled on a GPU.
+"""The Triton kernels' tiles, sums and aborts: in Triton's interpreter on CPUs, compiled on a GPU. That they move what their torch
+twins move is shown in test_kernels_rows.py.
 
-    TRITON_INTERPRET=1 python -m pytest tests/unit/test_kernels_triton.py
+    TRITON_INTERPRET=1 python -m pytest tests/unit/test_kernels_triton.py tests/unit/test_kernels_rows.py
 
 Without a GPU and without that variable everything but the arithmetic of tiles is skipped. scripts/test.sh sets it.
 """
@@ -19,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.row_worlds import CASTS, apply_rows, byte_starts, hard_values, random_rows, row
+from tests.support.row_worlds import apply_rows, byte_starts, random_rows, row
 from tests.support.sums import checksum_rows
 from tests.unit.test_kernels_checksum import fragments, random_tensor
 from xfer.kernels import checksum, tiles
@@ -30,16 +31,14 @@ from xfer.plan.checksum import added
 from xfer.plan.program import DTYPE_CODE, ITEMSIZE, Op
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
-GPU = torch.cuda.is_available()
+GPU, INTERPRETED = torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if GPU else "cpu"
-runs = pytest.mark.skipif(
-    not (GPU or os.environ.get("TRITON_INTERPRET") == "1"), reason="needs a GPU or TRITON_INTERPRET=1"
-)
+runs = pytest.mark.skipif(not (GPU or INTERPRETED), reason="needs a GPU or TRITON_INTERPRET=1")
 
 
-def bound(*args, **more):
+def bound(*args, src_roots=None, **more):
     triton_impl = pytest.importorskip("xfer.kernels.triton_impl", reason="needs triton")
-    return triton_impl.TritonRows(*args, programs=None if GPU else 2, **more)
+    return triton_impl.TritonRows(*args, src_roots or args[1], programs=None if GPU else 2, **more)
 
 
 def flat(data: np.ndarray, spare: int = 0) -> torch.Tensor:
@@ -64,55 +63,12 @@ def are_summed(rows, slot, roots, end, shapes, *tile) -> None:
 
 
 @runs
-@settings(max_examples=EXAMPLES // 4, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.integers(0, 17), st.integers(0, 3))
-def test_pack_unpack_equals_the_element_loop(seed, spare, start):
-    """Storages and wire may begin anywhere; negative strides, casts, odd offsets and fills included."""
-    rng = np.random.default_rng(seed)
-    rows, src, dst = random_rows(rng)
-    want = apply_rows(rows, src, dst)
-    s, d = [flat(r, spare) for r in src], [flat(r, spare) for r in dst]
-    out, into = bound(rows, s, "src", s), bound(rows, d, "dst", d)
-    assert out.nbytes == TorchRows(rows, s, "src", s).nbytes
-    wire, twin = flat(np.full(out.nbytes + 5, 0x5A, np.uint8), start), flat(np.full(out.nbytes + 5, 0x5A, np.uint8))
-    out.pack(wire)
-    TorchRows(rows, s, "src", s).pack(twin)
-    assert torch.equal(wire, twin)
-    into.unpack(wire)
-    into.fill()
-    assert all(same(g, w) for g, w in zip(d, want))
-
-
-@runs
-@settings(max_examples=EXAMPLES // 4, deadline=None)
-@given(
-    st.integers(0, 2**32 - 1),
-    st.sampled_from([(0, 1), (1, 0), (2, 0)]),
-    st.booleans(),
-    st.sampled_from([0, 100, 1 << 30]),
-)
-def test_local_copy_equals_the_element_loop_in_any_order_of_tiles(seed, numbers, grouped, burst):
-    rows, src, dst = random_rows(np.random.default_rng(seed))
-    want = apply_rows(rows, src, dst)
-    s, d = [flat(r) for r in src], [flat(r) for r in dst]
-    abort = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    turns = Turns([numbers[k % 2] for k in range(len(s))], burst) if grouped else None
-    local = bound(rows, d, "local", s, turns=turns, abort=abort)
-    for _ in range(2):  # the counter starts anew: a second call moves the bytes again
-        for t, r in zip(d, dst):
-            t.copy_(torch.from_numpy(r))
-        local.copy()
-        local.fill()
-        assert all(same(g, w) for g, w in zip(d, want))
-
-
-@runs
 def test_an_abort_word_ends_the_copy_early():
     n = 40 * (64 << 10)
     rows = row((n,), src_dtype="uint8")
     source, target = flat(np.random.default_rng(1).integers(1, 255, n, np.uint8)), flat(np.zeros(n, np.uint8))
     abort = torch.ones(1, dtype=torch.int32, device=DEVICE)
-    local = bound(rows, [target], "local", [source], abort=abort)
+    local = bound(rows, [target], "local", src_roots=[source], abort=abort)
     local._launches[0].programs = 2
     local.copy()
     assert int((target != 0).sum()) == 2 * (64 << 10)  # one tile for each program
@@ -132,24 +88,11 @@ def test_rows_of_any_width_and_alignment(width, shift):
     r = row((count, width), src_dtype="uint8", src_strides=(pitch, 1), src_offset=shift)
     source, target = rng.integers(0, 256, count * pitch + 64, np.uint8), np.zeros(count * width + 16, np.uint8)
     s, d = flat(source), flat(target)
-    bound(r, [d], "local", [s]).copy()
+    bound(r, [d], "local", src_roots=[s]).copy()
     want = target.copy()
     at = shift + np.arange(count)[:, None] * pitch + np.arange(width)
     want[: count * width] = source[at].reshape(-1)
     assert same(d, want)
-
-
-@runs
-@pytest.mark.parametrize("src, dst", CASTS)
-def test_casts_round_as_torch_does(src, dst):
-    value = hard_values(src).to(DEVICE)
-    want, n = value.to(getattr(torch, dst)), len(value)
-    got = torch.empty_like(want)
-    rows = row((n,), src_dtype=src, dst_dtype=dst)
-    bound(rows, [got.view(torch.uint8)], "local", [value.view(torch.uint8)]).copy()
-    assert torch.equal(got.float().nan_to_num(7.5), want.float().nan_to_num(7.5))
-    plain = ~want.float().isnan()
-    assert torch.equal(got.view(torch.uint8).view(n, -1)[plain], want.view(torch.uint8).view(n, -1)[plain])
 
 
 FAR = 3 << 30
@@ -195,10 +138,10 @@ def test_offsets_and_strides_beyond_32_bits(src, dst, far):
         live["src"][at] = value.view(torch.uint8).view(at.shape)
         to = lies(one[0], "dst", dst)
         want = value.to(getattr(torch, dst)).view(torch.uint8).view(to.shape)
-        bound(one, [live["dst"]], "local", [live["src"]]).copy()
+        bound(one, [live["dst"]], "local", src_roots=[live["src"]]).copy()
         assert torch.equal(live["dst"][to], want)
-        bound(one, [live["src"]], "src", [live["src"]]).pack(live["wire"])
-        bound(one, [live["again"]], "dst", [live["again"]]).unpack(live["wire"])
+        bound(one, [live["src"]], "src").pack(live["wire"])
+        bound(one, [live["again"]], "dst").unpack(live["wire"])
         assert torch.equal(live["again"][to], want)
         for end in ("src", "dst"):
             shapes = [(1 << 20, *extent[1:])]
@@ -206,7 +149,7 @@ def test_offsets_and_strides_beyond_32_bits(src, dst, far):
             are_summed(one, np.zeros(1, np.int64), [live[end]], end, shapes)
         fill = one.copy()
         fill["op"], fill["src_dtype"], fill["fill"] = Op.FILL, fill["dst_dtype"], 0x40404040
-        bound(fill, [live["again"]], "dst", [live["again"]]).fill()
+        bound(fill, [live["again"]], "dst").fill()
         assert (live["again"][to] == 0x40).all()
 
 
@@ -348,7 +291,7 @@ def test_copies_that_sum_leave_the_same_bytes_and_the_same_number(seed, dtype, b
     number = checksum_rows(sums, [t.cpu() for t in want], "dst", shapes)
     both = lent(sums, live, shapes, tile=4)
     with patch.object(tiles, "SMALL_TILE", 128), patch.multiple(summed, BEHIND=behind, MOST=int(rng.choice([2, 64]))):
-        rows = bound(copies, live, "local", sources, summed=both)
+        rows = bound(copies, live, "local", src_roots=sources, summed=both)
     for _ in range(2):
         for t, was in zip(live, dst):
             t.copy_(flat(was))
@@ -367,7 +310,7 @@ def test_copies_that_sum_can_be_stopped():
     source, live = flat(np.full(2 * n, 7, np.uint8)), flat(np.zeros(2 * n, np.uint8))
     sums = lent(some, [live], [(n,)])
     abort = torch.ones(1, dtype=torch.int32, device=DEVICE)
-    rows = bound(some, [live], "local", [source], summed=sums, abort=abort)
+    rows = bound(some, [live], "local", src_roots=[source], summed=sums, abort=abort)
     assert not sums.launch() and sums.values().tolist() == [0]  # all of them were taken over
     rows.copy()
     assert (live.view(-1, 16)[:, 0] == 0).any()
@@ -376,7 +319,7 @@ def test_copies_that_sum_can_be_stopped():
     assert torch.equal(live, source)
     assert sums.values().tolist() == [checksum_rows(some, [live], "dst", [(n,)])]
     with pytest.raises(RuntimeError, match="lent to another kernel already"):
-        bound(some, [live], "local", [source], summed=sums)
+        bound(some, [live], "local", src_roots=[source], summed=sums)
 
 
 @pytest.mark.gpu
@@ -390,7 +333,7 @@ def test_copies_that_sum_are_stopped_at_any_moment():
     live = torch.zeros_like(source)
     sums = lent(some, [live], [(n,)])
     abort, one = torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.ones(1, dtype=torch.int32).pin_memory()
-    rows = bound(some, [live], "local", [source], summed=sums, abort=abort)
+    rows = bound(some, [live], "local", src_roots=[source], summed=sums, abort=abort)
     rows.copy()
     torch.cuda.synchronize()
     want, stopped = sums.values().tolist(), 0
