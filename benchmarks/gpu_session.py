@@ -26,13 +26,14 @@ every byte of the engines is compared with what vLLM's own loader makes of the s
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import torch
@@ -289,10 +290,13 @@ class Bench:
         del made
         torch.cuda.empty_cache()
         self.say("checkpoint written, bytes", (job.folder / "model.safetensors").stat().st_size)
-        te = importlib.util.find_spec("transformer_engine") is not None
+        theirs = [*os.environ.get("XFER_SITE_TRAINER", "").split(":"), *sys.path]
+        te = PathFinder.find_spec("transformer_engine", theirs) is not None
         self.say("TransformerEngine", "installed" if te else "not installed: its stand-in, examples/common/te_twin.py")
         job.start_trainers(self.trainers_on())
         layout = dict(tp=self.args.tp, distopt=True, bucket_size=40_000_000, lr=1e-4)
+        if self.experts:
+            layout |= dict(ep=self.args.tp, etp=1)
         job.good("megatron", "built", timeout=240, folder=str(job.folder), layout=layout)
         self.say("engine started, s", f"{engine.started(400)['seconds']:.0f}")
         before = self.memory(job, engines)
@@ -339,10 +343,10 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     p = parser()
     args = p.parse_args()
-    if args.trainers == "megatron" and (args.replicas > 1 or args.model == "30b" or args.ranks):
-        p.error("--trainers megatron is of one dense engine, with as many ranks")
+    if args.trainers == "megatron" and (args.replicas > 1 or args.ranks):
+        p.error("--trainers megatron is of one engine, with as many ranks")
     if args.trainers in ("one", "packed", "mapped", "nothing") and args.model == "30b":
-        p.error("--model 30b goes with --trainers plain")
+        p.error("--model 30b goes with --trainers plain or megatron")
     if args.trainers == "one" and torch.cuda.device_count() < 2:
         p.error("--trainers one wants two GPUs")
     import triton
