@@ -1,8 +1,7 @@
 """Descriptions of buckets of tensors, and their checks before a byte of a bucket is read.
 
-A `BucketRequest` names tensors and, if they are packed into one buffer, their places in it. Optional fields have defaults and
-unknown fields are skipped, so sources that do not pack, older ones and newer ones are all understood. A `Manifest` holds all
-requests of one plan. It travels once, and refits refer to it by its digest.
+A `BucketRequest` names the tensors of one buffer and their places in it. A `Manifest` holds all requests of one plan. It travels
+once, and refits refer to it by its digest. Both ends speak the same wire version, or never meet (rendezvous/channel.py).
 """
 
 from __future__ import annotations
@@ -30,31 +29,25 @@ _Shape = Annotated[tuple[_Size, ...], Meta(max_length=16)]
 
 
 class BucketRequest(Struct, frozen=True):
-    """Tensors of one bucket. All lists are parallel.
+    """Tensors that one buffer holds. All lists are parallel.
 
     Attributes:
         names: The tensors' names.
         dtypes: torch's names of their dtypes ("bfloat16").
         shapes: Their shapes, in elements.
-        sizes: Bytes of each tensor in this bucket. None: the source does not pack, and each tensor is a message of its own.
-        packed: Whether one buffer holds all tensors. None, from sources that do not know the field: true if `sizes` is given.
-        offsets: First byte of each tensor in the buffer. None: back to back, in order.
+        sizes: Bytes of each tensor in this bucket.
+        offsets: First byte of each tensor in the buffer.
+        nbytes: Bytes of the whole message.
         starts: First byte, in the tensor, of the part in this bucket; for tensors longer than a buffer. None: all whole.
-        nbytes: Bytes of the whole message. None: up to the end of the last tensor.
     """
 
     names: Annotated[tuple[_Name, ...], Meta(max_length=MAX_TENSORS)]
     dtypes: Annotated[tuple[str, ...], Meta(max_length=MAX_TENSORS)]
     shapes: Annotated[tuple[_Shape, ...], Meta(max_length=MAX_TENSORS)]
-    sizes: Annotated[tuple[_Size, ...], Meta(max_length=MAX_TENSORS)] | None = None
-    packed: bool | None = None
-    offsets: Annotated[tuple[_Size, ...], Meta(max_length=MAX_TENSORS)] | None = None
+    sizes: Annotated[tuple[_Size, ...], Meta(max_length=MAX_TENSORS)]
+    offsets: Annotated[tuple[_Size, ...], Meta(max_length=MAX_TENSORS)]
+    nbytes: _Size
     starts: Annotated[tuple[_Size, ...], Meta(max_length=MAX_TENSORS)] | None = None
-    nbytes: _Size | None = None
-
-    @property
-    def is_packed(self) -> bool:
-        return self.sizes is not None if self.packed is None else self.packed
 
 
 class Manifest(Struct, frozen=True):
@@ -133,8 +126,8 @@ def digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
-def messages_of(request: BucketRequest, limit: int = 0) -> tuple[PackedMessage, ...]:
-    """Return the messages of a request.
+def message_of(request: BucketRequest, limit: int = 0) -> PackedMessage:
+    """Return the message of a request.
 
     Args:
         request: The request.
@@ -142,7 +135,7 @@ def messages_of(request: BucketRequest, limit: int = 0) -> tuple[PackedMessage, 
 
     Raises:
         ProtocolError: with every violation: lists of unequal length, an unknown dtype, a size that does not fit the shape, parts
-            that overlap or leave their buffer, messages over `limit` bytes.
+            that overlap or leave their buffer, a message over `limit` bytes.
     """
     bad: list[str] = []
     n = len(request.names)
@@ -150,8 +143,6 @@ def messages_of(request: BucketRequest, limit: int = 0) -> tuple[PackedMessage, 
         value = getattr(request, field)
         if value is not None and len(value) != n:
             bad.append(f"{field}: {len(value)} entries for {n} names")
-    if request.is_packed and request.sizes is None:
-        bad.append("sizes: a packed bucket needs them")
     if bad:
         raise ProtocolError("a request for a bucket is inconsistent", bad)
     parts, at = [], 0
@@ -163,27 +154,22 @@ def messages_of(request: BucketRequest, limit: int = 0) -> tuple[PackedMessage, 
         spec = TensorSpec(name, shape, dtype)
         full = nbytes_of(spec)
         start = request.starts[i] if request.starts is not None else 0
-        size = request.sizes[i] if request.sizes is not None else full
-        offset = request.offsets[i] if request.offsets is not None and request.is_packed else at
+        size, offset = request.sizes[i], request.offsets[i]
         if request.starts is None and size != full:
             bad.append(f"{name}: {size} bytes are announced, but {dtype}{list(shape)} has {full}")
         elif start + size > full:
             bad.append(f"{name}: bytes {start} to {start + size} are announced, but {dtype}{list(shape)} has {full}")
         if offset < at:
             bad.append(f"{name}: begins at byte {offset} of its buffer, but the tensor before it ends at byte {at}")
-        at = offset + size if request.is_packed else 0
+        at = offset + size
         parts.append(BucketPart(spec, start, size, offset))
-    if request.is_packed:
-        length = at if request.nbytes is None else request.nbytes
-        if at > length:
-            bad.append(f"its last tensor ends at byte {at}, but its buffer has {length} bytes")
-        found: tuple[PackedMessage, ...] = (PackedMessage(tuple(parts), length),)
-    else:
-        found = tuple(PackedMessage((p,), p.size) for p in parts)
-    bad += [f"a message has {x.nbytes} bytes, but the limit is {limit}" for x in found if limit and x.nbytes > limit]
+    if at > request.nbytes:
+        bad.append(f"its last tensor ends at byte {at}, but its buffer has {request.nbytes} bytes")
+    if limit and request.nbytes > limit:
+        bad.append(f"a message has {request.nbytes} bytes, but the limit is {limit}")
     if bad:
         raise ProtocolError("a request for a bucket is inconsistent", bad)
-    return found
+    return PackedMessage(tuple(parts), request.nbytes)
 
 
 def checked(manifest: Manifest, expected: Mapping[str, TensorSpec]) -> tuple[PackedMessage, ...]:
@@ -196,7 +182,7 @@ def checked(manifest: Manifest, expected: Mapping[str, TensorSpec]) -> tuple[Pac
     Raises:
         ProtocolError: with every violation, unless the messages bring every byte of `expected` exactly once, and nothing else.
     """
-    messages = [x for b in manifest.buckets for x in messages_of(b, manifest.limit)]
+    messages = [message_of(b, manifest.limit) for b in manifest.buckets]
     bad: list[str] = []
     ranges: dict[str, list[tuple[int, int]]] = {}
     for part in (p for x in messages for p in x.parts):
@@ -239,7 +225,6 @@ def request_of(message: PackedMessage) -> BucketRequest:
         dtypes=tuple(p.spec.dtype for p in message.parts),
         shapes=tuple(p.spec.shape for p in message.parts),
         sizes=tuple(p.size for p in message.parts),
-        packed=True,
         offsets=tuple(p.offset for p in message.parts),
         starts=tuple(p.start for p in message.parts) if split else None,
         nbytes=message.nbytes,
