@@ -1,7 +1,7 @@
 """Random small worlds for tests of the planner: tensors, trainers' storages, engines' storages, and the expected result.
 
 The oracle follows from fragments and checkpoint tensors alone. It shares no code with xfer.plan: storages are byte
-arrays, regions are index arithmetic, casts are numpy's (bfloat16's are done on bits). It needs no torch.
+arrays, regions are index arithmetic, casts are numpy's (bfloat16's are done on bits). Programs are run by row_worlds.py.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from tests.support.row_worlds import apply_world, wire_bytes
 from tests.support.trace_maps import addresses
 from xfer.plan.inventory import Inventory, Kept, engine_inventory, trainer_inventory
 from xfer.plan.planner import PlanOptions, SubPlan, plan_replica
@@ -132,50 +133,30 @@ class World:
 
 def execute(plan, world: World) -> tuple[list[dict[str, np.ndarray]], list[dict[str, np.ndarray]]]:
     """Runs all programs on copies of the workers' storages. Returns storages and write counts per byte."""
-    T = len(world.trainers)
-    roots = [[r.name for r in i.roots] for i in (*world.sources(), *world.destinations())]
-    out = [{n: b.copy() for n, b in s.storage.items()} for s in world.workers]
-    count = [{n: np.zeros(len(b), int) for n, b in s.storage.items()} for s in world.workers]
-    wires = {}
-
-    def put(w: int, r, bits: np.ndarray) -> None:
-        at = places(r["dst_offset"], r["extent"], r["dst_strides"], SIZE[DTYPES[r["dst_dtype"]]])
-        root = roots[T + w][r["dst_root"]]
-        out[w][root][at] = bits
-        np.add.at(count[w][root], at.reshape(-1), 1)
-
-    def dtypes(r) -> tuple[str, str, str]:
-        src, dst = DTYPES[r["src_dtype"]], DTYPES[r["dst_dtype"]]
-        return src, dst, dst if SIZE[dst] < SIZE[src] else src  # the narrower one travels
-
-    for rank, side in enumerate(world.trainers):
-        for m in plan.program(rank).sends():
-            wire, filled = np.zeros(m.nbytes, np.uint8), np.zeros(m.nbytes, int)
+    T, inventories = len(world.trainers), (*world.sources(), *world.destinations())
+    names = [[r.name for r in i.roots] for i in inventories]
+    storages = [[s.storage[n] for n in some] for s, some in zip((*world.trainers, *world.workers), names)]
+    programs = [plan.program(rank) for rank in range(len(storages))]
+    sent = {(m.wave, m.src, m.dst): m for p in programs[:T] for m in p.sends()}
+    assert len(sent) == sum(1 for p in programs[:T] for _ in p.sends())
+    count = [[np.zeros(len(s), int) for s in some] for some in storages]
+    for p in programs[T:]:
+        for m in p.receives():
+            assert (
+                m.rows.tobytes() == sent.pop((m.wave, m.src, m.dst)).rows.tobytes()
+            )  # both ends derive the same message
+            filled = np.zeros(m.nbytes, int)
             for r in m.rows:
-                src, _, on_wire = dtypes(r)
-                at = places(r["src_offset"], r["extent"], r["src_strides"], SIZE[src])
-                bits = cast(side.storage[roots[rank][r["src_root"]]][at], src, on_wire)
-                assert r["wire"] % SIZE[on_wire] == 0
-                wire[r["wire"] : r["wire"] + bits.size] = bits.reshape(-1)
-                filled[r["wire"] : r["wire"] + bits.size] += 1
+                src, dst = DTYPES[r["src_dtype"]], DTYPES[r["dst_dtype"]]
+                assert r["op"] == (Op.COPY if src == dst else Op.CAST) and r["wire"] % min(SIZE[src], SIZE[dst]) == 0
+                filled[r["wire"] : r["wire"] + wire_bytes(r)] += 1
             assert (filled == 1).all()
-            assert (m.wave, m.src, m.dst) not in wires
-            wires[m.wave, m.src, m.dst] = wire, m.rows
-    for w in range(len(world.workers)):
-        program = plan.program(T + w)
-        for m in program.receives():
-            wire, rows = wires.pop((m.wave, m.src, m.dst))
-            assert m.nbytes == len(wire) and m.rows.tobytes() == rows.tobytes()  # both ends derive the same message
-            for r in m.rows:
-                src, dst, on_wire = dtypes(r)
-                assert r["op"] == (Op.COPY if src == dst else Op.CAST)
-                n = int(np.prod(r["extent"])) * SIZE[on_wire]
-                put(w, r, cast(wire[r["wire"] : r["wire"] + n].reshape(-1, SIZE[on_wire]), on_wire, dst))
-        for r in program.fills():
-            item = SIZE[DTYPES[r["dst_dtype"]]]
-            put(w, r, np.frombuffer(int(r["fill"]).to_bytes(8, "little")[:item], np.uint8))
-    assert not wires  # every message that is sent is received
-    return out, count
+        for r in p.rows:
+            at = places(r["dst_offset"], r["extent"], r["dst_strides"], SIZE[DTYPES[r["dst_dtype"]]])
+            np.add.at(count[p.rank][r["dst_root"]], at.reshape(-1), 1)
+    assert not sent  # every message that is sent is received
+    out = apply_world(programs, storages)
+    return tuple([dict(zip(names[w], some[w])) for w in range(T, len(names))] for some in (out, count))
 
 
 # ---- strategies

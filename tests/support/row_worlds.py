@@ -59,7 +59,9 @@ def read_box(storage: np.ndarray, r, end: str) -> torch.Tensor:
 def write_box(storage: np.ndarray, r, value: torch.Tensor) -> None:
     name = DTYPES[r["dst_dtype"]]
     starts = byte_starts(int(r["dst_offset"]), r["extent"].tolist(), r["dst_strides"].tolist())
-    storage[starts[:, None] + np.arange(ITEMSIZE[name])] = value.view(torch.uint8).numpy().reshape(-1, ITEMSIZE[name])
+    storage[starts[:, None] + np.arange(ITEMSIZE[name])] = (
+        value.contiguous().view(torch.uint8).numpy().reshape(-1, ITEMSIZE[name])
+    )
 
 
 def apply_row(r, src: list[np.ndarray], target: np.ndarray) -> None:
@@ -95,6 +97,29 @@ def unpacked_wire(rows: np.ndarray, src: list[np.ndarray], nbytes: int, blank: i
     return out
 
 
+Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Origin, extent, and the step from one index to the next, per dim."""
+
+
+def cut(rng: np.random.Generator, shape: tuple[int, ...], parts: int, interleaved: float = 0.0) -> list[Box]:
+    """Disjoint boxes that cover a shape: halves of halves, or, as often as `interleaved` says, every other index of a dim."""
+    boxes: list[Box] = [((0,) * len(shape), tuple(shape), (1,) * len(shape))]
+    for _ in range(parts):
+        box = boxes.pop(int(rng.integers(len(boxes))))
+        some = [d for d, n in enumerate(box[1]) if n > 1]
+        if not some:
+            boxes.append(box)
+            continue
+        d = int(rng.choice(some))
+        first, n, step = (x[d] for x in box)
+        at = int(rng.integers(1, n))
+        halves = [(first, at, step), (first + at * step, n - at, step)]
+        if rng.random() < interleaved:
+            halves = [(first, -(-n // 2), 2 * step), (first + step, n // 2, 2 * step)]
+        boxes += [tuple((*x[:d], v, *x[d + 1 :]) for x, v in zip(box, half)) for half in halves]
+    return [boxes[i] for i in rng.permutation(len(boxes))]
+
+
 class Heap:
     """Hands out disjoint places in a few storages; grows them."""
 
@@ -119,9 +144,9 @@ class Heap:
         for d, n in enumerate(extent):
             if n == 1:
                 strides[d] = 0
-            elif rng.random() < 0.2:
+            elif n and rng.random() < 0.2:
                 offset, strides[d] = offset + (n - 1) * strides[d], -strides[d]
-        self.used[root] = start + step
+        self.used[root] = start + step * all(extent)
         return {f"{end}_root": root, f"{end}_offset": offset, f"{end}_strides": tuple(strides)}
 
     def storages(self, noise: int = 3) -> list[np.ndarray]:

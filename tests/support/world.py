@@ -177,7 +177,6 @@ class ToyTaker:
             footprint=tuple(Span(n, 0, size) for n, size in sizes),
             kept=(),
             staged=(),
-            aliases=(),
         )
 
     @property

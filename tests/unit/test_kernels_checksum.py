@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.memory import allocations
-from tests.support.row_worlds import dense, row
+from tests.support.row_worlds import Heap, cut, row, write_box
 from tests.support.sums import checksum_rows
 from xfer.errors import LayoutError
 from xfer.kernels import checksum
@@ -46,43 +46,20 @@ def whole(value: torch.Tensor, tensor: int = 0, **columns) -> np.ndarray:
     return row(tuple(value.shape), src_dtype=str(value.dtype).removeprefix("torch."), tensor=tensor, **columns)
 
 
-def cut(rng: np.random.Generator, shape: tuple[int, ...], parts: int) -> list[tuple]:
-    """(origin, extent) of disjoint boxes that cover `shape`."""
-    boxes = [((0,) * len(shape), shape)]
-    for _ in range(parts):
-        i = int(rng.integers(len(boxes)))
-        origin, extent = boxes[i]
-        d = int(rng.integers(len(shape)))
-        if extent[d] < 2:
-            continue
-        at = int(rng.integers(1, extent[d]))
-        low = (origin, (*extent[:d], at, *extent[d + 1 :]))
-        high = ((*origin[:d], origin[d] + at, *origin[d + 1 :]), (*extent[:d], extent[d] - at, *extent[d + 1 :]))
-        boxes[i : i + 1] = [high, low] if rng.random() < 0.5 else [low, high]
-    return boxes
-
-
 def fragments(rng, value: torch.Tensor, parts: int) -> tuple[np.ndarray, list[torch.Tensor]]:
-    """The tensor cut into boxes, each in some storage with its dims permuted, padded and perhaps reversed."""
-    item, roots, rows = value.element_size(), [], []
-    for origin, extent in cut(rng, tuple(value.shape), parts):
-        piece = value[tuple(slice(o, o + e) for o, e in zip(origin, extent))]
-        back = [d for d in range(len(extent)) if rng.random() < 0.3 and extent[d] > 1]
-        order = rng.permutation(len(extent)).tolist()
-        laid = piece.flip(back).permute(order).reshape(-1)
-        strides = [0] * len(extent)
-        for d, s in zip(order, dense([extent[d] for d in order], item)):
-            strides[d] = s
-        start = int(rng.integers(0, 3)) * (item if rng.random() < 0.7 else 1)
-        offset = start + sum((extent[d] - 1) * strides[d] for d in back)
-        strides = [-s if d in back else s for d, s in enumerate(strides)]
-        place = dict(strides=strides, root=len(roots), offset=offset)
-        ends = {f"{end}_{k}": v for end in ("src", "dst") for k, v in place.items()}
-        name, origin = str(value.dtype).removeprefix("torch."), (0,) * (MAX_DIMS - len(extent)) + origin
-        rows.append(row(extent, src_dtype=name, origin=origin, **ends))
-        roots.append(torch.cat([torch.zeros(start, dtype=torch.uint8), as_bytes(laid)]))
-    order = rng.permutation(len(rows))
-    return np.concatenate([rows[i] for i in order]), roots
+    """The tensor cut into boxes, which lie in storages in any way."""
+    name, heap, rows = str(value.dtype).removeprefix("torch."), Heap(rng, 3), []
+    boxes = cut(rng, tuple(value.shape), parts)
+    for origin, extent, _ in boxes:
+        place = heap.place("src", extent, value.element_size(), rng.random() < 0.7)
+        place |= {k.replace("src", "dst"): v for k, v in place.items()}
+        rows.append(row(extent, src_dtype=name, origin=(0,) * (MAX_DIMS - len(extent)) + origin, **place))
+    roots = heap.storages()
+    for r, (origin, extent, _) in zip(rows, boxes):
+        write_box(
+            roots[r["dst_root"][0]], r[0], value[tuple(slice(o, o + e) for o, e in zip(origin, extent))].reshape(-1)
+        )
+    return np.concatenate(rows), [torch.from_numpy(r) for r in roots]
 
 
 def random_tensor(rng: np.random.Generator) -> torch.Tensor:

@@ -15,6 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.row_worlds import Heap, cut
+from tests.support.trace_maps import addresses
 from xfer import kernels
 from xfer.errors import Unsupported
 from xfer.packed import agree, places
@@ -40,59 +42,32 @@ class Held:
     with random strides (gaps, other orders of dims, backwards)."""
 
     def __init__(self, draw):
-        self.rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
+        rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
         self.truth: dict[str, np.ndarray] = {}
         self.specs: list[TensorSpec] = []
         self.boxes: dict[str, list[places.HeldBox]] = {}
         self.storages: dict[tuple[int, str], np.ndarray] = {}
+        heaps, found = [Heap(rng, 3) for _ in range(RANKS)], []
         for i in range(draw(st.integers(1, 4))):
             shape = tuple(draw(st.lists(st.integers(0 if i else 1, 7), max_size=4)))
-            dtype = draw(st.sampled_from(["bfloat16", "float32", "uint8", "float64"]))
-            spec = TensorSpec(f"t{i}", shape, dtype)
+            spec = TensorSpec(f"t{i}", shape, draw(st.sampled_from(["bfloat16", "float32", "uint8", "float64"])))
+            item = ITEMSIZE[spec.dtype]
             self.specs.append(spec)
-            item = ITEMSIZE[dtype]
-            self.truth[spec.name] = self.rng.integers(0, 256, (*shape, item), dtype=np.uint8)
+            self.truth[spec.name] = rng.integers(0, 256, (*shape, item), dtype=np.uint8)
             self.boxes[spec.name] = []
-            for origin, extent, steps in self._cut(shape):
-                ranks = self.rng.permutation(RANKS)[: self.rng.integers(1, RANKS + 1)].tolist()
-                known = {r: self._stored(spec, r, origin, extent, steps) for r in ranks}
-                self.boxes[spec.name].append(places.HeldBox((origin, extent, steps), known))
-
-    def _cut(self, shape) -> list[places.Box]:
-        """Disjoint boxes that cover a tensor: halves of halves, or every other index of a dim."""
-        todo, out = [((0,) * len(shape), shape, (1,) * len(shape))], []
-        while todo:
-            box = todo.pop()
-            some = [d for d, n in enumerate(box[1]) if n > 1]
-            if not some or self.rng.random() < 0.4:
-                out.append(box)
-                continue
-            d = int(self.rng.choice(some))
-            first, n, q = (x[d] for x in box)
-            at = int(self.rng.integers(1, n))
-            parts = [(first, at, q), (first + at * q, n - at, q)]
-            if self.rng.random() < 0.3:
-                parts = [(first, -(-n // 2), 2 * q), (first + q, n // 2, 2 * q)]
-            todo += [tuple((*x[:d], v, *x[d + 1 :]) for x, v in zip(box, part)) for part in parts]
-        return out
-
-    def _stored(self, spec, rank, origin, extent, steps) -> Fragment:
-        item = ITEMSIZE[spec.dtype]
-        strides, at = [0] * len(extent), item
-        for d in self.rng.permutation(len(extent)).tolist():
-            strides[d] = at * int(self.rng.choice([1, -1]))
-            at *= max(1, extent[d])
-            at += item * int(self.rng.integers(0, 3))
-        low = sum((n - 1) * s for n, s in zip(extent, strides) if s < 0 and n)
-        root = f"r{rank}.{len(self.storages)}"
-        offset = -low + item * int(self.rng.integers(0, 3))
-        storage = np.full(offset + at + 16, 0xEE, np.uint8)
-        box = tuple(slice(o, o + (n - 1) * q + 1, q) for o, n, q in zip(origin, extent, steps)) if all(extent) else None
-        if box is not None:
-            view = np.lib.stride_tricks.as_strided(storage[offset:], (*extent, item), (*strides, 1))
-            view[...] = self.truth[spec.name][box]
-        self.storages[rank, root] = storage
-        return Fragment(spec.name, origin, extent, root, offset, tuple(strides), spec.dtype, steps)
+            for box in cut(rng, shape, draw(st.integers(0, 5)), interleaved=0.3):
+                known = {}
+                for r in rng.permutation(RANKS)[: rng.integers(1, RANKS + 1)].tolist():
+                    root, offset, strides = heaps[r].place("src", box[1], item, True).values()
+                    known[r] = Fragment(spec.name, *box[:2], f"r{r}.{root}", offset, strides, spec.dtype, box[2])
+                    found.append((r, known[r]))
+                self.boxes[spec.name].append(places.HeldBox(box, known))
+        for r, heap in enumerate(heaps):
+            self.storages |= {(r, f"r{r}.{k}"): data for k, data in enumerate(heap.storages(16))}
+        for r, f in found:
+            at = addresses(f.offset, f.extent, f.strides)[:, None] + np.arange(ITEMSIZE[f.dtype])
+            box = tuple(slice(o, o + n * q, q) for o, n, q in zip(f.origin, f.extent, f.steps))
+            self.storages[r, f.root][at] = self.truth[f.tensor][box].reshape(at.shape)
 
 
 held = st.composite(Held)

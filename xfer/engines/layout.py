@@ -44,7 +44,6 @@ class EngineLayout:
         footprint: Every byte of every live parameter and buffer, disjoint, by root.
         kept: Bytes that no refit writes, with reasons.
         staged: Bytes that recipes write.
-        aliases: (name, storage's name) of live tensors in a storage that is named after another tensor.
     """
 
     roots: tuple[Root, ...]
@@ -53,7 +52,6 @@ class EngineLayout:
     footprint: tuple[Span, ...]
     kept: tuple[Kept, ...]
     staged: tuple[Span, ...]
-    aliases: tuple[tuple[str, str], ...]
 
     def inventory(self, catalog: Catalog, rank: int, host: str = "") -> Inventory:
         """What the worker of that rank publishes."""
@@ -124,7 +122,6 @@ def read_layout(
         footprint=_spans(footprint),
         kept=kept,
         staged=_spans(_staged(traced.recipes)),
-        aliases=tuple((s.name, s.root) for s in live.slots.values() if s.root not in ("", s.name)),
     )
 
 
