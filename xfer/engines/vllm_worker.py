@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import vllm
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from xfer.engines.vllm_layout import EngineModel
+from xfer.tested import untested_engine
 
 if TYPE_CHECKING:
     from xfer.participants.worker import WorkerSession
@@ -120,6 +122,8 @@ class XferWeightTransferEngine(WeightTransferEngine[XferInitInfo, XferUpdateInfo
         self.shutdown()
         p = self.parallel_config
         self.workers = info.workers or p.world_size_across_dp
+        if self.worker_rank() == 0 and (line := untested_engine(vllm.__version__)):
+            logger.warning("xfer: %s", line)
         # One model for all connections: only the lock of a connection that left the engine torn can undo its NaN.
         if self.layout is None:
             self.layout = EngineModel(self.vllm_config, self.model, self.device)

@@ -8,6 +8,7 @@ exports (adapters merged into weights) are computed again in scratch before each
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from xfer.errors import LayoutError, RebindError, Unsupported
 from xfer.kernels.cuda_driver import unmapped
 from xfer.pending import drain_over
+from xfer.tested import TRAINERS, named, untested_trainer
 from xfer.trace.boxes import relocate
 from xfer.trace.collectives import objects_stay_home
 from xfer.trace.export import ExportWatch, twin
@@ -47,6 +49,7 @@ from xfer.trainers.computed import Computed
 if TYPE_CHECKING:
     from xfer.trainers.traced_stream import TracedStream
 
+logger = logging.getLogger("xfer")
 Meet = Callable[[tuple[int, ...], str], None]
 
 
@@ -86,6 +89,8 @@ class MegatronTrainer:
             raise Unsupported("MegatronTrainer(model_chunks, bridge) cannot work as it was called", bad)
         self.chunks, self.bridge = list(model_chunks), bridge
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        if self.rank == 0:
+            _warn_of_versions()
         self._device: torch.device | None = None  # when the layout was first read
         self._hf_names = None if hf_names is None else tuple(hf_names)
         self._probe, self.reads_together = probe, bool(probe)
@@ -355,7 +360,7 @@ def _wrong_installation() -> list[str]:
     if missing:
         bad.append(
             f"{' and '.join(missing)}: not installed for {sys.executable}, and MegatronTrainer reads layouts by their code; install "
-            "megatron-core and megatron-bridge, or for FSDP2 and plain torch modules write xfer.TensorTrainer(module)"
+            f"them (tested: {named(TRAINERS)}), or for FSDP2 and plain torch modules write xfer.TensorTrainer(module)"
         )
     if not dist.is_initialized():
         bad.append(
@@ -371,6 +376,13 @@ def _wrong_installation() -> list[str]:
                 "both before MegatronTrainer(...)"
             )
     return bad
+
+
+def _warn_of_versions() -> None:
+    """Log a line if these releases of the frameworks were not tested together. A checkout may say no version."""
+    core, bridge = (getattr(sys.modules.get(f"megatron.{name}"), "__version__", None) for name in ("core", "bridge"))
+    if core and bridge and (line := untested_trainer(core, bridge)):
+        logger.warning("xfer: %s", line)
 
 
 def _installed(module: str) -> bool:

@@ -1,0 +1,36 @@
+"""README.md's table of tested versions, made of xfer/tested.py.
+
+python -m tests.support.tested_table     # writes it anew
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from xfer.tested import MATRIX, Cell
+
+PAGE = Path(__file__).resolve().parents[2] / "README.md"
+HEAD = ("on", "trainers", "engines", "one command", "what it runs")
+PLACE = re.compile(r"(?s)(?<=<!-- tested versions -->\n)(.*?)(?=\n<!-- end of tested versions -->)")
+
+
+def table() -> str:
+    rows = (HEAD, ("---",) * len(HEAD), *map(row, MATRIX))
+    return "\n".join("| " + " | ".join(r) + " |" for r in rows)
+
+
+def row(cell: Cell) -> tuple[str, ...]:
+    trainer, engine = cell.trainer, cell.engine
+    more = f", TransformerEngine {trainer.transformer_engine}" if trainer.transformer_engine else ""
+    return (
+        cell.where,
+        f"{trainer}{more}, Python {trainer.python}, torch {trainer.torch}",
+        f"{engine}, Python {engine.python}, torch {engine.torch}",
+        f"`{cell.command}`",
+        cell.result,
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(PLACE.sub(lambda _: table(), PAGE.read_text()))

@@ -1,0 +1,101 @@
+"""The versions of the frameworks that xfer is tested with.
+
+scripts/setup.sh makes its environments of them, README.md's table shows them, and adapters warn about others.
+
+    python xfer/tested.py trainers     # one line for each: core, bridge, Python, torch and the transformers that this Bridge takes
+    python xfer/tested.py engines      # one line for each: vLLM, Python, torch
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """Megatron-Core and the Megatron-Bridge that goes with it. `transformers`: a requirement, as pip takes it."""
+
+    core: str
+    bridge: str
+    python: str
+    torch: str
+    transformers: str = ""
+    transformer_engine: str = ""
+
+    def __str__(self) -> str:
+        return f"megatron-core {self.core} with megatron-bridge {self.bridge}"
+
+
+@dataclass(frozen=True)
+class Engine:
+    vllm: str
+    python: str
+    torch: str
+
+    def __str__(self) -> str:
+        return f"vLLM {self.vllm}"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of the matrix. `command` runs it; `result` says what ran and how it ended."""
+
+    where: str
+    trainer: Trainer
+    engine: Engine
+    command: str
+    result: str
+
+
+CPUS = "CPUs"
+_NEWEST = Trainer("0.19.2", "0.6.2", "3.12", "2.13.0", "transformers>=5.8,<=5.12.1")
+_OLDEST = Trainer("0.16.1", "0.3.1", "3.11", "2.13.0", "transformers<5")
+_ON_GPUS = Trainer("0.16.1", "0.3.1", "3.12", "2.11.0+cu130", transformer_engine="2.11.0")
+_CPU_ENGINE = Engine("0.32.0", "3.11", "2.13.0")
+
+MATRIX = (
+    Cell(CPUS, _OLDEST, _CPU_ENGINE, "scripts/test.sh", "all that needs no GPU; what CI runs"),
+    Cell(CPUS, _NEWEST, _CPU_ENGINE, "TRAINER=0.19.2 scripts/test.sh", "the same, but layer-wise optimizers"),
+    Cell(
+        "H100s and H200s",
+        _ON_GPUS,
+        Engine("0.25.1", "3.12", "2.11.0+cu130"),
+        "python -m pytest -m gpu tests",
+        "[GPU tests](benchmarks/RESULTS.md#tests-on-gpus) and [whole refits](benchmarks/RESULTS.md#whole-refits)",
+    ),
+)
+"""What CI runs is first. A trainer or engine on CPUs is an environment that scripts/setup.sh can make."""
+TRAINERS = tuple(dict.fromkeys(c.trainer for c in MATRIX))
+ENGINES = tuple(dict.fromkeys(c.engine for c in MATRIX))
+
+
+def untested_trainer(core: str, bridge: str) -> str | None:
+    """Return a line about a pair whose releases were not tested together; None for one that was."""
+    if any((_release(t.core), _release(t.bridge)) == (_release(core), _release(bridge)) for t in TRAINERS):
+        return None
+    return _untested(f"megatron-core {core} with megatron-bridge {bridge}", TRAINERS)
+
+
+def untested_engine(vllm: str) -> str | None:
+    """Return a line about a vLLM of a release that was not tested; None for one that was."""
+    return None if any(_release(e.vllm) == _release(vllm) for e in ENGINES) else _untested(f"vLLM {vllm}", ENGINES)
+
+
+def named(tested: Iterable[Trainer | Engine]) -> str:
+    return "; ".join(dict.fromkeys(map(str, tested)))
+
+
+def _untested(found: str, tested: Iterable[Trainer | Engine]) -> str:
+    return f"{found}: xfer was not tested with it; tested: {named(tested)}"
+
+
+def _release(version: str) -> tuple[str, ...]:
+    """0.19.2, 0.19.0rc1 and 0.19.3+cu13 are all of release 0.19."""
+    return tuple(version.split(".")[:2])
+
+
+if __name__ == "__main__":
+    made = dict.fromkeys(c.engine if sys.argv[1:] == ["engines"] else c.trainer for c in MATRIX if c.where == CPUS)
+    print(*(" ".join(astuple(side)) for side in made), sep="\n")
