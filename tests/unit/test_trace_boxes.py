@@ -100,15 +100,6 @@ def test_a_split_makes_interleaved_parts_boxes_and_moves_nothing(shape, data):
         assert len(lifted) == len(found)
 
 
-@quick
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(2, 4), st.randoms(use_true_random=False))
-def test_an_element_at_several_places_is_several_fragments(rows, cols, copies, rng):
-    spec = TensorSpec("t", (rows, cols), "bfloat16")
-    c = Region(0, (copies, rows, cols), (0, cols, 1))
-    s = contiguous((copies, rows, cols)).scaled(2)
-    assert len(element_map(boxes(spec, c, s, "r", "bfloat16"))) == copies * rows * cols
-
-
 @st.composite
 def fragment_lists(draw) -> list[Fragment]:
     """Tiles of a few tensors, laid out row-major, reversed along a dim, replicated, or anywhere."""
