@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from itertools import accumulate
 from unittest.mock import patch
 
@@ -13,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.memory import allocations
+from tests.support.plan_worlds import EXAMPLES
 from tests.support.row_worlds import Heap, cut, row, write_box
 from tests.support.sums import checksum_rows
 from xfer.errors import LayoutError
@@ -20,7 +20,6 @@ from xfer.kernels import checksum
 from xfer.plan.checksum import added
 from xfer.plan.program import DTYPE_CODE, MAX_DIMS, ROW, Op
 
-EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
 MASK, HALF, G = (1 << 64) - 1, (1 << 32) - 1, 0x9E3779B97F4A7C15
 
 

@@ -20,6 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.plan_worlds import EXAMPLES
 from tests.support.row_worlds import apply_rows, byte_starts, random_rows, row
 from tests.support.sums import checksum_rows
 from tests.unit.test_kernels_checksum import fragments, random_tensor
@@ -30,7 +31,6 @@ from xfer.kernels.torch_impl import TorchRows
 from xfer.plan.checksum import added
 from xfer.plan.program import DTYPE_CODE, ITEMSIZE, Op
 
-EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
 GPU, INTERPRETED = torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if GPU else "cpu"
 runs = pytest.mark.skipif(not (GPU or INTERPRETED), reason="needs a GPU or TRITON_INTERPRET=1")

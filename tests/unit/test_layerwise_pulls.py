@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -13,11 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.plan_worlds import EXAMPLES
 from xfer.errors import DeadlineExceeded
 from xfer.layerwise import pulls
 from xfer.layerwise.pulls import Pulls, _Copied, start_in_order, windows
-
-EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "40"))
 
 
 def queued(rank: int, size: int, shares: list[list[SimpleNamespace]]) -> tuple[list, list[_Copied]]:
@@ -31,7 +29,7 @@ def queued(rank: int, size: int, shares: list[list[SimpleNamespace]]) -> tuple[l
 
 
 @given(st.data())
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES // 5 + 1, deadline=None)
 def test_each_share_of_others_is_copied_once_window_by_window_and_an_event_follows_a_buckets_last_copy(data):
     size, buckets = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 20))
     rank = data.draw(st.integers(0, size - 1))
@@ -48,7 +46,7 @@ def test_each_share_of_others_is_copied_once_window_by_window_and_an_event_follo
 
 
 @given(st.integers(2, 8), st.integers(1, 4))
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES // 5 + 1, deadline=None)
 def test_ranks_read_from_different_owners_at_any_time(size, each):
     """Where a window has as much of one owner as of another."""
     shares = [[SimpleNamespace(owner=r, nbytes=8) for r in range(size) for _ in range(each)]]

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.fake_group import one_rank
 from tests.support.plan_worlds import EXAMPLES
 from xfer.errors import LayoutError
 from xfer.mesh import Interleaved, MeshInfo, MeshRecord, Segmented, Shard, StridedShard
@@ -122,12 +123,8 @@ def test_ranks_at_the_edge_of_64_bits_are_ranks():
 
 @pytest.fixture(scope="module")
 def fake_world():
-    dist = pytest.importorskip("torch.distributed")
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=3, world_size=24, store=FakeStore())
-    yield
-    dist.destroy_process_group()
+    with one_rank(3, 24):
+        yield
 
 
 @settings(max_examples=max(EXAMPLES // 8, 5), deadline=None)

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.fake_group import one_rank
 from tests.support.plan_worlds import EXAMPLES
 from xfer.errors import LayoutError
 from xfer.mesh import EngineParallel, MeshInfo, TrainerParallel
@@ -42,7 +43,6 @@ TRAINERS = [
 def megatron_groups(p: TrainerParallel, monkeypatch) -> dict[str, list[tuple[int, ...]]]:
     import torch.distributed as dist
     from megatron.core import parallel_state
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     made: dict[str, list[tuple[int, ...]]] = {}
     real = dist.new_group
@@ -52,10 +52,9 @@ def megatron_groups(p: TrainerParallel, monkeypatch) -> dict[str, list[tuple[int
         kwargs.pop("backend", None), kwargs.pop("pg_options", None)
         return real(ranks, backend="fake", group_desc=group_desc, **kwargs)
 
-    dist.init_process_group("fake", rank=0, world_size=p.world, store=FakeStore())
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(dist, "new_group", new_group)
+    with one_rank(0, p.world), monkeypatch.context() as patch:
+        patch.setattr(dist, "new_group", new_group)
+        try:
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=p.tp,
                 pipeline_model_parallel_size=p.pp,
@@ -66,9 +65,8 @@ def megatron_groups(p: TrainerParallel, monkeypatch) -> dict[str, list[tuple[int
                 order=p.order,
                 create_gloo_process_groups=False,
             )
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+        finally:
+            parallel_state.destroy_model_parallel()
     return made
 
 
@@ -92,9 +90,7 @@ def vllm_groups(p: EngineParallel, monkeypatch) -> dict[str, list[list[int]]]:
     """The rank lists that vLLM hands to the makers of its groups: kind -> groups."""
     from types import SimpleNamespace
 
-    import torch.distributed as dist
     import vllm.config
-    from torch.testing._internal.distributed.fake_pg import FakeStore
     from vllm.distributed import parallel_state
 
     made: dict[str, list[list[int]]] = {}
@@ -105,17 +101,13 @@ def vllm_groups(p: EngineParallel, monkeypatch) -> dict[str, list[list[int]]]:
 
     parallel = SimpleNamespace(data_parallel_size=p.dp, enable_elastic_ep=False, enable_eplb=False, use_all2all=False)
     config = SimpleNamespace(parallel_config=parallel, model_config=None, engram_config=None)
-    dist.init_process_group("fake", rank=0, world_size=p.world, store=FakeStore())
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(vllm.config, "get_current_vllm_config", lambda: config)
-            patch.setattr(parallel_state, "get_world_group", lambda: SimpleNamespace(local_rank=0))
-            patch.setattr(parallel_state, "init_model_parallel_group", record)
-            for name in [n for n in vars(parallel_state) if n.startswith("_") and n[1:].isupper()]:
-                patch.setattr(parallel_state, name, None)
-            parallel_state.initialize_model_parallel(p.tp, p.pp, p.pcp, 1, backend="fake")
-    finally:
-        dist.destroy_process_group()
+    with one_rank(0, p.world), monkeypatch.context() as patch:
+        patch.setattr(vllm.config, "get_current_vllm_config", lambda: config)
+        patch.setattr(parallel_state, "get_world_group", lambda: SimpleNamespace(local_rank=0))
+        patch.setattr(parallel_state, "init_model_parallel_group", record)
+        for name in [n for n in vars(parallel_state) if n.startswith("_") and n[1:].isupper()]:
+            patch.setattr(parallel_state, name, None)
+        parallel_state.initialize_model_parallel(p.tp, p.pp, p.pcp, 1, backend="fake")
     return made
 
 

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.plan_worlds import EXAMPLES
 from tests.support.row_worlds import Heap, cut
 from tests.support.trace_maps import addresses
 from xfer import kernels
@@ -34,7 +35,7 @@ from xfer.trainers.dtensor import TensorTrainer
 CPU = torch.device("cpu")
 RANKS = 3
 TRITON = os.environ.get("TRITON_INTERPRET") == "1"
-EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "100")) // (10 if TRITON else 1)
+few = settings(deadline=None, max_examples=EXAMPLES // (10 if TRITON else 2) + 1)
 
 
 class Held:
@@ -90,7 +91,7 @@ def expected(message, h: Held) -> torch.Tensor:
     return torch.from_numpy(out)
 
 
-@settings(deadline=None, max_examples=EXAMPLES)
+@few
 @given(held(), st.integers(ALIGN, 1024), st.integers(16, 200), st.booleans())
 def test_every_byte_comes_to_its_place_pulled_or_sent_in_rounds(h, limit, most, pulls):
     plan = make_plan([TaskSize(i, (s,)) for i, s in enumerate(h.specs)], limit)
@@ -131,7 +132,7 @@ class Source:
         return self.tensors
 
 
-@settings(deadline=None, max_examples=EXAMPLES)
+@few
 @given(held(), st.integers(ALIGN, 2048), st.integers(0, RANKS - 1), st.booleans())
 def test_ranks_that_can_map_each_others_storages_assemble_messages_alone(h, limit, let_go, checks):
     """Mappings are made up: they give the tensors themselves."""

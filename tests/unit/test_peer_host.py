@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -14,13 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.plan_worlds import EXAMPLES
 from tests.support.row_worlds import apply_world, random_world, row
 from xfer.errors import DeadlineExceeded, LayoutError, PeerLost, ProtocolError, RebindError
 from xfer.plan.program import Op, Program
 from xfer.transport import peer, peer_host
 from xfer.transport.group import Aborted
 
-EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process_vm_readv is Linux's")
 

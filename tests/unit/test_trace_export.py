@@ -7,7 +7,6 @@ that holds it.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,8 +15,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.support.fake_group import one_rank
 from tests.support.plan_worlds import EXAMPLES, Side, World, dense, execute
 from tests.support.replay import export, storage_bytes, trace_export
 from tests.support.trace_maps import element_map
@@ -45,15 +44,6 @@ def several(ops: list[str], most: int) -> st.SearchStrategy:
 
 shared_once = st.builds(lambda a, b, c: a + [b] + c, several(LOCAL, 4), step(SHARED), several(LOCAL, 4))
 programs = st.one_of(shared_once, several(LOCAL + SHARED * 2, 8))
-
-
-@contextlib.contextmanager
-def one_rank(rank: int, world: int) -> Iterator[None]:
-    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 class Alone:

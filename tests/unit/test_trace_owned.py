@@ -17,8 +17,9 @@ import torch.distributed as dist
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.support.fake_group import one_rank
+from tests.support.plan_worlds import EXAMPLES
 from tests.support.replay import trace_export
-from tests.unit.test_trace_export import EXAMPLES, one_rank
 from xfer.errors import Unsupported
 from xfer.trace.export import ExportWatch
 from xfer.trace.traced import Traced, byte_region

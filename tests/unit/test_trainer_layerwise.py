@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from types import SimpleNamespace
 
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.support.layerwise_half import Half, layers, values
+from tests.support.plan_worlds import EXAMPLES
 from xfer import pending
 from xfer.errors import Unsupported
 from xfer.trace.fragment import Fragment
@@ -177,7 +177,7 @@ def test_a_tensor_over_parameters_of_two_owners_is_offered_by_no_rank(order):
     assert [f.tensor for f in LayerWiseTrainer(whole, o, "all").read().traced.fragments] == ["qk"]
 
 
-@settings(max_examples=int(os.environ.get("XFER_EXAMPLES", "300")))
+@settings(max_examples=EXAMPLES)
 @given(st.data())
 def test_the_owners_of_a_fragment_are_those_of_its_elements_and_of_no_byte_between(data):
     flat, cuts = torch.zeros(48), sorted(data.draw(st.sets(st.integers(0, 48), min_size=2, max_size=6)))

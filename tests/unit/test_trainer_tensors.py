@@ -6,23 +6,21 @@ ones, only no byte travels. What each rank then claims to hold is compared, elem
 
 from __future__ import annotations
 
-import os
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.support.fake_group import one_rank
 from tests.support.layouts import region
 from tests.support.memory import Watched
+from tests.support.plan_worlds import EXAMPLES
 from xfer import Declared, MeshInfo, TensorTrainer
 from xfer.errors import LayoutError, RebindError, Unsupported
 from xfer.mesh.placement import from_dtensor
@@ -30,17 +28,7 @@ from xfer.packed.source import PackedSource
 from xfer.packed.tensors import TensorStream
 from xfer.trace.slots import device_of, local
 
-EXAMPLES = max(5, int(os.environ.get("XFER_EXAMPLES", 200)) // 10)
 WORLD = 4
-
-
-@contextmanager
-def world(rank: int):
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 class Net(torch.nn.Module):
@@ -83,7 +71,7 @@ def cut(net: Net, scheme: str) -> None:
 SCHEMES = ("whole", "fsdp", "fsdp by columns", "hsdp", "tp", "fsdp over tp")
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES // 10 + 1, deadline=None)
 @given(
     st.sampled_from(SCHEMES), st.integers(1, 13), st.integers(1, 9), st.sampled_from([torch.float32, torch.bfloat16]),
     st.booleans(),
@@ -96,7 +84,7 @@ def test_every_rank_finds_just_its_elements_and_together_all_are_held_equally_of
     specs = {n: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in whole.items()}
     copies = {n: torch.zeros(t.shape, dtype=torch.int32) for n, t in whole.items()}
     for rank in range(WORLD):
-        with world(rank):
+        with one_rank(rank, WORLD):
             net = Net(rows, width, dtype, tied)
             cut(net, scheme)
             trainer = TensorTrainer(net)
@@ -110,11 +98,11 @@ def test_every_rank_finds_just_its_elements_and_together_all_are_held_equally_of
         assert int(count.min()) == int(count.max()), f"{name}: some elements have more holders than others"
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES // 10 + 1, deadline=None)
 @given(st.integers(1, 11), st.integers(1, 7), st.sampled_from([(Shard(0),), (Shard(1),), (Replicate(),)]))
 def test_a_declared_layout_means_what_the_dtensor_says(rows, width, placements):
     whole = torch.arange(rows * width).view(rows, width).float()
-    with world(2):
+    with one_rank(2, WORLD):
         mesh = init_device_mesh("cpu", (WORLD,))
         d = distribute_tensor(whole, mesh, placements, src_data_rank=None)
         said = TensorTrainer(lambda: {"w": d}).read()
@@ -142,7 +130,7 @@ def test_wrappers_leave_names_alone_and_a_rename_may_not_join_two():
 
 
 def test_gathered_parameters_go_back_to_shards_before_a_refit():
-    with world(1):
+    with one_rank(1, WORLD):
         net = Net(6, 4, torch.float32, False)
         cut(net, "fsdp")
         trainer = TensorTrainer(net)
@@ -179,7 +167,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change, state", CHANGES.values(), ids=CHANGES)
 def test_a_change_since_the_last_read_is_noticed(change, state):
-    with world(0):
+    with one_rank(0, WORLD):
         mesh = init_device_mesh("cpu", (WORLD,))
         square = distribute_tensor(torch.arange(16.0).view(4, 4), mesh, [Shard(0)], src_data_rank=None)
         tensors, back = {"w": square, "v": torch.arange(3.0)}, torch.arange(3.0)  # never at the address of "v"
@@ -232,7 +220,7 @@ GIVEN = {
 @pytest.mark.parametrize("scheme", ["whole", "fsdp"])
 @pytest.mark.parametrize("kind", GIVEN)
 def test_new_objects_over_the_same_bytes_have_not_moved_and_new_bytes_have(kind, scheme):
-    with world(1):
+    with one_rank(1, WORLD):
         net = Net(8, 4, torch.float32, False)
         cut(net, scheme)
         if kind == "views" and scheme == "fsdp":
@@ -307,7 +295,7 @@ def test_a_gpu_is_the_device_of_a_model_that_is_partly_there():
 
 
 def test_all_contradictions_are_listed_at_once():
-    with world(3):
+    with one_rank(3, WORLD):
         mesh = init_device_mesh("cpu", (WORLD,))
         d = distribute_tensor(torch.zeros(8, 4), mesh, [Shard(0)], src_data_rank=None)
         trainer = TensorTrainer(
@@ -328,7 +316,7 @@ def test_all_contradictions_are_listed_at_once():
 
 
 def test_values_that_no_rank_holds_and_hidden_bytes_are_refused():
-    with world(0):
+    with one_rank(0, WORLD):
         mesh = init_device_mesh("cpu", (WORLD,))
         partial = DTensor.from_local(torch.zeros(2), mesh, [Partial()], run_check=False)
         with pytest.raises(Unsupported, match="w: axis 0: .*sum not yet formed"):
