@@ -1,0 +1,313 @@
+"""A job of real participants inside a simulation, with what a test may do to it: stop, kill, fail at a point, change.
+
+Only the trainers' and the engines' frameworks are small stand-ins (world.py). They check what xfer promises them: nothing writes
+an engine that serves, an engine that goes into service holds the version of its label, a trainer may overwrite its weights as soon
+as its call has ended, and a call ends in time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import defaultdict
+from functools import cache
+
+from tests.support import cpu_peer
+from tests.support.simulation import Simulation
+from tests.support.world import REFIT, Meets, ToyEngine, ToySource, ToyTaker, World
+from xfer.coordinator.deadlines import CALL_GRACE_S, HOLD_S
+from xfer.errors import XferError
+from xfer.participants import faults
+from xfer.participants.controller import ControllerPhase
+from xfer.transport import routes
+
+DEADLINE_S = 60.0
+value = cache(ToySource.value)
+
+
+class Source(Meets):
+    """`computes`: it meets the other ranks before it is ready, as ranks do that gather together."""
+
+    job: Job
+    computes = False
+    value = staticmethod(lambda name, shape, version: value(name, tuple(shape), version))
+
+    def read(self):
+        self.job.point("trainer", self.rank, "look")
+        return super().read() if self.computes else ToySource.read(self)
+
+    def compute(self, meet) -> None:
+        self.job.point("trainer", self.rank, "before")
+        meet(tuple(range(self.world)), self.digest)
+        self.job.point("trainer", self.rank, "after")
+
+    def export(self) -> None:
+        """One tensor more, or less, which engines drop: other specs."""
+        if "extra" in self.shapes:
+            self.shapes = {n: s for n, s in self.shapes.items() if n != "extra"}
+            del self.params["extra"]
+        else:
+            self.shapes = self.shapes | {"extra": (4, 4)}
+            self.set(0)
+
+
+class Taker(ToyTaker):
+    """`changes`: what its storages do before the next look at them."""
+
+    engine: Engine
+    changes = ""
+
+    def check(self) -> str:
+        now, self.changes = self.changes, ""
+        if now == "moves":
+            for name, old in list(self.live.items()):
+                self.live[name] = old.clone()
+        elif now == "turns":
+            w = self.live["layers.0.w"]
+            self.live["layers.0.w"] = w.t().contiguous().t() if w.is_contiguous() else w.contiguous()
+        return super().check()
+
+    def read(self, catalog):
+        self.engine.job.point("worker", self.rank, "look")
+        return super().read(catalog)
+
+    def engage_lock(self) -> None:
+        self.engine.job.sim.must(self.engine.paused, f"{self.engine.name} is written while it serves")
+        super().engage_lock()
+
+    def held(self, versions: int) -> int | None:
+        """The version that lies in the live storage; 0: none yet, None: bytes of two."""
+        if all((t == 7.0).all() for t in self.live.values()):
+            return 0
+        return next((v for v in range(versions, 0, -1) if not self.wrong(v)), None)
+
+
+class Engine(ToyEngine):
+    """Carries out one call after the other, as an engine's core does, and dies with each of its workers."""
+
+    def __init__(self, job: Job, replica: int):
+        self.job, self.replica, self.name, self.dead = job, replica, f"engine {replica}", False
+        super().__init__(job.workers)
+        self.takers = [Taker(i, job.workers) for i in range(job.workers)]
+        for t in self.takers:
+            t.engine = self
+        self.in_step, self._core = job.in_step, threading.Lock()
+
+    def worker(self, index: int) -> str:
+        """The name of its process."""
+        return f"replica {self.replica} worker {index} of {id(self)}"
+
+    def _did(self, what: str) -> None:
+        if self.dead:
+            raise RuntimeError("the engine has died")
+        super()._did(what)
+
+    def _all(self, call) -> None:
+        sim, left = self.job.sim, []
+        for i in range(len(self.takers)):
+            with sim.process(self.worker(i)):
+                left.append(threading.Thread(target=call, args=(i,)))
+                left[-1].start()
+        sim.block(lambda: self.dead or not any(t.is_alive() for t in left))
+        if self.dead:
+            raise RuntimeError("the engine has died")
+
+    def core(self, call, timeout: float) -> None:
+        """In the engine's process, which outlives its controllers: after the calls before it."""
+        raised: list[Exception] = []
+
+        def run() -> None:
+            with self._core:
+                try:
+                    call()
+                except Exception as e:
+                    raised.append(e)
+
+        with self.job.sim.process(self.name):
+            thread = threading.Thread(target=run)
+            thread.start()
+        self.job.sim.block(lambda: self.dead or not thread.is_alive(), self.job.sim.now + timeout)
+        if raised or self.dead or thread.is_alive():
+            raise (raised or [RuntimeError("the engine does not answer")])[0]
+
+    def init(self, info, timeout) -> None:
+        self.core(lambda: self._init(info), timeout)
+
+    def update(self, info, timeout) -> None:
+        self.core(lambda: super(Engine, self).update(info, timeout), timeout)
+
+    def resume(self, timeout) -> None:
+        super().resume(timeout)
+        self.check()
+
+    def check(self) -> None:
+        """What it serves is one version, on all workers, and the one that its label names."""
+        if not self.paused and not self.dead:
+            held = [t.held(self.job.last) for t in self.takers]
+            label = int(self.label) if self.label.isdecimal() else held[0]
+            whole = held == [label] * len(held) and label is not None
+            self.job.sim.must(whole, f"{self.name} serves {held} as {self.label!r}")
+
+
+class Job(World):
+    """`last`: the last version that a rank has called with. `ends`: (rank, version) -> the report, or the error."""
+
+    def __init__(
+        self, sim: Simulation, trainers: int, replicas: int, workers: int, *, pulled: bool = False, relay: bool = False,
+        in_step: bool = False, holds: bool = False, computes: bool = False, **how
+    ):  # fmt: skip
+        super().__init__(
+            trainers, workers, replicas, DEADLINE_S, host_pull=pulled, relay=relay and pulled, drop=("extra",), **how
+        )
+        self.sim, self.in_step, self.last = sim, in_step, 0
+        self.controlled = [""] * replicas  # by replica: the process of its controller
+        self.faults: dict[tuple[str, str], str] = {}
+        self.calls, self.running = [0] * self.trainers, {}
+        self.ends: dict[tuple[int, int], object] = {}
+        self.excused: set[tuple[int, int]] = set()
+        self.wrong: set[tuple[int, int]] = set()  # (replica, version) of which a checksum differed
+        self.sources = [Source(i, self.trainers) for i in range(self.trainers)]
+        for source in self.sources:
+            source.job, source.computes = self, computes
+        self.engines = [Engine(self, r) for r in range(self.replicas)]
+        sim.patch(faults, "point", self.point)
+        sim.patch(faults, "wants", self.wants)
+        sim.patch_item(routes.PEERS, "cpu", cpu_peer)
+        cpu_peer.Hold.clear()
+        for some in (cpu_peer.REFUSED, cpu_peer.MAPPED):
+            some.clear()
+        self.connect()
+        self.coordinator.hold_s = HOLD_S if holds else 0.0
+
+    def serve(self, engine, replica: int):
+        self.controlled[replica] = f"replica {replica} controller at {self.sim.turns}"
+        with self.sim.process(self.controlled[replica]):
+            return super().serve(engine, replica)
+
+    def _connect_one(self, i: int):
+        with self.sim.process(f"trainer {i}"):
+            super()._connect_one(i)
+
+    def point(self, role: str, rank: int, where: str) -> None:
+        action = self.faults.pop((self.sim.running.who, where), "")
+        if action == "raise":
+            raise RuntimeError(f"injected fault at {where}")
+        if action == "kill":
+            self.die(self.sim.running.who)
+        if action == "stop":
+            self.stop(self.sim.running.who)
+            self.sim.block(lambda: True)
+
+    def stop(self, who: str) -> None:
+        """SIGSTOP. A call of a rank that was stopped in it may take as long as that."""
+        self.sim.stopped.add(who)
+        self.excused |= {(i, self.calls[i]) for i in range(self.trainers) if who == f"trainer {i}"}
+
+    def wants(self, role: str, rank: int, what: str) -> bool:
+        who = self.sim.running.who
+        flip = self.faults.pop((who, what), "") != ""
+        if flip and what == "checksum" and role == "worker":
+            self.wrong.add((int(who.split()[1]), self.last))
+        return flip
+
+    def die(self, who: str) -> None:
+        """SIGKILL. An engine does not outlive a worker."""
+        for e in self.engines:
+            e.dead = e.dead or who in map(e.worker, range(self.workers))
+        self.sim.kill(who)
+        self.sim.block(lambda: True)
+
+    def free(self) -> list[int]:
+        """Trainers that can call."""
+        gone = self.sim.stopped | self.sim.dead
+        return [i for i in range(self.trainers) if i not in self.running and f"trainer {i}" not in gone]
+
+    def alive(self) -> list[str]:
+        """Calls of processes that live."""
+        return [t.name for i, t in self.running.items() if f"trainer {i}" not in self.sim.dead]
+
+    def call(self, i: int, **how) -> None:
+        """A rank trains, calls, and trains on as soon as it may."""
+        self.calls[i] += 1
+        version = self.calls[i]
+        self.last = max(self.last, version)
+        options = REFIT | dict(version=version, deadline_s=DEADLINE_S) | how
+        began = self.sim.now
+
+        def run() -> None:
+            self.sources[i].set(version)
+            try:
+                end = self.sessions[i].refit(**options)
+            except XferError as e:
+                end = e
+            took = self.sim.now - began
+            assert took < options["deadline_s"] + CALL_GRACE_S + 0.01 or (i, version) in self.excused, (
+                f"{took} s: {end}"
+            )
+            if getattr(end, "drained", True):
+                self.sources[i].set(10_000 + version)
+            self.ends[i, version] = end
+            del self.running[i]
+
+        with self.sim.process(f"trainer {i}"):
+            self.running[i] = threading.Thread(target=run, name=f"call of trainer {i}")
+            self.running[i].start()
+
+    def all(self, **how) -> list:
+        """All call, and everything happens. What each heard."""
+        for i in range(self.trainers):
+            self.call(i, **how)
+        self.sim.block(lambda: not self.running)
+        return [self.ends[i, self.calls[i]] for i in range(self.trainers)]
+
+    def commits(self, **how) -> list[bool]:
+        """A refit by all. By replica, whether it committed."""
+        ends = self.all(**how)
+        assert not any(isinstance(e, XferError) for e in ends), ends
+        self.agree()
+        return [o.committed for o in ends[0].outcomes]
+
+    def again(self, replica: int) -> None:
+        """The owner of an engine serves it again, or a new one in its place."""
+        e = self.engines[replica]
+        if self.controlled[replica] not in self.sim.dead:
+            self.controllers[replica].close()
+        if e.dead:
+            e = self.engines[replica] = Engine(self, replica)
+        self.controllers[replica] = self.serve(e, replica)
+
+    def release(self, i: int) -> None:
+        def run() -> None:
+            with contextlib.suppress(XferError):
+                self.sessions[i].release()
+                free = self.sim.dead or not cpu_peer.MAPPED
+                self.sim.must(free, "a trainer may free its weights, and others have mapped them")
+                self.sources[i].move()
+            del self.running[i]
+
+        with self.sim.process(f"trainer {i}"):
+            self.running[i] = threading.Thread(target=run, name=f"release of trainer {i}")
+            self.running[i].start()
+
+    def out(self, replica: int) -> bool:
+        """Whether a replica takes part only when it is served again; its owner was told, or knows that it died."""
+        e, c = self.engines[replica], self.controllers[replica]
+        joined = len(e.sessions) == self.workers and all(s.joined for s in e.sessions)
+        lost = self.coordinator.replicas[replica].controller is None
+        return (
+            e.dead
+            or lost
+            or not joined
+            or c._phase is ControllerPhase.OVER
+            or self.controlled[replica] in self.sim.dead
+        )
+
+    def agree(self) -> None:
+        """All ranks that heard the outcome of a call heard the same."""
+        told = defaultdict(set)
+        for (_, version), end in self.ends.items():
+            if not isinstance(end, XferError) and not end.pending:
+                told[version].add(tuple(o.committed for o in end.outcomes))
+                for o in end.outcomes:
+                    assert not (o.committed and (o.replica, version) in self.wrong), "bytes were committed that differ"
+        assert all(len(x) == 1 for x in told.values()), told
