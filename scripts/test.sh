@@ -64,7 +64,7 @@ echo "== engine environment: $(versions engine)"
 # One after the other: an engine keeps two processors busy, and one that is to answer every second does not beside another.
 run engine 0 "engine and not gpu$and_slow"
 echo "== kernels for GPUs, in Triton's interpreter"
-where="tests/unit/test_kernels_triton.py tests/unit/test_kernels_rows.py tests/unit/test_packed_placing.py"
+where="tests/unit/test_kernels_triton.py tests/unit/test_kernels_rows.py tests/unit/test_kernels_quantize.py tests/unit/test_packed_placing.py"
 TRITON_INTERPRET=1 XFER_EXAMPLES=12 run engine 0 "not gpu$and_slow"
 echo "scripts/test.sh: $((SECONDS / 60)) min $((SECONDS % 60)) s, status $status"
 exit $status

@@ -1,0 +1,71 @@
+"""Block FP8 in numpy, by the definition in xfer/kernels/block_fp8.py: the oracle of its tests. Values are looked up in a table."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from xfer.kernels.block_fp8 import ScaleRule
+
+SIDE = 128
+
+
+def _decoded(code: int) -> float:
+    """A positive number of float8_e4m3fn: 4 bits of exponent with bias 7, 3 of mantissa."""
+    exponent, mantissa = code >> 3, code & 7
+    return mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)
+
+
+NUMBERS = np.array([_decoded(code) for code in range(0x7F)])  # 0x7E: 448; 0x7F is NaN
+_BETWEEN = (NUMBERS[1:] + NUMBERS[:-1]) / 2
+
+
+def to_e4m3(x: np.ndarray) -> np.ndarray:
+    """Codes (uint8) of float32 numbers."""
+    size = np.abs(x).astype(np.float64)
+    code = np.searchsorted(_BETWEEN, size)  # a tie goes to the smaller number,
+    tie = (code < 0x7E) & (size == _BETWEEN[np.minimum(code, 0x7D)])
+    code += tie & (code % 2 == 1)  # unless the larger one is even
+    code = np.where(np.signbit(x), code + 0x80, code)
+    return np.where(np.isnan(x), 0x7F, code).astype(np.uint8)
+
+
+def to_bfloat16(x: np.ndarray) -> np.ndarray:
+    """float32 numbers rounded to bfloat16, as float32."""
+    low = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    down = low & np.uint32(0xFFFF0000)
+    rest = low & np.uint32(0xFFFF)
+    up = (rest > 0x8000) | ((rest == 0x8000) & (low >> 16 & 1 == 1))
+    rounded = np.where(up, down + np.uint32(0x10000), down).view(np.float32)
+    return np.where(np.isnan(x), np.float32(np.nan), rounded)
+
+
+def block_scale(amax: np.float32, rule: ScaleRule) -> np.float32:
+    """The scale of a block by its largest absolute value, which may be NaN."""
+    if np.isnan(amax) or np.isinf(amax):
+        return np.float32(amax)
+    amax = max(amax, np.float32(1e-4))
+    if rule is ScaleRule.IEEE:
+        return np.float32(amax / np.float32(448))
+    scale = 2.0**-40  # 1e-4 needs a larger one
+    while float(amax) / scale > 464:
+        scale *= 2
+    return np.float32(scale)
+
+
+def quantized(weight: np.ndarray, rule: ScaleRule, row0: int = 0, col0: int = 0):
+    """(codes uint8 [R, C], scales and amax float32) of a float32 array, its first element at (row0, col0) of a block."""
+    x = to_bfloat16(weight)
+    rows, columns = x.shape
+    down, across = (-(-(row0 + rows) // SIDE), -(-(col0 + columns) // SIDE)) if x.size else (0, 0)
+    codes, scales = np.zeros(x.shape, np.uint8), np.zeros((down, across), np.float32)
+    largest = scales.copy()
+    with np.errstate(all="ignore"):
+        for i in range(down):
+            for j in range(across):
+                some = np.s_[
+                    max(0, i * SIDE - row0) : (i + 1) * SIDE - row0, max(0, j * SIDE - col0) : (j + 1) * SIDE - col0
+                ]
+                largest[i, j] = np.max(np.abs(x[some]))  # keeps NaN
+                scales[i, j] = block_scale(largest[i, j], rule)
+                codes[some] = to_e4m3(x[some] * (np.float32(1) / scales[i, j]))
+    return codes, scales, largest
