@@ -323,11 +323,12 @@ def test_ieee_is_what_vllm_computes_and_pow2_what_it_keeps(seed):
 
 
 def test_what_does_not_fit_is_refused_all_at_once():
-    good, weight = empty(torch.zeros(130, 16)), torch.zeros(130, 16)
+    weight = torch.zeros(130, 16, device=DEVICE)
+    good = empty(weight)
     wrong = [
         good,
         replace(good, weight=weight.half()),
-        replace(good, values=torch.empty(16, 130, dtype=torch.float8_e4m3fn).t(), scales=torch.empty(1, 1)),
+        replace(good, values=torch.empty(16, 130, dtype=torch.float8_e4m3fn, device=DEVICE).t(), scales=weight[:1, :1]),
         replace(good, scales=None),
         replace(good, row0=128),
     ]
@@ -341,11 +342,11 @@ def test_what_does_not_fit_is_refused_all_at_once():
         "box 4",
     ]
     with pytest.raises(ValueError, match=r"amax is torch.float32 \(1, 1\), not torch.float32 \(2, 1\)"):
-        block_amax(weight, torch.empty(1, 1))
+        block_amax(weight, weight[:1, :1])
 
 
 def test_empty_boxes_and_no_boxes_are_nothing_to_do():
-    box = empty(torch.zeros(0, 16))
+    box = empty(torch.zeros(0, 16, device=DEVICE))
     for some in ([], [box]):
         q = quantizer(some, ScaleRule.POW2)
         q.measure()
