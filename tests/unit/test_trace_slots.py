@@ -55,6 +55,7 @@ def test_a_tie_of_modules_that_look_alike_is_seen_and_so_is_its_end(make, bias, 
         (lambda tree: replaced(tree, torch.ones(3, 3)), "moved"),
         (lambda tree: replaced(tree, torch.ones(3, 4)), "changed"),
         (lambda tree: replaced(tree, torch.ones(3, 3, dtype=torch.bfloat16)), "changed"),
+        (lambda tree: setattr(tree[0].weight, "data", tree[0].weight.data.view(torch.int32)), "changed"),
         (lambda tree: setattr(tree[0], "_parameters", dict(tree[0]._parameters)), "changed"),
         (lambda tree: setattr(tree, "_modules", {**tree._modules, "0": nn.Linear(3, 3)}), "changed"),
         (lambda tree: tree.__setitem__(0, nn.Linear(3, 3)), "changed"),
@@ -77,7 +78,7 @@ def test_a_tie_of_modules_that_look_alike_is_seen_and_so_is_its_end(make, bias, 
 def test_a_look_tells_what_has_changed(change, state, hold):
     tree = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3, bias=False))
     tree[2].weight = tree[1].weight
-    tree[0].weight = Watched(tree[0].weight.data)
+    tree[0].weight = Watched(tree[0].weight.data, requires_grad=False)
     tree.register_buffer("scale", None)
     tree.register_buffer("cache", None, persistent=False)
     tree.register_parameter("unloaded", nn.Parameter(torch.empty(2, 3, device="meta")))
