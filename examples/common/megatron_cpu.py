@@ -159,14 +159,18 @@ def _patch_distributed() -> None:
         """gloo wants equal sizes: pad to the largest, gather, cut back."""
         if len({t.shape for t in tensor_list}) == 1:
             return all_gather(tensor_list, tensor.contiguous(), group=group, async_op=async_op)
-        if async_op:
-            raise NotImplementedError("uneven all_gather over gloo is synchronous here")
         mine = tensor.new_zeros(max(t.numel() for t in tensor_list))
         mine[: tensor.numel()] = tensor.reshape(-1)
         got = [torch.empty_like(mine) for _ in tensor_list]
-        all_gather(got, mine, group=group)
-        for dst, src in zip(tensor_list, got):
-            dst.copy_(src[: dst.numel()].view(dst.shape))
+        work = all_gather(got, mine, group=group, async_op=async_op)
+
+        def end():
+            if async_op:
+                work.wait()
+            for dst, src in zip(tensor_list, got):
+                dst.copy_(src[: dst.numel()].view(dst.shape))
+
+        return types.SimpleNamespace(wait=end) if async_op else end()
 
     def scatter_contiguous(tensor, scatter_list=None, src=None, group=None, async_op=False, **kwargs):
         """Bridge scatters `torch.chunk(w, n, dim=1)` views, for which gloo sends wrong bytes without an error."""

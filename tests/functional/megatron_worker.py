@@ -125,7 +125,11 @@ def values(folder: Path, family: str, config: dict, excused: list[str], **keywor
 def drains(folder: Path, family: str, **keywords) -> None:
     """A refit without drain is stale, with it right, and training goes on as if nothing had been drained. A rank that drains alone waits
     for its peers, not beyond its deadline; nothing interrupts a gather, so it goes on until they call too."""
-    overlapped = keywords.get("overlap", True)
+    if keywords.pop("layerwise", False):
+        overlapped = overlaps_layerwise()
+        keywords |= dict(distopt=False, optimizer=layerwise, ddp=dict(overlap_param_gather=overlapped))
+    else:
+        overlapped = keywords.get("overlap", True)
     checkpoint(folder, family)
     with Trainer(folder, **keywords) as trainer:
         undisturbed = [trainer.step() for _ in range(4)]
@@ -154,6 +158,37 @@ def drains(folder: Path, family: str, **keywords) -> None:
         assert not (bad := wrong(drained, want)), bad
         stale = wrong(raw, want)
         assert dist.get_rank() or bool(stale) == overlapped, "nothing was on its way: this proves nothing"
+
+
+def overlaps_layerwise() -> bool:
+    """Whether Megatron's own layer-wise optimizer can leave its gathers to the next forward, as of Megatron-Core 0.19."""
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+
+    return hasattr(LayerWiseDistributedOptimizer, "set_bucket_layerwise_params_list")
+
+
+def layerwise(chunks: list[torch.nn.Module]):
+    """Megatron's own layer-wise optimizer, of Adam."""
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.utils import get_model_config
+
+    overlap = chunks[0].ddp_config.overlap_param_gather
+    groups = [
+        {"params": some, "is_expert_parallel": expert, "is_decoupled_lr": False, "wd_mult": 1.0, "lr_mult": 1.0}
+        for expert in (False, True)
+        if (some := [p for c in chunks for p in c.parameters() if getattr(p, "allreduce", True) != expert])
+    ]
+    config = OptimizerConfig(
+        lr=1e-2, clip_grad=1.0, bf16=get_model_config(chunks[0]).bf16, overlap_param_gather=overlap
+    )
+    return LayerWiseDistributedOptimizer(
+        [torch.optim.AdamW(groups, lr=1e-2)],
+        config,
+        ProcessGroupCollection.use_mpu_process_groups(),
+        **(dict(model_chunks=chunks) if overlap else {}),
+    )
 
 
 def ends_alone(source: MegatronTrainer) -> bool:

@@ -21,6 +21,7 @@ PLAIN = dict(distopt=False, overlap=False)
 def case(family: str, *marks, **keywords):
     sizes = " ".join(f"{k}{keywords[k]}" for k in ("tp", "pp", "vpp", "cp", "ep", "etp") if k in keywords)
     how = " no distopt" * (not keywords.get("distopt", True)) + " no overlap" * (not keywords.get("overlap", True))
+    how += " layerwise" * keywords.get("layerwise", False)
     return pytest.param({"family": family, **keywords}, id=f"{family} {sizes}{how}".strip(), marks=marks)
 
 
@@ -63,6 +64,7 @@ def test_fragments_hold_what_bridge_exports(arguments, tmp_path):
     "arguments",
     [
         case("qwen3_moe", ep=2),  # dense and expert data parallelism
+        case("qwen3_moe", ep=2, layerwise=True),
         case("qwen3", slow),
         case("qwen3", slow, pp=2, vpp=2, align_param_gather=True),
         case("qwen3_moe", slow, pp=2, overlap=False),

@@ -64,6 +64,10 @@ class MegatronLayerWise(LayerWise):
             reduce="done",
             **options,
         )
+        for chunk in chunks:
+            # Hooks of Megatron-Core 0.19, which gather for its own layer-wise optimizer. Older ones hook only the distributed one's.
+            if getattr(chunk, "remove_forward_pre_hook_handles", None):
+                cast(_Hooked, chunk).disable_forward_pre_hook(param_sync=False)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss, multiplied by the loss scale."""
@@ -230,6 +234,12 @@ class _Marks(Protocol):
     is_embedding_or_output_parameter: bool
     shared_embedding: bool
     partition_dim: int
+
+
+class _Hooked(Protocol):
+    """Megatron's DistributedDataParallel."""
+
+    def disable_forward_pre_hook(self, *, param_sync: bool) -> None: ...
 
 
 class _DdpConfig(Protocol):

@@ -123,10 +123,10 @@ class MegatronTrainer:
     def finish_gathers(self) -> None:
         """Finish every parameter gather of this rank before further work on its current stream.
 
-        Call it after `optimizer.step()`, on all ranks: it is collective over data-parallel groups if the distributed optimizer
-        overlaps its gathers.
+        Call it after `optimizer.step()`, on all ranks: it is collective over data-parallel groups if Megatron's distributed or
+        layer-wise optimizer overlaps its gathers.
 
-        With `overlap_param_gather`, `step()` updates only this rank's shard; pre-hooks of the next forward gather the others.
+        With `overlap_param_gather`, `step()` updates only what this rank owns; pre-hooks of the next forward gather the rest.
         This brings each bucket group to the state that those hooks leave: it dispatches gathers that have not started and
         waits for all of them. A group that is done needs nothing, so a second refit is free. All gathers are dispatched before
         the first wait, so that they overlap. Gathers of a layer-wise optimizer over these chunks (xfer.layerwise) are finished
@@ -146,13 +146,15 @@ class MegatronTrainer:
 
     def _refuse_paused(self, buckets: Sequence) -> None:
         """Raise RebindError if a gather would write to paused memory."""
-        if gone := unmapped([b.param_data for b in buckets])():
+        written = [(b, t) for b in buckets for t in (b.params_list if b.param_data is None else [b.param_data])]
+        if gone := unmapped([t for _, t in written])():
             names = {id(slot.get()): slot.name for slot in walk(self.chunks)}
-            some = ", ".join(names[id(p)] for p in buckets[gone[0]].params_list[:3])
+            some = ", ".join(names[id(p)] for p in written[gone[0]][0].params_list[:3])
+            paused = len({id(written[i][0]) for i in gone})
             raise RebindError(
                 f"trainer {self.rank}: parameters have to be gathered, and there is no memory behind them",
                 [
-                    f"{len(gone)} buckets, with {some}: paused (torch_memory_saver)? Resume the weights before xfer reads them"
+                    f"{paused} buckets, with {some}: paused (torch_memory_saver)? Resume the weights before xfer reads them"
                 ],
             )
 
@@ -491,13 +493,20 @@ def _all_gather(group: dist.ProcessGroup, mine: torch.Tensor) -> list[torch.Tens
 
 
 def _bucket_groups(chunk: Any) -> list:
-    """Megatron's bucket groups with gathers that may be pending; none unless the distributed optimizer overlaps them."""
+    """Megatron's bucket groups with gathers that may be pending: none unless an optimizer overlaps them.
+
+    That is the distributed optimizer or, as of Megatron-Core 0.19, its layer-wise one, which tells each bucket the owners of
+    its parameters.
+    """
     while chunk is not None and not hasattr(chunk, "bucket_groups"):
         chunk = getattr(chunk, "module", None)
     config = getattr(chunk, "ddp_config", None)
-    if config is None or not (config.use_distributed_optimizer and config.overlap_param_gather):
+    if config is None or not config.overlap_param_gather:
         return []
-    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+    groups = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+    if config.use_distributed_optimizer:
+        return groups
+    return [g for g in groups if any(getattr(b, "layerwise_params_list", None) for b in g.buckets)]
 
 
 def _tied(chunks: Sequence[torch.nn.Module]) -> bool:
