@@ -7,7 +7,7 @@
 # Does nothing when they are up to date. All are made at the same time; logs in .venvs/*.log.
 #   scripts/setup.sh [all | trainer engine docs]
 #     PYTHON=python3.11    the interpreter of engine and docs, and of the trainer if it is the Python that its versions need
-#     TRAINER=0.16.1       another megatron-core of xfer/tested.py than the first whose Python is on this machine
+#     TRAINER=0.16.1       another megatron-core of xfer/tested.py than the newest whose Python is on this machine
 set -euo pipefail
 known="trainer engine docs" usage="scripts/setup.sh [all | trainer engine docs]"
 case ${1:-} in -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "$0"; exit ;; esac
