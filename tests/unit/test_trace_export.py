@@ -299,13 +299,6 @@ def test_bits_that_are_exported_as_another_dtype_arrive_as_they_are(held, export
     assert not traced.casts and out[0]["e"].tobytes() == p.t().contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def test_values_that_are_converted_and_then_exported_as_other_bits_are_staged():
-    traced = one(lambda w: (("x", x.to(torch.bfloat16).view(torch.int16)) for x in [w]))
-    w, out = torch.randn(4, 4), {"x": torch.zeros(4, 4, dtype=torch.int16)}
-    export(traced, {"w": w}, out)
-    assert not traced.fragments and torch.equal(out["x"], w.to(torch.bfloat16).view(torch.int16))
-
-
 def test_a_task_that_raises_leaves_the_watch_usable():
     with one_rank(0, 2):
         watch = ExportWatch({"w": torch.empty(4, 4, device="meta")})

@@ -42,35 +42,29 @@ def of(argument: str, lines) -> list[str]:
 
 
 MADE = "megatron.bridge.AutoBridge.from_hf_pretrained("
-BRIDGES = [
-    (None, ["bridge is None", MADE]),
-    ("path", ["bridge is of type str", MADE]),
-    (Bridge, ["bridge is the class ", MADE]),
-    (MBRIDGE, ["bridge is of type mbridge.models.qwen3.Qwen3Bridge", "ISEEKYAN/mbridge", MADE, "the model that mbridge built may stay"]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("bridge, texts", BRIDGES)
-def test_wrong_bridges_are_named_with_what_to_write_instead(bridge, texts):
-    (line,) = of("bridge", said([NET], bridge))
-    assert all(text in line for text in texts) and ("mbridge" in line) == (bridge is MBRIDGE), line
 
 
 @pytest.mark.parametrize(
-    "chunks, what",
+    "chunks, bridge, what, texts",
     [
-        (None, "model_chunks is None"),
-        ("model", "model_chunks is of type str"),
-        ({"model": NET}, "model_chunks is of type dict"),
-        ([], "model_chunks is empty"),
-        ([NET, NET.weight], "model_chunks[1]: is of type torch.nn.parameter.Parameter"),
-        (Bridge(), f"model_chunks is of type {__name__}.Bridge"),
+        ([NET], None, None, ["bridge is None", MADE]),
+        ([NET], "path", None, ["bridge is of type str", MADE]),
+        ([NET], Bridge, None, ["bridge is the class ", MADE]),
+        (None, MBRIDGE, "model_chunks is None",
+         ["bridge is of type mbridge.models.qwen3.Qwen3Bridge", "ISEEKYAN/mbridge", MADE, "the model that mbridge built may stay"]),
+        ("model", MBRIDGE, "model_chunks is of type str", ["bridge"]),
+        ({"model": NET}, MBRIDGE, "model_chunks is of type dict", ["bridge"]),
+        ([], MBRIDGE, "model_chunks is empty", ["bridge"]),
+        ([NET, NET.weight], MBRIDGE, "model_chunks[1]: is of type torch.nn.parameter.Parameter", ["bridge"]),
+        (Bridge(), MBRIDGE, f"model_chunks is of type {__name__}.Bridge", ["bridge"]),
     ],
-)
-def test_wrong_models_are_named_with_the_other_mistakes(chunks, what):
-    lines = said(chunks, MBRIDGE)
-    (line,) = of("model_chunks", lines)
-    assert line.startswith(what) and "get_model()" in line and len(of("bridge", lines)) == 1
+)  # fmt: skip
+def test_wrong_arguments_are_named_together_with_what_to_write_instead(chunks, bridge, what, texts):
+    lines = said(chunks, bridge)
+    (line,) = of("bridge", lines)
+    assert all(text in line for text in texts) and ("mbridge" in line) == (bridge is MBRIDGE), line
+    models = of("model_chunks", lines)
+    assert len(models) == (what is not None) and all(m.startswith(what) and "get_model()" in m for m in models)
 
 
 def test_without_a_process_group_the_calls_that_are_missing_are_named():
