@@ -1,4 +1,4 @@
-"""Whole worlds in one process: every bf16 row of the table of refits that NeMo-RL reports, at its true parallel shape.
+"""Whole worlds in one process: every row of the table of refits that NeMo-RL reports, at its true parallel shape.
 
 Real Megatron-Core + Bridge ranks and real vLLM models at toy hidden sizes, with the true numbers of heads, KV heads and
 experts (DeepSeek-V3's are fewer). The trainers' weights come from the checkpoint by Bridge's own import and Megatron's
@@ -62,11 +62,16 @@ _NANO = dict(_NEMOTRON_H, num_hidden_layers=8, hybrid_override_pattern="MEM*EME-
 _SUPER = dict(
     _NEMOTRON_H, num_hidden_layers=12, hybrid_override_pattern="MEM*EMEMEM*E", mamba_num_heads=128, n_routed_experts=512
 )
+_WIDE = dict(
+    hidden_size=320, head_dim=128, intermediate_size=512, moe_intermediate_size=256
+)  # fmt: skip
 CONFIGS: dict[str, tuple[dict, list[str]]] = {
     "4B": (_QWEN3, []),
     "30B-A3B": (_QWEN3_30B, []),
     "235B-A22B": (_QWEN3_235B, []),
     "DeepSeek-V3": (_DEEPSEEK_V3, ["*.e_score_correction_bias"]),
+    "4B FP8": (_QWEN3 | _WIDE, []),
+    "30B-A3B FP8": (_QWEN3_30B | _WIDE | dict(num_experts=16, num_hidden_layers=2), []),
     "nano-v3": (_NANO, ["*.e_score_correction_bias", "*.A_log"]),
     "super-v3": (_SUPER, ["*.e_score_correction_bias", "*.A_log"]),
 }
@@ -75,13 +80,15 @@ CONFIGS: dict[str, tuple[dict, list[str]]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """`trainer`: TrainerParallel; `engine`: EngineParallel of one replica; `provider`: fields of Bridge's provider."""
+    """`trainer`: TrainerParallel; `engine`: EngineParallel of one replica; `provider`: fields of Bridge's provider; `options`:
+    EngineArgs."""
 
     model: str
     trainer: dict
     engine: dict
     replicas: int = 1
     provider: dict = field(default_factory=dict)
+    options: dict = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -116,7 +123,26 @@ SLOW = [
     Row("30B-A3B", dict(world=8, tp=4, ep=4, etp=2), dict(tp=2, pp=2, dp=2, ep=True)),
     Row("nano-v3", dict(world=8, tp=4, ep=2, etp=2), dict(tp=2, dp=2, ep=True)),
 ]
-ROWS = [*DEFAULT, *SLOW]
+BLOCK_FP8 = dict(
+    hf_overrides={
+        "quantization_config": {
+            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]
+        }
+    }
+)  # fmt: skip
+"""As engines serve a bf16 checkpoint's config in block FP8. Their sizes per rank must be multiples of 128."""
+FP8 = [
+    Row("4B FP8", dict(world=8), dict(tp=1), 8, options=BLOCK_FP8),
+    Row("4B FP8", dict(world=8), dict(tp=4), 2, options=BLOCK_FP8),
+    Row("4B FP8", dict(world=8, pp=2), dict(tp=4), 2, options=BLOCK_FP8),
+    Row("4B FP8", dict(world=8, pp=4), dict(tp=4), 2, options=BLOCK_FP8),
+    Row("4B FP8", dict(world=8, tp=2), dict(tp=4), 2, options=BLOCK_FP8),
+    Row("30B-A3B FP8", dict(world=16, tp=2, pp=2, ep=4, etp=1), dict(tp=2), 8, options=BLOCK_FP8),
+    Row("30B-A3B FP8", dict(world=16, pp=2, ep=8, etp=1), dict(tp=2), 8, options=BLOCK_FP8),
+    Row("30B-A3B FP8", dict(world=16, ep=8, etp=1), dict(tp=2), 8, options=BLOCK_FP8),
+]
+"""The trainers are in bf16 and quantize; the truth is what vLLM loads from a checkpoint that an oracle in numpy quantized."""
+ROWS = [*DEFAULT, *SLOW, *FP8]
 EVERY = [DEFAULT[2]]
 """Rows whose ranks are traced one by one as well."""
 
@@ -146,6 +172,11 @@ class Stage:
         self.traced: dict[Row, dict] = {}
         for row in rows:
             how = dict(parallel=row.trainer, provider=row.provider, versions=VERSIONS, every=row in EVERY)
+            if row.options:
+                asked = dict(folder=self.folder(row.model), parallel=row.engine, options=row.options)
+                self.engine.say(do="forms", **asked)
+                how["deriving"] = self.engine.expect("forms", timeout=600)["forms"]
+                assert how["deriving"]
             self.trainer.say(do="row", folder=self.folder(row.model), world=self.file(row), **how)
 
     def folder(self, model: str) -> str:
@@ -164,7 +195,9 @@ class Stage:
     def refit(self, row: Row, **how: object) -> dict:
         traced = self.trace(row)
         where = dict(folder=self.folder(row.model), world=self.file(row))
-        self.engine.say(do="row", **where, parallel=row.engine, replicas=row.replicas, **how)
+        self.engine.say(
+            do="row", **where, parallel=row.engine, replicas=row.replicas, options=row.options, **how
+        )  # fmt: skip
         seen = self.engine.expect("row", timeout=3600)
         if os.environ.get("XFER_REPORT") and not how:
             with open(os.environ["XFER_REPORT"], "a") as out:

@@ -69,3 +69,16 @@ def quantized(weight: np.ndarray, rule: ScaleRule, row0: int = 0, col0: int = 0)
                 scales[i, j] = block_scale(largest[i, j], rule)
                 codes[some] = to_e4m3(x[some] * (np.float32(1) / scales[i, j]))
     return codes, scales, largest
+
+
+def serialized(tensors, catalog):
+    """A checkpoint in block FP8, as vLLM loads one: what `catalog` derives from these tensors is quantized, and has its scales beside
+    it. Both are dicts of whole torch tensors by name."""
+    import torch
+
+    out = dict(tensors)
+    for name, rule in sorted({(s.of, s.rule) for s in catalog.specs if s.of}):
+        codes, scales, _ = quantized(tensors[name].float().numpy(), ScaleRule(rule))
+        out[name] = torch.from_numpy(codes).view(torch.float8_e4m3fn)
+        out[f"{name}_scale_inv"] = torch.from_numpy(np.ascontiguousarray(scales))
+    return out

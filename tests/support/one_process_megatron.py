@@ -19,6 +19,7 @@ import torch
 from examples.common import megatron_cpu
 from tests.support.one_process import Trainers
 from xfer.cli.layouts import gpu_packages, megatron
+from xfer.direct.quantized import ROOT, Quantized
 from xfer.errors import LayoutError
 from xfer.mesh.parallel import TrainerParallel, place_of
 from xfer.plan.inventory import trainer_inventory
@@ -27,6 +28,9 @@ from xfer.trainers.bridge_export import CheckpointNames, hf_config, model_bridge
 
 if TYPE_CHECKING:
     from xfer.trace.traced import TrainerLayout
+
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,11 +195,13 @@ def trainers(
     weights: Sequence[Whole],
     *,
     every: bool = False,
+    deriving: Sequence[tuple[str, str]] = (),
     look: Callable[[int, Sequence[torch.nn.Module], TrainerLayout], None] = lambda rank, chunks, layout: None,
 ) -> Trainers:
     """Every class of ranks of a job that trains the checkpoint in `folder`, with the weights of each version.
 
-    `every`: each rank is a class of its own. `look` is called once per class, while this process plays its first rank.
+    `every`: each rank is a class of its own. `deriving`: matrices that are quantized, and the rule for each.
+    `look` is called once per class, while this process plays its first rank.
     What an export computes from data of other ranks cannot be computed here.
 
     LayoutError when two versions do not have one layout, or Megatron places a rank otherwise than xfer's mesh says.
@@ -205,24 +211,44 @@ def trainers(
     number: dict[tuple[int, ...], int] = {}
     places = ((r,) if every else tuple(place_of(build.parallel, r).values()) for r in range(build.parallel.world))
     class_of = [number.setdefault(place, len(number)) for place in places]
+    firsts = [class_of.index(c) for c in range(len(number))]
     found, storages = [], [[] for _ in weights]
-    for c in range(len(number)):
-        rank = class_of.index(c)
+    catalog = _catalog(folder, build, firsts).deriving(deriving) if deriving else None
+    for rank in firsts:
         with build.playing(rank):
             bridge = bridge_of(folder)
             chunks = chunks_of(bridge, build)
             trainer = MegatronTrainer(chunks, bridge)
             layout = trainer.read()
-            names = sorted(r.name for r in layout.roots)
+            quantized = None if catalog is None else Quantized(catalog, layout.traced.fragments, CPU, f"trainer {rank}")
+            tensors = dict(layout.tensors) if quantized is None else quantized.bind(layout.tensors)
+            names = sorted(tensors)
             look(rank, chunks, layout)
             for version, whole in zip(storages, weights):
                 whole.into(chunks)
                 trainer.compute()
-                version.append(tuple(layout.tensors[n].clone() for n in names))
-            found.append((rank, layout.roots, layout.traced))
-    catalog = Catalog.union((f"trainer {rank}", traced.specs) for rank, _, traced in found)
+                if quantized is not None:
+                    tensors[ROOT].fill_(0x7F)  # a NaN, wherever nothing is written
+                    quantized.run()
+                version.append(tuple(tensors[n].clone() for n in names))
+            more = ((), ()) if quantized is None else (quantized.roots, quantized.fragments)
+            found.append((rank, (*layout.roots, *more[0]), layout.traced, (*layout.traced.fragments, *more[1])))
+    if catalog is None:
+        catalog = Catalog.union((f"trainer {rank}", traced.specs) for rank, _, traced, _ in found)
     inventories = tuple(
-        trainer_inventory(catalog, rank=rank, host="", roots=roots, fragments=traced.fragments)
-        for rank, roots, traced in found
+        trainer_inventory(catalog, rank=rank, host="", roots=roots, fragments=fragments)
+        for rank, roots, _, fragments in found
     )
     return Trainers(catalog, inventories, tuple(class_of), tuple(tuple(v) for v in storages))
+
+
+def _catalog(folder: str | Path, build: Build, ranks: Sequence[int]) -> Catalog:
+    """What these ranks export."""
+    from xfer.trainers.megatron import MegatronTrainer
+
+    specs = []
+    for rank in ranks:
+        with build.playing(rank):
+            bridge = bridge_of(folder)
+            specs.append((f"trainer {rank}", MegatronTrainer(chunks_of(bridge, build), bridge).read().traced.specs))
+    return Catalog.union(specs)

@@ -2,7 +2,8 @@
 
 {"do": "checkpoint", "config": HF config, "folder": …, "fp32": globs of tensors that the checkpoint keeps in float32}
 {"do": "row", "folder": …, "world": file, "parallel": EngineParallel, "replicas": n,
- "misread": exchange two boxes of a trainer's inventory}
+ "misread": exchange two boxes of a trainer's inventory, "options": EngineArgs}
+{"do": "forms", "folder": …, "parallel": …, "options": …}
 """
 
 import json
@@ -10,22 +11,30 @@ import time
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import MappingProxyType
 
+import torch
 from safetensors.torch import save_file
 
 from tests.support import torchvision
 
 torchvision.install()
 
+from tests.support.block_fp8 import serialized  # noqa: E402
 from tests.support.one_process import Job, Trainers, random_weights  # noqa: E402
 from tests.support.one_process_vllm import Worker, workers  # noqa: E402
 from tests.support.proc import emit, obey  # noqa: E402
+from xfer.cli.layouts.vllm import rank_of  # noqa: E402
 from xfer.engines.hf_spec import canonical_specs, checkpoint_specs  # noqa: E402
+from xfer.engines.meta_model import make_model  # noqa: E402
+from xfer.engines.vllm_layout import EngineModel  # noqa: E402
 from xfer.mesh.parallel import EngineParallel  # noqa: E402
 from xfer.plan.inventory import Inventory  # noqa: E402
 from xfer.plan.options import PlanOptions  # noqa: E402
 from xfer.plan.planner import plan_replica  # noqa: E402
+from xfer.trace.catalog import Catalog  # noqa: E402
 
+CPU = torch.device("cpu")
 GPUS = 8
 """Of a host."""
 
@@ -40,14 +49,24 @@ def checkpoint(config: dict, folder: str, fp32: list[str]) -> None:
     emit("checkpoint", tensors=len(specs))
 
 
-def row(folder: str, world: str, parallel: dict, replicas: int, misread: bool = False) -> None:
+def forms(folder: str, parallel: dict, options: dict) -> None:
+    """The matrices that engines of this layout ask trainers to quantize, and the rule. Tensor-parallel ranks ask for the same."""
+    with rank_of(folder, EngineParallel(**parallel), 0, **options) as config:
+        layout = EngineModel(config, make_model(config, "cpu"), CPU).read(Catalog(checkpoint_specs(folder)))
+    emit("forms", forms=sorted({(s.of, s.rule) for s in layout.derived}))
+
+
+def row(
+    folder: str, world: str, parallel: dict, replicas: int, misread: bool = False, options: dict = MappingProxyType({})
+) -> None:
     clock = [time.perf_counter()]
     trainers = Trainers.load(world)
     if misread:
         trainers = replace(trainers, classes=(_misread(trainers.classes[0]), *trainers.classes[1:]))
     specs = checkpoint_specs(folder)
     versions = [random_weights(specs, v) for v in range(len(trainers.weights))]
-    team = workers(folder, EngineParallel(**parallel), trainers.catalog, versions)
+    loaded = [serialized(v, trainers.catalog) for v in versions]
+    team = workers(folder, EngineParallel(**parallel), trainers.catalog, loaded, **options)
     takers = [w.inventory for w in team]
     clock.append(time.perf_counter())
 
@@ -103,4 +122,4 @@ def _alike(w: Worker) -> list[str]:
 
 
 if __name__ == "__main__":
-    obey(checkpoint, row)
+    obey(checkpoint, forms, row)

@@ -1,7 +1,7 @@
 """The trainer process of world tests: traces every class of ranks of a Megatron job and leaves the world in a file.
 
 {"do": "row", "folder": checkpoint, "world": file to write, "parallel": TrainerParallel, "provider": …, "versions": n,
- "every": trace each rank of a class}
+ "every": trace each rank of a class, "deriving": (matrix, rule) of those that an engine wants in FP8}
 """
 
 import time
@@ -15,13 +15,15 @@ from xfer.engines.hf_spec import checkpoint_specs
 from xfer.mesh.parallel import TrainerParallel
 
 
-def row(folder: str, world: str, parallel: dict, provider: dict, versions: int, every: bool = False) -> None:
+def row(
+    folder: str, world: str, parallel: dict, provider: dict, versions: int, every: bool = False, deriving: list = ()
+) -> None:
     began = time.perf_counter()
     specs = checkpoint_specs(folder)
     weights = [Whole.imported(folder, random_weights(specs, v)) for v in range(versions)]
     imported = time.perf_counter()
     build = Build(TrainerParallel(**parallel), provider=provider)
-    made = trainers(folder, build, weights)
+    made = trainers(folder, build, weights, deriving=[(name, rule) for name, rule in deriving])
     made.save(world)
     traced = time.perf_counter()
     unlike = _unlike(made, trainers(folder, build, weights, every=True)) if every else []

@@ -10,14 +10,16 @@ from torch import nn
 
 from tests.support.replay import load
 from xfer.engines import live as lv
-from xfer.engines import vllm_cpu
+from xfer.engines import processed, vllm_cpu
 from xfer.engines.asleep import LeftAlone
 from xfer.engines.layout import joined, read_layout, refuse_kept_in_vain, renamed, run_recipes
 from xfer.engines.live import LiveStorages
 from xfer.engines.lock import candidates, choose
 from xfer.engines.processed import refuse_processed
+from xfer.engines.quantized import with_quantized
 from xfer.engines.vllm_layout import EmptyIsZero
 from xfer.errors import LayoutError, RebindError, Unsupported, XferError
+from xfer.kernels.block_fp8 import ScaleRule
 from xfer.plan.inventory import SCRATCH
 from xfer.trace.fragment import TensorSpec
 from xfer.trace.loader import trace_loader
@@ -305,6 +307,124 @@ def test_processed_weights_are_refused_by_module(monkeypatch):
         assert [v.split(":")[0] for v in error.value.violations] == names
         assert all("connect(route=xfer.Packed())" in v for v in error.value.violations[:2])
         assert resident or "XFER_CPU_RESIDENT=1" in error.value.violations[2]
+
+
+BLOCKS = dict(weight_block_size=[128, 128])
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "said"),
+    [
+        ("Fp8LinearMethod", dict(BLOCKS, kernel="CutlassFp8BlockScaledMMKernel"), ScaleRule.IEEE),
+        ("Fp8LinearMethod", dict(BLOCKS, kernel="TritonFp8BlockScaledMMKernel"), ScaleRule.IEEE),
+        ("Fp8MoEMethod", dict(BLOCKS, backend="TRITON"), ScaleRule.IEEE),
+        ("CompressedTensorsW8A8Fp8MoEMethod", dict(BLOCKS, backend="VLLM_CUTLASS"), ScaleRule.IEEE),
+        ("CompressedTensorsLinearMethod", dict(BLOCKS, kernel="CutlassFp8BlockScaledMMKernel"), ScaleRule.IEEE),
+        ("Fp8KVCacheMethod", {}, None),
+        # DeepGEMM: by what it is set to, and by the GPU.
+        ("Fp8LinearMethod", dict(BLOCKS, kernel="DeepGemmFp8BlockScaledMMKernel"), ScaleRule.IEEE),
+        ("Fp8LinearMethod", dict(BLOCKS, kernel="DeepGemmFp8BlockScaledMMKernel", e8m0=True), ScaleRule.POW2),
+        ("Fp8MoEMethod", dict(BLOCKS, backend="DEEPGEMM", e8m0=True), ScaleRule.POW2),
+        ("Fp8MoEMethod", dict(BLOCKS, backend="DEEPGEMM", gpu=10), "scales are packed four to an int32 on this GPU"),
+        # What is no block FP8, or lies otherwise than it was loaded.
+        ("Fp8LinearMethod", dict(kernel="CutlassFP8ScaledMMLinearKernel"), "scales per tensor or per channel"),
+        ("Fp8LinearMethod", dict(weight_block_size=[64, 128], kernel="x"), "blocks of [64, 128]; xfer moves block FP8 [128, 128] only"),
+        ("Fp8LinearMethod", dict(BLOCKS, kernel="MarlinFP8ScaledMMLinearKernel"), "repacks FP8 weights; start vLLM with linear_backend="),
+        ("Fp8LinearMethod", dict(BLOCKS, kernel="OfTomorrow"), "OfTomorrow repacks FP8 weights"),
+        ("Fp8LinearMethod", dict(BLOCKS, kernel="CPUFp8BlockScaledMMKernel"), "packed for the CPU; set XFER_CPU_RESIDENT=1"),
+        ("Fp8MoEMethod", dict(BLOCKS, backend="FLASHINFER_CUTLASS"), "FLASHINFER_CUTLASS lays FP8 experts out anew; start vLLM with"),
+        ("Fp8MoEMethod", dict(BLOCKS, backend="TRITON", weight_scale_refine=(2, 2)), "scales of finer blocks"),
+        ("Fp8PerBlockOnlineLinearMethod", BLOCKS, "need scales and layouts that xfer does not move"),
+        ("ModelOptMxFp8LinearMethod", {}, "it moves bf16, and block FP8 [128, 128] as a checkpoint has it"),
+    ],
+)  # fmt: skip
+def test_block_fp8_is_taken_as_it_was_loaded_and_nothing_else_is(monkeypatch, kind, own, said):
+    """By method, kernel and GPU: the rule by which trainers quantize, or what to do."""
+    own, net = dict(own), nn.ModuleDict({"layer": nn.Module()})
+    monkeypatch.setattr(processed, "_requantizes", lambda: own.get("e8m0", False))
+    if gpu := own.get("gpu"):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (gpu, 0))
+    what = SimpleNamespace(**{k: v for k, v in own.items() if k.startswith("weight")})
+    if "kernel" in own:
+        what.fp8_linear = type(own["kernel"], (), {})()
+    if "backend" in own:
+        what.fp8_backend = SimpleNamespace(name=own["backend"])
+    by_scheme = kind == "CompressedTensorsLinearMethod"
+    net["layer"].quant_method = type(kind, (), {} if by_scheme else vars(what))()
+    if by_scheme:
+        net["layer"].scheme = what
+    if isinstance(said, str):
+        with pytest.raises(Unsupported) as error:
+            refuse_processed(net, "draft.")
+        (line,) = error.value.violations
+        assert line.startswith("draft.layer: ") and said in line
+    else:
+        assert refuse_processed(net) is said
+
+
+class Fp8Net(nn.Module):
+    """A fused pair of matrices in FP8, of which a rank has 128 rows each, with scales beside them; and an embedding that is also
+    the first matrix."""
+
+    def __init__(self, rank: int, scaled: bool = True):
+        super().__init__()
+        self.rank, self.scaled = rank, scaled
+        self.fused = nn.Parameter(torch.zeros(256, 200, dtype=torch.float8_e4m3fn), requires_grad=False)
+        self.fused_scale = nn.Parameter(torch.zeros(2, 2), requires_grad=False)
+        self.embed = nn.Parameter(torch.zeros(256, 200, dtype=torch.bfloat16), requires_grad=False)
+
+    def load_weights(self, weights) -> None:
+        for name, t in weights:
+            i = "ab".index(name[0])
+            if name.endswith("_scale"):
+                if self.scaled:
+                    self.fused_scale[i : i + 1].copy_(t[self.rank : self.rank + 1])
+                continue
+            self.fused[i * 128 : (i + 1) * 128].copy_(t[self.rank * 128 : (self.rank + 1) * 128])
+            if i == 0:
+                self.embed.copy_(t)
+
+
+PAIR = tuple(TensorSpec(n, (256, 200), "bfloat16") for n in "ab")
+
+
+def traced_fp8(**options):
+    def twin():
+        with torch.device("meta"):
+            return Fp8Net(1, **options)
+
+    first = twin()
+    return with_quantized(trace_loader(first, PAIR), first, lambda specs: trace_loader(twin(), specs), ScaleRule.IEEE)
+
+
+def test_what_a_loader_puts_into_fp8_is_wanted_so_and_its_scales_where_it_puts_them():
+    """And in bf16 as well, where it puts it there too. The name of the scales is the engine's own."""
+    found = {(f.tensor, f.origin, f.extent, f.root, f.offset, f.dtype) for f in traced_fp8().fragments}
+    assert found == {
+        ("a", (0, 0), (256, 200), "embed", 0, "bfloat16"),
+        ("a|fp8-ieee", (128, 0), (128, 200), "fused", 0, "float8_e4m3fn"),
+        ("b|fp8-ieee", (128, 0), (128, 200), "fused", 128 * 200, "float8_e4m3fn"),
+        ("a|fp8-ieee-scales", (1, 0), (1, 2), "fused_scale", 0, "float32"),
+        ("b|fp8-ieee-scales", (1, 0), (1, 2), "fused_scale", 8, "float32"),
+    }
+    assert traced_fp8().reads == ("a", "b")
+
+
+def test_a_loader_that_takes_no_scales_is_refused_by_the_names_that_it_was_offered():
+    with pytest.raises(LayoutError) as error:
+        traced_fp8(scaled=False)
+    lines = [f"{n} is FP8 in the engine, and its loader took no scale offered as {n}_scale" for n in "ab"]
+    assert list(error.value.violations) == lines
+
+
+def test_one_layer_that_requantizes_makes_the_rule_for_all(monkeypatch):
+    monkeypatch.setattr(processed, "_requantizes", lambda: True)
+    net = nn.ModuleDict({n: nn.Module() for n in ("a", "b", "c")})
+    for name, kernel in (("a", "TritonFp8BlockScaledMMKernel"), ("b", "DeepGemmFp8BlockScaledMMKernel")):
+        net[name].quant_method = type("Fp8LinearMethod", (), dict(BLOCKS, fp8_linear=type(kernel, (), {})()))()
+    assert refuse_processed(net) is ScaleRule.POW2
+    assert refuse_processed(net["c"]) is None
 
 
 def test_what_attention_computed_for_itself_is_refused_and_what_it_shares_is_not():

@@ -26,6 +26,10 @@ ALLOWED = {
     ("engines/meta_model.py", "static_all_moe_layers"),  # a field of vLLM's compilation config
     ("engines/processed.py", "UnquantizedLinearMethod"),  # classes of vLLM
     ("engines/processed.py", "UnquantizedEmbeddingMethod"),
+    ("engines/processed.py", "Fp8LinearMethod"),
+    ("engines/processed.py", "CompressedTensorsLinearMethod"),
+    ("engines/processed.py", "BlockWiseTorchFP8ScaledMMLinearKernel"),
+    ("engines/vllm_cpu.py", "CPUExpertsFp8"),
     ("engines/vllm_layout.py", "word_embeddings_untied_by_checkpoint"),  # flags of configs
     ("engines/vllm_layout.py", "base_layer"),  # where vLLM's wrappers for adapters keep what they wrap
     ("trainers/megatron.py", "share_embeddings_and_output_weights"),

@@ -140,4 +140,4 @@ def test_splits_of_ranks_become_one_that_refines_them_all():
     ]
     assert len(odd.lift([every_other])) == 6
     with pytest.raises(ProtocolError, match="split"):
-        Catalog.from_bytes(msgspec.msgpack.encode([("w", (4, 12), "bfloat16", (4, 5, 2))]))
+        Catalog.from_bytes(msgspec.msgpack.encode([("w", (4, 12), "bfloat16", (4, 5, 2), "", "")]))

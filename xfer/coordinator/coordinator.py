@@ -64,6 +64,8 @@ class Coordinator:
         self.packed_catalog = b""
         self.generation = 0
         self.specs: dict[int, bytes] = {}
+        self.derived: frozenset[tuple[str, str]] = frozenset()  # matrices that engines asked for in FP8, and rules
+        self._underived = False  # whether the catalog lacks some of them
         self._respecified: set[Client] = set()
         self.trainer_inventories: dict[int, bytes] = {}  # trainer -> digest of its layout
         self.silence = Silence()
@@ -224,6 +226,7 @@ class Coordinator:
     def _controller_came(self, client: Client, h: m.Hello, replica: Replica) -> None:
         replica.controller, replica.size, replica.phase, replica.error = client, h.size, ReplicaPhase.JOINING, None
         replica.workers, replica.inventories, replica.version, replica.dirty = {}, {}, None, False
+        replica.wanted = {}
         replica.until = self.now + self.options.deadline_s
         self.at(replica.until, lambda: self._check_join(replica))
 
@@ -412,15 +415,30 @@ class Coordinator:
     # ---- catalog and layouts
 
     def _specs_came(self, client: Client, msg: m.Specs) -> None:
-        self.specs[client.hello.index] = msg.catalog
+        h = client.hello
+        if h.role == "worker":
+            replica = self.replicas[h.replica]
+            replica.wanted[h.index] = {(s.of, s.rule) for s in Catalog.from_bytes(unpack_specs(msg.catalog)[0]).specs}
+            return self._derive(replica)
+        self.specs[h.index] = msg.catalog
         if len(self.specs) == self.options.trainers:
             try:
                 self.make_catalog()
             except XferError as e:
                 self.fail(self, e)
 
+    def _derive(self, replica: Replica) -> None:
+        """Once every worker of a replica has said what it takes: make a catalog with the tensors that they need derived. During a
+        refit, bytes move by the old catalog, so the new one is made when all trainers are ready for the next refit."""
+        if replica.wanted and len(replica.wanted.keys() | replica.inventories.keys()) == replica.size:
+            self.derived = self.derived.union(*replica.wanted.values())
+            replica.wanted = {}
+            self._underived = self.refit is not None
+            if not self._underived:
+                self.make_catalog()
+
     def make_catalog(self) -> bool:
-        """Unite what the trainers export. Returns whether the catalog changed.
+        """Unite what the trainers export, and what they have to derive from it. Returns whether the catalog changed.
 
         Raises:
             LayoutError: trainers disagree about a tensor.
@@ -428,6 +446,7 @@ class Coordinator:
         """
         told = {i: unpack_specs(b) for i, b in sorted(self.specs.items())}
         union = Catalog.union((f"trainer {i}", Catalog.from_bytes(catalog).specs) for i, (catalog, _) in told.items())
+        union, self._underived = union.deriving(self.derived), False
         refuse_untrained({name for _, names in told.values() for name in names}, self.options.drop)
         if self.catalog is not None and union.digest() == self.catalog.digest():
             return False
@@ -448,6 +467,7 @@ class Coordinator:
             return  # made from an older catalog; the client is about to receive the newer one
         self.take_inventory(client, msg.inventory)
         if client.hello.role == "worker":
+            self._derive(self.replicas[client.hello.replica])
             self.plan_if_complete(self.replicas[client.hello.replica])
         elif len(self.trainer_inventories) == self.options.trainers:
             for r in self.replicas.values():
@@ -489,7 +509,7 @@ class Coordinator:
         If trainers disagree, the running refit fails; their exports may agree in the next one.
         """
         try:
-            if self._respecified and not self.make_catalog():
+            if (self._respecified or self._underived) and not self.make_catalog():
                 broadcast(self._respecified, m.CatalogMsg(self.packed_catalog, self.generation))
             self._respecified = set()
         except XferError as e:
@@ -528,7 +548,7 @@ class Coordinator:
 
 _TRAINER, _WORKER, _CONTROLLER = ("trainer",), ("worker",), ("controller",)
 _DOMAIN, _ALL = ("trainer", "worker"), ("trainer", "worker", "controller", "observer")
-_OF_MEMBERS = frozenset({m.InventoryMsg, m.Armed, m.Planned, m.LinkOpen, m.Failed, m.Settled})
+_OF_MEMBERS = frozenset({m.Specs, m.InventoryMsg, m.Armed, m.Planned, m.LinkOpen, m.Failed, m.Settled})
 _Handler = Callable[[Coordinator, Client, Any], None]  # of the message that is its key
 
 _RULES: dict[type[m.WireMessage], tuple[tuple[str, ...], _Handler]] = {
@@ -537,7 +557,7 @@ _RULES: dict[type[m.WireMessage], tuple[tuple[str, ...], _Handler]] = {
     m.StatusAsk: (_ALL, lambda co, client, msg: client.send(status(co))),
     m.Progress: (_DOMAIN, Coordinator._progress),
     m.Failed: (_TRAINER + _WORKER + _CONTROLLER, failures.heard),
-    m.Specs: (_TRAINER, Coordinator._specs_came),
+    m.Specs: (_DOMAIN, Coordinator._specs_came),
     m.InventoryMsg: (_DOMAIN, Coordinator._inventory_came),
     m.RollAsk: (_DOMAIN, lambda co, client, msg: co.planning.layouts.roll_asked(client, msg)),
     m.LayoutsAsk: (_DOMAIN, lambda co, client, msg: co.planning.layouts.layouts_asked(client, msg)),

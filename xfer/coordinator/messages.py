@@ -150,7 +150,11 @@ class Pong(WireMessage, frozen=True):
 
 
 class Specs(WireMessage, frozen=True):
-    """Trainer -> coordinator: the checkpoint tensors that this rank exports, as an encoded partial catalog."""
+    """Trainer -> coordinator: the checkpoint tensors that this rank exports, as an encoded partial catalog.
+
+    Worker -> coordinator, in place of its inventory: the tensors that its engine needs derived (trace/derived.py) and that the
+    catalog lacks. A new catalog follows.
+    """
 
     catalog: Blob
 

@@ -9,6 +9,7 @@ import torch
 from xfer.coordinator import messages as m
 from xfer.direct import holders
 from xfer.direct.plane import DirectPlane
+from xfer.direct.quantized import Quantized
 from xfer.direct.sums import SourceSums
 from xfer.direct.unsent import Unsent
 from xfer.participants import faults
@@ -45,6 +46,7 @@ class DirectTrainer:
         self._cache = PlanCache(cache_dir) if cache_dir else None
         self._unsent = Unsent(drop)
         self._made: Inventory | None = None
+        self._quantized: Quantized | None = None
         self._names: list[str] = []
         self._roots: list[torch.Tensor] = []
         self._binding = 0
@@ -55,13 +57,14 @@ class DirectTrainer:
     # ---- for the session
 
     def read(self, catalog: Catalog, layout: TrainerLayout) -> None:
-        self.catalog = catalog
+        quantized = Quantized(catalog, layout.traced.fragments, self.device, f"trainer {self.index}")
+        self.catalog, self._quantized = catalog, quantized if quantized.roots else None
         made = trainer_inventory(
             catalog,
             rank=self.index,
             host=host_identity(),
-            roots=layout.roots,
-            fragments=layout.traced.fragments,
+            roots=(*layout.roots, *quantized.roots),
+            fragments=(*layout.traced.fragments, *quantized.fragments),
             recipes=(r.digest() for r in layout.traced.recipes),
         )
         self._made, self.inventory = made, self._party.shelf.offer(made)
@@ -70,11 +73,13 @@ class DirectTrainer:
         self.rebind(layout.tensors)
 
     def forget_layout(self) -> None:
-        self._made, self._names, self.inventory = None, [], b""
+        self._made, self._quantized, self._names, self.inventory = None, None, [], b""
         self.rebind({})
 
     def rebind(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._sums.end()
+        if self._quantized is not None:
+            tensors = self._quantized.bind(tensors)
         self._roots = [tensors[name] for name in self._names]
         self._binding += 1  # after `_roots`: a lane must never read old storages with a newer number
         self._sums = SourceSums(self.index, self._roots, padded_shapes(self.catalog) if self._names else [])
@@ -85,6 +90,23 @@ class DirectTrainer:
 
     def wait_still(self, seconds: float) -> bool:
         return True
+
+    def quantize(self) -> None:
+        if self._quantized is not None:
+            self._quantized.run()
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()  # lanes have streams of their own
+
+    @property
+    def scratch_bytes(self) -> int:
+        return self._quantized.nbytes if self._quantized is not None else 0
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        return self._quantized.rules if self._quantized is not None else ()
+
+    def explain(self) -> str:
+        return self._quantized.explain(f"trainer {self.index}") if self._quantized is not None else ""
 
     def news(self, committed: bool) -> News:
         """Until the first commit, hash a sample of the bytes, to be compared with other ranks (holders.py). Also report whether the
@@ -109,6 +131,8 @@ class DirectTrainer:
 
     def release(self) -> None:
         self._sums.end()
+        if self._quantized is not None:
+            self._quantized.release()
         self._roots = []
         self._sums = SourceSums(self.index, [], [])
 

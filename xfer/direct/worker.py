@@ -18,6 +18,7 @@ from xfer.plan.part import PlanPart
 from xfer.plan.table import padded_shapes
 from xfer.rendezvous.client import RendezvousClient, host_identity
 from xfer.trace.catalog import Catalog
+from xfer.trace.fragment import TensorSpec
 from xfer.transport.routes import Routed
 
 
@@ -62,12 +63,15 @@ class DirectWorker:
 
     # ---- for the session
 
-    def read(self, catalog: Catalog) -> None:
+    def read(self, catalog: Catalog) -> tuple[TensorSpec, ...]:
         self.catalog, layout = catalog, self.model.read(catalog)
+        if missing := set(layout.derived) - set(catalog.specs):
+            return tuple(sorted(missing))
         made = layout.inventory(catalog, self.index, host_identity())
         self.inventory = self._party.shelf.offer(made)
         self._names, self._rows = [r.name for r in made.roots], footprint_rows(made)
         self._bind(layout.tensors)
+        return ()
 
     def rebind(self) -> None:
         """Bind the storages again if they moved. Equal addresses mean equal storages, because this object keeps the old ones alive."""

@@ -53,6 +53,12 @@ class EngineLayout:
     kept: tuple[Kept, ...]
     staged: tuple[Span, ...]
 
+    @property
+    def derived(self) -> tuple[TensorSpec, ...]:
+        """The tensors among its fragments that trainers derive from a checkpoint tensor."""
+        taken = {f.tensor for f in self.traced.fragments}
+        return tuple(s for s in self.traced.specs if s.of and s.name in taken)
+
     def inventory(self, catalog: Catalog, rank: int, host: str = "") -> Inventory:
         """What the worker of that rank publishes."""
         return engine_inventory(

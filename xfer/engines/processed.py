@@ -13,37 +13,66 @@ import torch
 from xfer.engines import vllm_cpu
 from xfer.engines.copies import variants
 from xfer.errors import Unsupported
+from xfer.kernels.block_fp8 import ScaleRule
+from xfer.trace.derived import BLOCK
 
-_AS_LOADED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
+_AS_LOADED = (
+    "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod",
+    "Fp8KVCacheMethod", "CompressedTensorsKVCacheMethod",  # scales of the KV cache, which are buffers of the attention
+)  # fmt: skip
 _MOE_AS_LOADED = ("TRITON", "BATCHED_TRITON")
+_FP8 = ("Fp8LinearMethod", "Fp8MoEMethod", "CompressedTensorsLinearMethod", "CompressedTensorsW8A8Fp8MoEMethod")
+"""Methods that may serve block FP8 as a quantized checkpoint has it. Which kernel runs decides about the layout."""
+_FP8_AS_LOADED = (
+    "CutlassFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel", "BlockWiseTorchFP8ScaledMMLinearKernel",
+    "TRITON", "BATCHED_TRITON", "VLLM_CUTLASS", "BATCHED_VLLM_CUTLASS",
+)  # fmt: skip
+"""Kernels of linear layers and backends of experts that leave values and scales as they are loaded."""
+_DEEP_GEMM = (
+    "DeepGemmFp8BlockScaledMMKernel", "FlashInferFp8DeepGEMMDynamicBlockScaledKernel", "DEEPGEMM", "BATCHED_DEEPGEMM",
+)  # fmt: skip
+"""Those that, unless E8M0 is turned off, quantize again after loading with scales that are powers of two."""
+_CPU = ("CPUFp8BlockScaledMMKernel", "CPU")
 _ELSE = "or have vLLM's own loader make them from whole tensors: connect(route=xfer.Packed())"
+_RESIDENT = "set XFER_CPU_RESIDENT=1 where vLLM is started"
 
 
-def refuse_processed(model: torch.nn.Module, prefix: str = "") -> None:
+def refuse_processed(model: torch.nn.Module, prefix: str = "") -> ScaleRule | None:
     """Refuse modules whose live weights may have another layout than the loaded ones.
 
     Some processing keeps shape and dtype (FlashInfer swaps the halves of w13), so the result does not show it. This function
-    therefore accepts only the methods that are known to leave weights alone.
+    therefore accepts only the methods and kernels that are known to leave weights alone.
+
+    Returns:
+        The rule by which weights have to be quantized for this model; None if it serves none in FP8. By POW2 where DeepGEMM
+        quantizes again: that leaves weights with such scales alone.
 
     Raises:
         Unsupported: It names every such module.
     """
     bad: list[str] = []
+    rules: set[ScaleRule] = set()
     for name, module in model.named_modules():
         method: Any = getattr(module, "quant_method", None)
         if method is None:
             continue
         method = getattr(method, "old_quant_method", method)  # wrapped around another for LoRA and elastic experts
         kind = type(method).__name__
-        if kind not in _AS_LOADED:
+        if kind in _FP8:
+            verdict = _block_fp8(kind, getattr(module, "scheme", method) if kind == _FP8[2] else method)
+            if isinstance(verdict, ScaleRule):
+                rules.add(verdict)
+            else:
+                bad.append(f"{prefix}{name}: {verdict}")
+        elif kind not in _AS_LOADED:
             bad.append(
-                f"{prefix}{name}: {kind}: weights in this form need scales and layouts that xfer does not move; start vLLM "
-                f"without quantization, {_ELSE}"
+                f"{prefix}{name}: {kind}: weights in this form need scales and layouts that xfer does not move: it moves bf16, and "
+                f"block FP8 [128, 128] as a checkpoint has it; {_ELSE}"
             )
         elif hasattr(method, "unquantized_backend"):
             backend = getattr(method.unquantized_backend, "name", str(method.unquantized_backend))
             if backend == "CPU" and not vllm_cpu.installed():
-                bad.append(f"{prefix}{name}: experts packed for the CPU; set XFER_CPU_RESIDENT=1 where vLLM is started")
+                bad.append(f"{prefix}{name}: experts packed for the CPU; {_RESIDENT}")
             elif backend != "CPU" and backend not in _MOE_AS_LOADED:
                 bad.append(
                     f"{prefix}{name}: MoE backend {backend} lays experts out anew; start vLLM with moe_backend='triton', {_ELSE}"
@@ -51,6 +80,36 @@ def refuse_processed(model: torch.nn.Module, prefix: str = "") -> None:
     bad += _copies_in_attention(model)
     if bad:
         raise Unsupported("this engine processed its weights after loading them", bad)
+    return ScaleRule.POW2 if ScaleRule.POW2 in rules else next(iter(rules), None)
+
+
+def _block_fp8(kind: str, method: Any) -> ScaleRule | str:
+    """The rule for a layer of this method (compressed-tensors: its scheme), or why its weights cannot be written in place."""
+    block = getattr(method, "weight_block_size", None)
+    if list(block or ()) != [BLOCK, BLOCK]:
+        what = f"blocks of {list(block)}" if block else "scales per tensor or per channel"
+        return f"{kind}: {what}; xfer moves block FP8 [{BLOCK}, {BLOCK}] only; {_ELSE}"
+    if getattr(method, "weight_scale_refine", None) is not None:
+        return f"{kind}: scales of finer blocks than the checkpoint's; cut experts at multiples of {BLOCK}, {_ELSE}"
+    backend = getattr(method, "fp8_backend", None)
+    kernel = getattr(backend, "name", str(backend)) if backend is not None else type(method.fp8_linear).__name__
+    if kernel in _FP8_AS_LOADED:
+        return ScaleRule.IEEE
+    if kernel in _CPU:
+        return ScaleRule.IEEE if vllm_cpu.installed() else f"{kernel}: weights packed for the CPU; {_RESIDENT}"
+    if kernel in _DEEP_GEMM:
+        if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 10:
+            return f"{kernel}: scales are packed four to an int32 on this GPU; {_ELSE}"
+        return ScaleRule.POW2 if _requantizes() else ScaleRule.IEEE
+    if backend is not None:
+        return f"MoE backend {kernel} lays FP8 experts out anew; start vLLM with moe_backend='triton', {_ELSE}"
+    return f"{kernel} repacks FP8 weights; start vLLM with linear_backend='cutlass', {_ELSE}"
+
+
+def _requantizes() -> bool:
+    from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+
+    return is_deep_gemm_e8m0_used()
 
 
 def _copies_in_attention(model: torch.nn.Module) -> list[str]:

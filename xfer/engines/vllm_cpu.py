@@ -51,6 +51,7 @@ def install() -> None:
         (torch.cpu, "_is_amx_tile_supported", lambda: False),
         # With bf16, gated delta nets read packed weights of causal convolutions. Deny that too.
         (torch.cpu, "_is_avx512_bf16_supported", lambda: False),
+        *_block_fp8(),
     ]
     missing = [f"{getattr(owner, '__name__', owner)}.{name}" for owner, name, _ in swaps if not hasattr(owner, name)]
     if missing:
@@ -73,6 +74,49 @@ def _leave_in_parameter(layer: _CpuLayer, remove_weight: bool) -> None:
     """
     del remove_weight
     layer.cpu_linear = F.linear
+
+
+def _block_fp8() -> list[tuple[type, str, object]]:
+    """Replacements for block FP8, whose own kernels need AMX and pack. A vLLM without them has no such CPU engine.
+
+    Weights and scales stay as the checkpoint has them, and activations stay in bf16.
+    """
+    try:
+        from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
+        from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    except ImportError:
+        return []
+    if not hasattr(cpu_moe, "CPUExpertsFp8"):
+        return []
+    return [
+        (CPUFp8BlockScaledMMKernel, "is_supported", classmethod(lambda cls, compute_capability=None: (True, None))),
+        (CPUFp8BlockScaledMMKernel, "process_weights_after_loading", lambda self, layer: None),
+        (CPUFp8BlockScaledMMKernel, "apply_weights", _apply_block_fp8),
+        (cpu_moe, "prepare_fp8_moe_layer_for_cpu", lambda w13, w2: (w13, w2)),
+        (cpu_moe.CPUExpertsFp8, "_supports_current_device", staticmethod(lambda: True)),
+        (cpu_moe.CPUExpertsFp8, "apply", _apply_fp8_experts),
+    ]
+
+
+def _dequantized(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`weight` [..., R, C] in e4m3 times its scales [..., ceil R/128, ceil C/128], in `dtype`."""
+    rows, cols = weight.shape[-2:]
+    spread = scale.repeat_interleave(128, dim=-2)[..., :rows, :].repeat_interleave(128, dim=-1)[..., :cols]
+    return (weight.to(torch.float32) * spread).to(dtype)
+
+
+def _apply_block_fp8(self, layer, x: torch.Tensor, bias: torch.Tensor | None = None, **_) -> torch.Tensor:
+    """Compute a linear layer from its live weight and scales. The signature is vLLM's."""
+    params = self._get_layer_params(layer)
+    scale = params.weight_scale if params.weight_scale_inv is None else params.weight_scale_inv
+    return F.linear(x, _dequantized(params.weight, scale, x.dtype), bias)
+
+
+def _apply_fp8_experts(self, output, hidden_states, w1, w2, *args, **more) -> None:
+    """As `_apply_experts`, from FP8 weights and the scales that lie beside them."""
+    dtype = hidden_states.dtype
+    w1, w2 = _dequantized(w1, self.w1_scale, dtype), _dequantized(w2, self.w2_scale, dtype)
+    _apply_experts(self, output, hidden_states, w1, w2, *args, **more)
 
 
 def _apply_experts(

@@ -36,9 +36,11 @@ from xfer.engines.layout import (
 from xfer.engines.live import DRAFT, LiveStorages
 from xfer.engines.lock import Lock, candidates, choose
 from xfer.engines.processed import refuse_processed
+from xfer.engines.quantized import with_quantized
 from xfer.engines.settings import refuse_settings
 from xfer.engines.vllm_checks import all_agree, matches, refuse_other_family
 from xfer.errors import LayoutError, Unsupported, XferError
+from xfer.kernels.block_fp8 import ScaleRule
 from xfer.trace.fragment import TensorSpec
 from xfer.trace.loader import trace_loader
 from xfer.trace.traced import Traced
@@ -161,16 +163,17 @@ class EngineModel:
         self._refuse_unseen_drafter()
         live = LiveStorages(self.model, draft=self.draft, wraps=self._wraps())
         self._refuse_asleep(live)
-        refuse_processed(self.model)
+        rules = [refuse_processed(self.model)]
         if self.draft is not None:
-            refuse_processed(self.draft, DRAFT)
+            rules.append(refuse_processed(self.draft, DRAFT))
+        rule = ScaleRule.POW2 if ScaleRule.POW2 in rules else next(filter(None, rules), None)
         expected = self._expected()
         built = Watch()
         twin, drafter = self._twin(built), self._twin_drafter(built)
         copies = self._made_since(twin, drafter)
         copies.look()
-        specs = tuple(s for s in catalog.specs if not matches(s.name, self.drop))
-        drafted = self._drafted(drafter, specs, live, built)
+        specs = tuple(s for s in catalog.exported if not matches(s.name, self.drop))
+        drafted = self._drafted(drafter, specs, live, built, rule)
         drafters = set(drafted.reads) - {s.name for s in expected or ()}  # without those that both models read
         mine = tuple(s for s in specs if s.name not in drafters)
         head = self._untied_head(twin, mine, expected or ())
@@ -182,6 +185,7 @@ class EngineModel:
             traced = (
                 trace_loader(twin, specs, built=built) if head is None else _trace_with_head(twin, specs, head, built)
             )
+            traced = with_quantized(traced, twin, lambda offered: _retraced(self._twin, offered), rule)
             traced, both = joined(traced, drafted), LiveStorages(twin, draft=drafter)
             if self.keep:
                 own = (*live.slots, *attributes([("", self.model)]))
@@ -320,7 +324,12 @@ class EngineModel:
         )
 
     def _drafted(
-        self, twin: torch.nn.Module | None, specs: Sequence[TensorSpec], live: LiveStorages, built: Watch
+        self,
+        twin: torch.nn.Module | None,
+        specs: Sequence[TensorSpec],
+        live: LiveStorages,
+        built: Watch,
+        rule: ScaleRule | None,
     ) -> Traced:
         """Trace the drafter's own loader over the checkpoint's tensors.
 
@@ -330,7 +339,9 @@ class EngineModel:
         if twin is None:
             return Traced((), ())
         try:
-            traced = renamed(trace_loader(twin, specs, built=built), DRAFT)
+            traced = trace_loader(twin, specs, built=built)
+            traced = with_quantized(traced, twin, lambda offered: _retraced(self._twin_drafter, offered), rule)
+            traced = renamed(traced, DRAFT)
         except (LayoutError, Unsupported) as e:
             if matches(DRAFT, self.keep):  # the drafter came from a checkpoint of its own and is kept
                 return Traced((), ())
@@ -484,6 +495,13 @@ class EngineModel:
         """Wait until the device has done all queued work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _retraced(make: Callable[[Watch], torch.nn.Module | None], specs: Sequence[TensorSpec]) -> Traced:
+    """Trace the loader of a fresh twin."""
+    built = Watch()
+    twin = make(built)
+    return trace_loader(twin, specs, built=built) if twin is not None else Traced((), ())
 
 
 def _not_read() -> XferError:

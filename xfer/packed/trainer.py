@@ -63,6 +63,14 @@ class PackedTrainer:
     def wait_still(self, seconds: float) -> bool:
         return self.pump.wait_over(seconds)
 
+    def quantize(self) -> None:
+        pass
+
+    scratch_bytes, rules = 0, ()
+
+    def explain(self) -> str:
+        return ""
+
     def news(self, committed: bool) -> News:
         return News()
 

@@ -77,9 +77,10 @@ class PackedWorker:
         self.catalog: Catalog  # set by `read`
         self._party, self._replica = party, replica
 
-    def read(self, catalog: Catalog) -> None:
+    def read(self, catalog: Catalog) -> tuple[TensorSpec, ...]:
         self.loader.accept(catalog)
         self.catalog, self.inventory = catalog, catalog.digest().encode()
+        return ()
 
     def rebind(self) -> None:
         pass

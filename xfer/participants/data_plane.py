@@ -178,12 +178,27 @@ class TrainerSide(Protocol):
 
     Attributes:
         inventory: Digest of this rank's layout, for the coordinator; empty before the first `read`.
+        scratch_bytes: Bytes that `quantize` fills, held as long as the layout is used.
+        rules: Names of the rules by which it quantizes (kernels/quantize.py); () if it quantizes nothing.
     """
 
     inventory: bytes
 
+    @property
+    def scratch_bytes(self) -> int: ...
+
+    @property
+    def rules(self) -> tuple[str, ...]: ...
+
     def read(self, catalog: Catalog, layout: TrainerLayout) -> None:
         """Take a layout under a catalog, and set `inventory`."""
+
+    def quantize(self) -> None:
+        """Bring the quantized form of the weights up to date, from storages that hold the new ones. Engines that serve them so
+        may read it next."""
+
+    def explain(self) -> str:
+        """Describe what `quantize` does, for a person to read; empty if it does nothing."""
 
     def forget_layout(self) -> None:
         """Forget the layout, which does not fit the catalog: nothing can be read from this rank until `read`."""

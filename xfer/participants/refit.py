@@ -113,6 +113,7 @@ class RefitCall:
                 rebound = any([lane.plane.moved() for lane in lanes])
                 broken = tuple(lane.replica for lane in lanes if lane.gave_up)
                 seconds = drain.seconds + self._computed()
+                session.side.quantize()
                 news = session.side.news(session.version is not None)
                 if session.device.type == "cuda":
                     # Copies that a source makes when it is checked (of a callable) run on this thread's stream; lanes have others.
@@ -380,9 +381,12 @@ class RefitCall:
             outcomes,
             sum(facts.bytes_out for _, facts in planned),
             sum(facts.broadcast_bytes for _, facts in planned),
-            sum(plane.extra_bytes for plane, _ in planned) + computing.scratch_bytes(self.session.layout),
+            sum(plane.extra_bytes for plane, _ in planned)
+            + computing.scratch_bytes(self.session.layout)
+            + self.session.side.scratch_bytes,
             sum(facts.kept_bytes for _, facts in planned),
             pending,
+            rules=self.session.side.rules,
         )
 
 

@@ -33,6 +33,8 @@ class RefitReport:
         pending: Whether the call returned at `wait="sources"`, before the outcomes were known.
         before: The report of the refit before this one, if that call was pending. Its `seconds` end when this call asked
             for it.
+        rules: Names of the rules by which this rank quantized weights for engines that serve them in FP8 ("ieee", "pow2"); ()
+            if none does. `Session.explain()` says what engines then hold.
     """
 
     rank: int
@@ -45,6 +47,7 @@ class RefitReport:
     kept_bytes: int
     pending: bool = False
     before: RefitReport | None = None
+    rules: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         name = "a version without a number yet" if self.version is None else f"version {self.version!r}"

@@ -238,8 +238,7 @@ class TrainerSession:
         )  # fmt: skip
         if isinstance(first, m.Failed):
             raise first.error.error()
-        self._take_catalog(first)
-        self._tell_inventory()
+        self._answer(first)
         if wait:
             ready: set[int] = set()
             while len(ready) < self.replicas:
@@ -259,8 +258,7 @@ class TrainerSession:
                     self._party.try_send(m.Failed(m.WireError.of(e, self._party.label)))
                     raise
                 if isinstance(message, m.CatalogMsg):
-                    self._take_catalog(message)
-                    self._tell_inventory()
+                    self._answer(message)
                 elif isinstance(message, m.Failed):
                     raise message.error.error()
                 else:
@@ -301,7 +299,14 @@ class TrainerSession:
             where=self._party.label,
         )
 
-    def _tell_inventory(self) -> None:
+    def _answer(self, message: m.CatalogMsg) -> None:
+        """Take a catalog while connecting, and answer with the inventory. What this rank cannot do ends the session: all ranks
+        get its error."""
+        try:
+            self._take_catalog(message)
+        except Exception as e:
+            self._party.try_send(m.Failed(m.WireError.of(e, self._party.label)))
+            raise
         # If the coordinator has closed, the inbox has the reason; an error of this send would hide it.
         self._party.try_send(m.InventoryMsg(self.side.inventory, self.generation))
         self.has_told(b"", self.side.inventory)
@@ -438,6 +443,7 @@ class TrainerSession:
         # The coordinator's answer has come, even if this rank's answer to it fails.
         self._stale, self._told = True, (self._told[0], b"")
         self._take_catalog(message)
+        self.side.quantize()
         self._stale = False
         self._party.send(m.InventoryMsg(self.side.inventory, self.generation))
         self.has_told(b"", self.side.inventory)
@@ -492,7 +498,8 @@ class TrainerSession:
                 "replicas of one layout form a relay chain: only the first one pulls from trainers; "
                 "each of the others reads from the one before it (`relay` in a report's routes)"
             )
-        return "\n\n".join(filter(None, [*lanes, computing.explain(self.layout, self._party.label)]))
+        own = [computing.explain(self.layout, self._party.label), self.side.explain()]
+        return "\n\n".join(filter(None, [*lanes, *own]))
 
     def settle(self) -> None:
         """Wait for the outcome of an earlier call, within that call's bound, and raise its error.

@@ -17,9 +17,9 @@ import torch
 
 from xfer.coordinator import messages as m
 from xfer.coordinator.deadlines import SILENCE_S, STOP_GRACE_S
-from xfer.coordinator.layouts import unpack_one
+from xfer.coordinator.layouts import pack_specs, unpack_one
 from xfer.coordinator.messages import Label
-from xfer.errors import DeadlineExceeded, PeerLost, XferError
+from xfer.errors import DeadlineExceeded, PeerLost, RebindError, XferError
 from xfer.participants import faults, timeline
 from xfer.participants.data_plane import Change, DataPlane
 from xfer.participants.lane import Lane
@@ -27,6 +27,7 @@ from xfer.participants.timeline import mark
 from xfer.participants.turns import quick_turns
 from xfer.rendezvous.client import RendezvousClient, data_plane
 from xfer.trace.catalog import Catalog
+from xfer.trace.fragment import TensorSpec
 
 logger = logging.getLogger("xfer")
 
@@ -74,8 +75,13 @@ class WorkerSide(Protocol):
     model: Model
     inventory: bytes
 
-    def read(self, catalog: Catalog) -> None:
-        """Read the live layout under a catalog and set `inventory`."""
+    def read(self, catalog: Catalog) -> tuple[TensorSpec, ...]:
+        """Read the live layout under a catalog and set `inventory`.
+
+        Returns:
+            Tensors that trainers have to derive for this engine (trace/derived.py) and that are not in the catalog. `inventory`
+            is then not set.
+        """
 
     def rebind(self) -> None:
         """Use the new addresses of the same layout."""
@@ -208,15 +214,18 @@ class WorkerSession:
     def _read(self, party: RendezvousClient, message: m.CatalogMsg) -> None:
         faults.point("worker", self.index, "read")
         self._catalog, self._generation = Catalog.from_bytes(unpack_one(message.catalog, "catalog")), message.generation
-        self._publish(self._catalog)
         # If the coordinator is gone, the inbox has the reason.
+        if missing := self._publish(self._catalog):
+            party.try_send(m.Specs(pack_specs(Catalog(missing).to_bytes(), ())))  # a catalog with them will come
+            return
         party.try_send(m.InventoryMsg(self.side.inventory, message.generation))
         self._told = self.side.inventory
 
-    def _publish(self, catalog: Catalog) -> None:
+    def _publish(self, catalog: Catalog) -> tuple[TensorSpec, ...]:
         self._stale = True
-        self.side.read(catalog)
+        missing = self.side.read(catalog)
         self._stale = False
+        return missing
 
     def _lane(self, party: RendezvousClient, replica: int) -> Lane | None:
         if replica != self.replica:
@@ -336,7 +345,11 @@ class WorkerSession:
                 self.side.rebind()
                 self._stale = False
             elif change is Change.CHANGED and self._catalog is not None:
-                self._publish(self._catalog)
+                if missing := self._publish(self._catalog):
+                    names = (f"{s.of}: {s.dtype}, rule {s.rule}" for s in missing)
+                    raise RebindError(
+                        "this engine wants weights in another form than when it joined; restart it", names
+                    )
         except Exception as e:
             return b"", m.WireError.of(self._noted(e), party.label)
         return self.side.inventory if self.side.inventory != self._told else b"", None

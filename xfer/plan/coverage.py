@@ -118,8 +118,8 @@ def _untaken(catalog: Catalog, destinations: Sequence[Class], options: PlanOptio
     taken = _taken(catalog, destinations)
     unread = []
     for spec in (catalog.specs[i] for i in np.flatnonzero(~read)):
-        if not all(spec.shape) or matches(spec.name, options.drop):
-            continue
+        if spec.of or not all(spec.shape) or matches(spec.name, options.drop):
+            continue  # a derived tensor is for engines that ask for it, and `read` has the one that it is derived from
         group, member = catalog.grouped(spec.name)
         ranges = taken.get(catalog.index[group], ())
         if (member is None and ranges) or any(a <= member < b for a, b in ranges if member is not None):

@@ -18,11 +18,14 @@ import msgspec
 
 from xfer.errors import LayoutError, ProtocolError
 from xfer.trace.boxes import merge, refined
+from xfer.trace.derived import quantized
 from xfer.trace.fragment import Fragment, Ints, TensorSpec
 
 MAX_BYTES = 64 << 20
 """Largest encoded catalog that is decoded: fifty times that of a model with 45,000 tensors."""
 _INTEGER = re.compile(r"0|[1-9]\d*")
+_Row = tuple[str, tuple[int, ...], str, tuple[int, ...], str, str]
+"""A spec on the wire: its fields."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,24 @@ class Catalog:
                 for name, (s, _) in sorted(seen.items())
             )
         )
+
+    def deriving(self, wanted: Iterable[tuple[str, str]]) -> Catalog:
+        """This catalog and the quantized form of some of its matrices.
+
+        Args:
+            wanted: Pairs of a matrix and a rule (derived.py). One of a group of experts stands for all of them. Names that
+                are not here are left out.
+        """
+        members = {
+            (n, rule) for name, rule in wanted if name in self._named for n in self.members(self.grouped(name)[0])
+        }
+        more = {spec for name, rule in members for spec in quantized(self._named[name], rule)}
+        return Catalog(tuple(sorted({*self.specs, *more}, key=lambda s: s.name)))
+
+    @cached_property
+    def exported(self) -> tuple[TensorSpec, ...]:
+        """The checkpoint's own tensors, without derived ones."""
+        return tuple(s for s in self.specs if not s.of)
 
     @cached_property
     def _groups(self) -> dict[str, list[TensorSpec]]:
@@ -156,7 +177,7 @@ class Catalog:
         return hashlib.blake2b(self.to_bytes(), digest_size=16).hexdigest()
 
     def to_bytes(self) -> bytes:
-        return msgspec.msgpack.encode([(s.name, s.shape, s.dtype, s.split) for s in self.specs])
+        return msgspec.msgpack.encode([(s.name, s.shape, s.dtype, s.split, s.of, s.rule) for s in self.specs])
 
     @staticmethod
     def from_bytes(data: bytes) -> Catalog:
@@ -164,7 +185,7 @@ class Catalog:
         if len(data) > MAX_BYTES:
             raise ProtocolError(f"a catalog of {len(data)} bytes; at most {MAX_BYTES} are read")
         try:
-            rows = msgspec.msgpack.decode(data, type=list[tuple[str, tuple[int, ...], str, tuple[int, ...]]])
+            rows = msgspec.msgpack.decode(data, type=list[_Row])
             specs = tuple(TensorSpec(*r) for r in rows)
             if any(n < 0 for s in specs for n in s.shape):
                 raise ValueError("a negative size")

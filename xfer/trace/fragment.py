@@ -18,12 +18,16 @@ class TensorSpec:
     `split`: the same tensor with some dims cut into several, row-major, or () for `shape` as it is. Trainers give it
     where they hold interleaved parts of a dim (every other column of a gate and up tensor), which in `shape` would be
     a box per element, and in `split` is one. Plans are made in `dims`.
+
+    `of`, `rule`: empty, but for a tensor that trainers derive from checkpoint tensor `of` (derived.py).
     """
 
     name: str
     shape: Ints
     dtype: str
     split: Ints = ()
+    of: str = ""
+    rule: str = ""
 
     @property
     def dims(self) -> Ints:

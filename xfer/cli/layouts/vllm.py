@@ -46,6 +46,7 @@ def _build_as_on_gpus() -> None:
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend, backend_to_kernel_cls
     from vllm.platforms.cpu import CpuPlatform
 
+    _fp8_as_on_gpus()
     triton = UnquantizedMoeBackend.TRITON
     method.select_unquantized_moe_backend = lambda moe_config: (triton, backend_to_kernel_cls(triton)[0])
     check, choose = FusedMoEConfig.__post_init__, CpuPlatform.get_attn_backend_cls.__func__
@@ -62,3 +63,20 @@ def _build_as_on_gpus() -> None:
 
     FusedMoEConfig.__post_init__ = checked
     CpuPlatform.get_attn_backend_cls = classmethod(chosen)
+
+
+def _fp8_as_on_gpus() -> None:
+    """Give block FP8 the Triton kernels, too: those for CPUs need AMX, and repack weights after loading. Parameters for scales of the
+    KV cache are left out: vLLM deletes them after loading."""
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.kernels.linear import TritonFp8BlockScaledMMKernel as kernel
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend, backend_to_kernel_cls
+    from vllm.model_executor.layers.quantization import fp8
+    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+    from vllm.platforms.interface import PlatformEnum
+
+    triton = Fp8MoeBackend.TRITON
+    BaseKVCacheMethod.create_weights = lambda self, layer: None
+    kernel.is_supported = classmethod(lambda cls, compute_capability=None: (True, None))
+    linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [kernel]
+    fp8.select_fp8_moe_backend = lambda *args, **more: (triton, backend_to_kernel_cls(triton)[0])

@@ -1,0 +1,88 @@
+"""Trainers in bf16 refit engines that serve block FP8: the trainers quantize what such engines ask for. The judge is an oracle in
+numpy that quantizes each whole matrix (tests/support/block_fp8.py)."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from tests.support.fp8_engine import MATRICES, SHAPES, fp8_engine
+from tests.support.world import ToyEngine, ToySource, World, good, raised, right, until_true
+from xfer.errors import Unsupported
+from xfer.kernels.block_fp8 import ScaleRule
+
+
+def fp8_world(engines: list[ToyEngine], **more) -> World:
+    return World(replicas=len(engines), shapes=dict(SHAPES), engines=engines, **more)
+
+
+@pytest.mark.parametrize("rule", ScaleRule)
+def test_engines_hold_what_the_oracle_makes_of_each_version(rule):
+    with fp8_world([fp8_engine(rule)]).connect() as world:
+        for version in (1, 2):
+            report = world.commits(version)
+            assert report.verified and report.rules == (rule.value,)
+            halves = sum(a * b for a, b in (SHAPES[n] for n in MATRICES)) // 2
+            assert report.extra_bytes >= halves
+        said = world.sessions[0].explain()
+        assert (
+            f"quantizes 2 matrices to FP8 before each refit (e4m3, a scale per 128x128 block, rule {rule.value})"
+            in said
+        )
+        assert "bit for bit, what they would load from a checkpoint that this rule wrote" in said
+
+
+def test_engines_in_bf16_and_in_fp8_by_both_rules_in_one_session():
+    engines = [ToyEngine(2, dict(SHAPES)), fp8_engine(), fp8_engine(ScaleRule.POW2)]
+    with fp8_world(engines).connect() as world:
+        for version in (1, 2):
+            report = world.commits(version)
+        assert report.rules == ("ieee", "pow2")
+
+
+def test_an_engine_that_needs_fp8_joins_a_session_of_bf16_engines_later():
+    """Before any refit of it, between two, and while bytes of another one move by the old catalog."""
+    with World(replicas=2, shapes=dict(SHAPES), engines=[ToyEngine(2, dict(SHAPES))], wait=False).connect() as world:
+        world.controllers[0].wait_ready(20.0)
+        world.commits(1, {0}, min_replicas=1)
+        world.engines.append(fp8_engine())
+        world.controllers.append(world.serve(world.engines[1], 1))
+        until_true(lambda: world.coordinator.generation == 2)
+        world.commits(2)
+        world.commits(3)
+
+
+def test_an_engine_that_needs_fp8_comes_while_bytes_move():
+    with World(replicas=2, shapes=dict(SHAPES), engines=[ToyEngine(2, dict(SHAPES))], wait=False).connect() as world:
+        world.controllers[0].wait_ready(20.0)
+        installs = threading.Event()
+        world.engines[0].takers[0].installs_after(installs)
+        results = world.start(1, min_replicas=1)
+        until_true(lambda: world.coordinator.refit is not None and world.armed())
+        world.engines.append(fp8_engine())
+        world.controllers.append(world.serve(world.engines[1], 1))
+        until_true(lambda: world.coordinator.derived)
+        assert world.coordinator.generation == 1
+        installs.set()
+        good(results())
+        right(world, 1, {0})
+        world.commits(2)
+
+
+def test_trainers_that_moved_or_released_their_weights_quantize_what_they_have_now():
+    with fp8_world([fp8_engine()]).connect() as world:
+        for version, change in ((1, lambda s: s.move()), (2, lambda s: None)):
+            for source in world.sources:
+                change(source)
+            world.commits(version)
+            good(world.on_all(lambda i: world.sessions[i].release()))
+
+
+def test_ranks_that_share_a_block_are_told_which():
+    """Three trainers cut 256 rows at 85 and 170."""
+    world = World(trainers=3, shapes=dict(SHAPES), engines=[fp8_engine()])
+    world.sources = [ToySource(i, 3, dict(SHAPES)) for i in range(3)]
+    with pytest.raises(Unsupported) as error:
+        world.connect()
+    raised([error.value], Unsupported, "layers.0.w: this rank holds 0:85 x 0:512 of [256, 512]", "ignored_layers")

@@ -1,0 +1,87 @@
+"""A toy engine of world.py that serves some matrices in block FP8: e4m3 values, and a float32 scale per block of 128 x 128."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tests.support.block_fp8 import quantized as oracle
+from tests.support.world import ToyEngine, ToySource, ToyTaker, flat, specs_of
+from xfer.engines.layout import EngineLayout
+from xfer.kernels.block_fp8 import ScaleRule
+from xfer.trace.derived import BLOCK, block_grid, quantized
+from xfer.trace.fragment import Fragment, Root, Span
+from xfer.trace.traced import Traced
+
+SHAPES = {"layers.0.w": (256, 512), "layers.1.w": (256, 300), "embed": (36, 8), "norm": (12,)}
+MATRICES = ("layers.0.w", "layers.1.w")
+"""Those in FP8. The second one's last blocks are cut off, and only one worker has it."""
+
+
+def truth(name: str, version: int, rule: ScaleRule = ScaleRule.IEEE) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of a whole matrix, by the oracle in numpy."""
+    codes, scales, _ = oracle(ToySource.value(name, SHAPES[name], version).float().numpy(), rule)
+    return torch.from_numpy(codes), torch.from_numpy(np.ascontiguousarray(scales))
+
+
+class Fp8Taker(ToyTaker):
+    """Worker `rank` of two: columns of the first matrix and of what stays in bf16, and on rank 0 all of the second matrix."""
+
+    rule = ScaleRule.IEEE
+
+    def __init__(self, rank: int, world: int):
+        super().__init__(rank, world, {n: s for n, s in SHAPES.items() if n not in MATRICES})
+        columns = SHAPES["layers.0.w"][1] // world
+        self.boxes = {"layers.0.w": ((0, rank * columns), (256, columns))}
+        if rank == 0:
+            self.boxes["layers.1.w"] = ((0, 0), SHAPES["layers.1.w"])
+        for name, (_, extent) in self.boxes.items():
+            self.live[name] = torch.full(extent, 0x7F, dtype=torch.uint8)
+            self.live[f"{name}_scale_inv"] = torch.full(block_grid(extent), torch.nan)
+
+    def read(self, catalog) -> EngineLayout:
+        plain = super().read(catalog)
+        specs, fragments, sizes = [*specs_of(SHAPES)], [*plain.traced.fragments], []
+        bases = {s.name: s for s in specs}
+        for name, (origin, _) in self.boxes.items():
+            for spec, key in zip(quantized(bases[name], self.rule.value), (name, f"{name}_scale_inv")):
+                t = self.live[key]
+                first = origin if key == name else tuple(o // BLOCK for o in origin)
+                strides = tuple(0 if n == 1 else s * t.itemsize for n, s in zip(t.shape, t.stride()))
+                fragments.append(Fragment(spec.name, first, tuple(t.shape), key, 0, strides, spec.dtype))
+                specs.append(spec)
+                sizes.append((key, t.untyped_storage().nbytes()))
+        self._ptrs = [t.data_ptr() for t in self.live.values()]
+        return EngineLayout(
+            roots=(*plain.roots, *(Root(n, size) for n, size in sizes)),
+            tensors={**plain.tensors, **{n: flat(self.live[n]) for n, _ in sizes}},
+            traced=Traced(
+                tuple(sorted(specs)), tuple(fragments), plain.traced.fills, reads=(*plain.traced.reads, *self.boxes)
+            ),
+            footprint=(*plain.footprint, *(Span(n, 0, size) for n, size in sizes)),
+            kept=(),
+            staged=(),
+            aliases=(),
+        )
+
+    def wrong(self, version: int) -> list[str]:
+        bad = super().wrong(version)
+        for name, (origin, extent) in self.boxes.items():
+            codes, scales = truth(name, version, self.rule)
+            here = tuple(slice(o, o + n) for o, n in zip(origin, extent))
+            blocks = tuple(slice(s.start // BLOCK, -(-s.stop // BLOCK)) for s in here)
+            scale = self.live[f"{name}_scale_inv"]
+            if not torch.equal(self.live[name], codes[here]):
+                bad.append(name)
+            if not torch.equal(scale.view(torch.int32), scales[blocks].contiguous().view(torch.int32)):
+                bad.append(f"{name}_scale_inv")
+        return bad
+
+
+def fp8_engine(rule: ScaleRule = ScaleRule.IEEE) -> ToyEngine:
+    """Two workers."""
+    engine = ToyEngine(2, SHAPES)
+    engine.takers = [Fp8Taker(i, 2) for i in range(2)]
+    for taker in engine.takers:
+        taker.rule = rule
+    return engine

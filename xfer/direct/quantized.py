@@ -1,0 +1,252 @@
+"""One trainer rank's matrices in the FP8 form that engines asked for, in scratch. They are quantized anew before each refit.
+
+To the planner they are ordinary fragments in scratch (trace/derived.py). kernels/quantize.py has the arithmetic. Weights that are
+not in bf16 are rounded to bf16 first, since an engine's checkpoint has them so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from xfer.errors import Unsupported
+from xfer.kernels.block_fp8 import ScaleRule, WeightBox
+from xfer.kernels.quantize import Quantizer, quantizer
+from xfer.kernels.torch_impl import Space
+from xfer.mesh.box import Box, row_major
+from xfer.plan.inventory import SCRATCH
+from xfer.plan.program import ITEMSIZE
+from xfer.trace.boxes import merge
+from xfer.trace.catalog import Catalog
+from xfer.trace.derived import BLOCK, SCALES, VALUES, block_grid, quantized
+from xfer.trace.fragment import Fragment, Ints, Root, TensorSpec
+
+T = TypeVar("T")
+ALIGN = 512
+"""Values of a piece and scales of a matrix begin at a multiple of this many bytes, like torch's own allocations."""
+FROM = ("bfloat16", "float32")
+ROOT = SCRATCH + "fp8"
+
+
+@dataclass(frozen=True, slots=True)
+class _MatrixPart:
+    """A box of the matrix that lies in one storage of this rank. `at`: byte of its values in scratch."""
+
+    box: Box
+    source: Fragment
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class _InScratch:
+    """A matrix in one form. `blocks`: the part of its grid that this rank has scales of, at byte `at` of scratch."""
+
+    rule: ScaleRule
+    pieces: tuple[_MatrixPart, ...]
+    blocks: Box
+    at: int
+
+
+class Quantized:
+    """All matrices of one trainer rank that the catalog names in FP8.
+
+    Args:
+        catalog: The session's checkpoint tensors.
+        fragments: Where this rank holds them.
+        device: Where to allocate scratch.
+        who: This rank, for errors.
+
+    Attributes:
+        fragments: The results, as parts of derived tensors in scratch.
+        roots: The scratch storage; () if this rank holds no such matrix.
+        rules: Names of the rules in use, sorted.
+
+    Raises:
+        Unsupported: A matrix cannot be quantized here, because this rank holds only a part of some block, for example. It lists
+            all of them.
+    """
+
+    def __init__(self, catalog: Catalog, fragments: Iterable[Fragment], device: torch.device, who: str):
+        self._device = device
+        self._storage: torch.Tensor | None = None
+        self._quantizers: list[Quantizer] = []
+        forms = sorted({(s.of, s.rule) for s in catalog.specs if s.of})
+        wanted = {name for name, _ in forms}
+        specs = {s.name: s for s in catalog.exported if s.name in wanted}
+        held: dict[str, list[Fragment]] = {}
+        for f in fragments:
+            if f.tensor in wanted:
+                held.setdefault(f.tensor, []).append(f)
+        self._matrices: list[_InScratch] = []
+        self._nbytes = 0
+        offered: list[Fragment] = []
+        bad: list[str] = []
+        for name, rule in forms:
+            if name not in held:
+                continue
+            try:
+                offered += self._lay_out(specs[name], ScaleRule(rule), held[name])
+            except Unsupported as e:
+                bad += [f"{name}: {e.message}"]
+        if bad:
+            raise Unsupported(f"{who}: engines ask for weights in FP8 that this rank cannot quantize", bad)
+        self.fragments = tuple(offered)
+        self.rules = tuple(sorted({m.rule.value for m in self._matrices}))
+        self.roots = (Root(ROOT, self._nbytes),) if self._matrices else ()
+
+    def _lay_out(self, spec: TensorSpec, rule: ScaleRule, held: Sequence[Fragment]) -> list[Fragment]:
+        """Give a matrix its place in scratch. Returns the fragments there."""
+        if len(spec.shape) != 2 or spec.split or any(f.steps for f in held):
+            raise Unsupported(f"has shape {list(spec.dims)}; only matrices that are held in plain boxes are quantized")
+        if odd := sorted({f.dtype for f in held} - set(FROM)):
+            raise Unsupported(f"is {', '.join(odd)}; only {' and '.join(FROM)} are quantized")
+        boxes = _disjoint((Box(f.origin, f.extent), f) for f in held)
+        blocks = _blocks_of([box for box, _ in boxes], spec.shape)
+        pieces = []
+        for box, f in boxes:
+            pieces.append(_MatrixPart(box, f, self._room(box.size)))
+        bounds = _bounding(blocks)
+        matrix = _InScratch(rule, tuple(pieces), bounds, self._room(bounds.size * ITEMSIZE[SCALES]))
+        self._matrices.append(matrix)
+        values, scales = quantized(spec, rule.value)
+        strides = tuple(s * ITEMSIZE[SCALES] for s in row_major(bounds.extent))
+        return [
+            *(_fragment(values.name, p.box, p.at, row_major(p.box.extent), VALUES) for p in pieces),
+            *merge(
+                _fragment(scales.name, b, matrix.at + _offset(b.origin, bounds.origin, strides), strides, SCALES)
+                for b in blocks
+            ),
+        ]
+
+    def _room(self, nbytes: int) -> int:
+        at, self._nbytes = self._nbytes, self._nbytes + -(-nbytes // ALIGN) * ALIGN
+        return at
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of scratch. They are held until `release`."""
+        return self._nbytes
+
+    def bind(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Read weights from these storages from now on. Returns the binding table with scratch in it."""
+        if self._storage is None:
+            self._storage = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
+        scratch, spaces = Space(self._storage), {name: Space(t) for name, t in tensors.items()}
+        boxes: dict[ScaleRule, list[WeightBox]] = {}
+        for m in self._matrices:
+            scales = scratch.view(torch.float32, m.at, m.blocks.extent, _bytes(m.blocks.extent, SCALES))
+            amax = torch.empty_like(scales) if len(m.pieces) > 1 else None  # pieces may have parts of one block
+            for p in m.pieces:
+                f = p.source
+                at = f.offset + _offset(p.box.origin, f.origin, f.strides)
+                weight = spaces[f.root].view(getattr(torch, f.dtype), at, p.box.extent, f.strides)
+                values = scratch.view(torch.float8_e4m3fn, p.at, p.box.extent, _bytes(p.box.extent, VALUES))
+                part = tuple(map(_within, _blocks(p.box).origin, _blocks(p.box).extent, m.blocks.origin))
+                row0, col0 = (o % BLOCK for o in p.box.origin)
+                own = None if amax is None else amax[part]
+                boxes.setdefault(m.rule, []).append(WeightBox(weight, values, scales[part], own, row0, col0))
+        self._quantizers = [quantizer(some, rule) for rule, some in boxes.items()]
+        return {**tensors, **{r.name: self._storage for r in self.roots}}
+
+    def run(self) -> None:
+        """Quantize the present weights. Returns before a GPU has done it."""
+        for q in self._quantizers:
+            q.measure()
+            q.run()
+
+    def release(self) -> None:
+        """Free scratch and drop the storages until `bind`."""
+        self._storage, self._quantizers = None, []
+
+    def explain(self, who: str) -> str:
+        """Two lines for a person to read; empty if nothing is quantized."""
+        if not self._matrices:
+            return ""
+        return (
+            f"{who} quantizes {len(self._matrices)} matrices to FP8 before each refit (e4m3, a scale per {BLOCK}x{BLOCK} block, rule "
+            f"{' and '.join(self.rules)}), into {self._nbytes:,} bytes of scratch.\nEngines then hold, bit for bit, what they would "
+            "load from a checkpoint that this rule wrote from the exported weights in bfloat16."
+        )
+
+
+def _bytes(shape: Ints, dtype: str) -> Ints:
+    return tuple(s * ITEMSIZE[dtype] for s in row_major(shape))
+
+
+def _offset(at: Ints, origin: Ints, strides: Ints) -> int:
+    return sum((a - o) * s for a, o, s in zip(at, origin, strides))
+
+
+def _fragment(name: str, box: Box, at: int, strides: Ints, dtype: str) -> Fragment:
+    return Fragment(
+        name, box.origin, box.extent, ROOT, at, tuple(s if n > 1 else 0 for s, n in zip(strides, box.extent)), dtype
+    )
+
+
+def _disjoint(held: Iterable[tuple[Box, T]]) -> list[tuple[Box, T]]:
+    """The boxes without what an earlier one has, since a rank may hold an element twice."""
+    out: list[tuple[Box, T]] = []
+    for box, f in held:
+        left = [box]
+        for other, _ in out:
+            left = [rest for b in left for rest in _without(b, other)]
+        out += [(b, f) for b in left]
+    return out
+
+
+def _without(box: Box, other: Box) -> list[Box]:
+    common = box.intersect(other)
+    return [*box.subtract(common)] if common else [box]
+
+
+def _bounding(boxes: Sequence[Box]) -> Box:
+    lo = tuple(map(min, *(b.origin for b in boxes), boxes[0].origin))
+    hi = tuple(map(max, *(b.end for b in boxes), boxes[0].end))
+    return Box(lo, tuple(h - low for h, low in zip(hi, lo)))
+
+
+def _blocks_of(boxes: Sequence[Box], shape: Ints) -> list[Box]:
+    """The blocks that disjoint boxes of a matrix touch, as disjoint boxes of its grid.
+
+    Raises:
+        Unsupported: The boxes have only a part of some block.
+    """
+    touched = [_blocks(b) for b in boxes]
+    bounds = _bounding(touched)
+    held = np.zeros(bounds.extent, np.int64)
+    for b in boxes:
+        rows, cols = (_common(o, n, first, count) for o, n, first, count in zip(b.origin, b.extent, *_pair(bounds)))
+        held += np.outer(rows, cols)
+    size = np.outer(*(_common(0, n, first, count) for n, first, count in zip(shape, *_pair(bounds))))
+    if cut := int(((held > 0) & (held < size)).sum()):
+        some = " and ".join(" x ".join(f"{o}:{o + n}" for o, n in zip(b.origin, b.extent)) for b in boxes[:3])
+        raise Unsupported(
+            f"this rank holds {some}{' and more' * (len(boxes) > 3)} of {list(shape)}, and so only a part of {cut} blocks of "
+            f"{BLOCK}x{BLOCK}; other ranks hold the rest. Cut it at multiples of {BLOCK}, keep this layer in bf16 "
+            "(vLLM's `ignored_layers`), or take route=xfer.Packed()"
+        )
+    return [b for b, _ in _disjoint((b, None) for b in touched)]
+
+
+def _blocks(box: Box) -> Box:
+    """The blocks that a box of a matrix touches, as a box of its grid."""
+    first = tuple(o // BLOCK for o in box.origin)
+    return Box(first, tuple(end - o for end, o in zip(block_grid(box.end), first)))
+
+
+def _within(start: int, n: int, first: int) -> slice:
+    return slice(start - first, start - first + n)
+
+
+def _pair(box: Box) -> tuple[Ints, Ints]:
+    return box.origin, box.extent
+
+
+def _common(start: int, n: int, first: int, count: int) -> np.ndarray:
+    """How many of the indices start..start + n lie in each of the blocks first..first + count."""
+    edges = np.arange(first, first + count + 1) * BLOCK
+    return np.diff(np.clip(edges, start, start + n))

@@ -1,0 +1,89 @@
+"""Which weights an engine serves in block FP8, and where values and scales go: read from its own loader.
+
+A first trace offers the checkpoint as trainers export it. What lands in parameters of an FP8 dtype is wanted in that form. The
+parameter of the scales lies beside that of the values: in the same module, under the same name with something appended. A
+second trace therefore offers values in FP8, and scales under the tensor's name with the same thing appended, as a quantized
+checkpoint has them. This module uses plain torch and knows no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from xfer.errors import LayoutError, Unsupported
+from xfer.kernels.block_fp8 import ScaleRule
+from xfer.trace.derived import SCALES, VALUES, block_grid, quantized
+from xfer.trace.fragment import Fragment, TensorSpec
+from xfer.trace.traced import Traced
+
+Trace = Callable[[Sequence[TensorSpec]], Traced]
+"""Traces the loader of a fresh twin over these tensors."""
+
+
+def with_quantized(first: Traced, twin: torch.nn.Module, retrace: Trace, rule: ScaleRule | None) -> Traced:
+    """Return the trace with derived tensors (trace/derived.py) in place of those that the engine serves in block FP8.
+
+    Args:
+        first: Trace over the trainers' own tensors.
+        twin: The twin that it was made of.
+        retrace: Makes the second trace.
+        rule: How the engine's weights have to be quantized; None if it has none in FP8.
+
+    Raises:
+        Unsupported: A tensor that the engine wants in FP8 is no matrix.
+        LayoutError: The loader takes no scales for a tensor. It lists all such tensors.
+    """
+    partners = _partners(twin)
+    wanted = {f.tensor: partners[f.root] for f in first.fragments if f.root in partners}
+    if not wanted or rule is None:
+        return first
+    bases = {s.name: s for s in first.specs if s.name in wanted}
+    if odd := [f"{s.name}: {list(s.shape)}" for s in bases.values() if len(s.shape) != 2]:
+        raise Unsupported("this engine wants tensors in block FP8 that are no matrices", odd)
+    values, scales = {}, {}  # name that is offered -> derived tensor
+    offered = []
+    for name, base in bases.items():
+        root, suffix = wanted[name]
+        values[name], scales[name + suffix] = quantized(base, rule.value)
+        offered += [replace(base, dtype=VALUES, split=()), TensorSpec(name + suffix, block_grid(base.shape), SCALES)]
+    second = retrace(sorted(offered))
+    if untaken := sorted(scales.keys() - set(second.reads)):
+        lines = [f"{scales[n].of} is FP8 in the engine, and its loader took no scale offered as {n}" for n in untaken]
+        raise LayoutError("weights would be served with the scales of other weights", lines)
+    ours = {root for pair in partners.items() for root in (pair[0], pair[1][0])}
+    renamed = {**values, **scales}
+
+    def derived(f: Fragment) -> Fragment:
+        return replace(f, tensor=renamed[f.tensor].name)
+
+    return replace(
+        first,
+        specs=tuple(sorted({*first.specs, *renamed.values()})),
+        fragments=(
+            *(f for f in first.fragments if f.root not in ours),
+            *(derived(f) for f in second.fragments if f.root in ours),
+        ),
+        fills=(*(f for f in first.fills if f.root not in ours), *(f for f in second.fills if f.root in ours)),
+        recipes=(*(r for r in first.recipes if r.target not in ours), *(r for r in second.recipes if r.target in ours)),
+        casts=tuple(c for c in first.casts if c.root not in ours),
+    )
+
+
+def _partners(twin: torch.nn.Module) -> dict[str, tuple[str, str]]:
+    """Name of each FP8 parameter with scales -> name of the parameter of its scales, and what is appended for it."""
+    out = {}
+    for path, module in twin.named_modules():
+        own = dict(module.named_parameters(prefix=path, recurse=False))
+        for name, p in own.items():
+            grid = (*p.shape[:-2], *block_grid(tuple(p.shape[-2:])))
+            found = [
+                other
+                for other, q in own.items()
+                if other != name and other.startswith(name) and q.dtype is torch.float32 and tuple(q.shape) == grid
+            ]
+            if p.dtype is torch.float8_e4m3fn and p.dim() > 1 and found:
+                out[name] = found[0], found[0].removeprefix(name)
+    return out
