@@ -40,7 +40,7 @@ import torch
 
 from benchmarks.lib import command
 from examples.common import toy
-from tests.support.gpu_job import Job, config
+from tests.support.gpu_job import BLOCK_FP8, Job, config
 
 QWEN3_4B = dict(
     vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
@@ -78,6 +78,8 @@ class Bench:
         if args.layers:
             override = {**override, "num_hidden_layers": args.layers}
         self.config = config(family, **override) if args.model == "toy" else toy.config(family, **override)
+        if args.fp8:
+            self.config |= BLOCK_FP8
         self.rows: list[tuple[str, str]] = []
         self.raw: dict = {}
         self.began = time.monotonic()
@@ -333,6 +335,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--ranks", type=int, default=0, help="trainer ranks; default: as many as engine workers")
     p.add_argument("--layers", type=int, default=0, help="layers of the model; default: all")
     p.add_argument("--repeats", type=int, default=12)
+    p.add_argument("--fp8", action="store_true", help="the engine serves block FP8, and bf16 trainers quantize")
     p.add_argument("--eager", action="store_true", help="no CUDA graphs, no torch.compile: starts faster")
     p.add_argument("--offline", action="store_true", help="vLLM's LLM instead of AsyncLLM")
     p.add_argument("--work", default="", help="folder for checkpoints and logs")

@@ -12,7 +12,19 @@ from dataclasses import dataclass, field
 import pytest
 
 from examples.common.ports import free_port
-from tests.support.gpu_job import BESIDE, NO_HANDLES, SHARED, Engine, Job, check, config, gpus, host, nccl_host
+from tests.support.gpu_job import (
+    BESIDE,
+    BLOCK_FP8,
+    NO_HANDLES,
+    SHARED,
+    Engine,
+    Job,
+    check,
+    config,
+    gpus,
+    host,
+    nccl_host,
+)
 from tests.support.refit_job import until
 
 pytest.importorskip("vllm")
@@ -35,6 +47,7 @@ class Case:
     engine_env: dict = field(default_factory=dict)
     group: str = "gloo"  # the trainers' own
     way: str = ""  # how whole tensors come together
+    config: dict = field(default_factory=dict)  # of the model, beside its family's
 
     @property
     def needs(self) -> int:
@@ -71,11 +84,17 @@ CONNECTED_ONCE = dict(
 IN_ROUNDS = dict(env={**NO_HANDLES, **nccl_host("t{rank}")}, engine_env=nccl_host("e"), group="nccl", way=ROUNDS)
 NOT_DECODED_BY = ("kv_b_proj.weight",)
 """MLA decodes with tensors that it made of this one after loading."""
+FP8_MOE = {**BLOCK_FP8, "num_experts": 16}
+"""vLLM quantizes the router, too, whose kernel wants multiples of 16."""
 CASES = [
     Case("one GPU for both", "qwen3", (0,), ((0,),)),
     Case("dense, side by side", "qwen3_tied", (1,), ((0,),)),
     Case("experts, one GPU for both", "qwen3_moe", (0,), ((0,),)),
     Case("dense, TP2", "qwen3", (2, 3), ((0, 1),)),
+    Case("block FP8, dense", "qwen3", (1,), ((0,),), config=BLOCK_FP8),
+    Case(
+        "block FP8, experts, one GPU for both", "qwen3_moe", (0,), ((0,),), dict(moe_backend="triton"), config=FP8_MOE
+    ),
     Case("dense, TP4, colocated", "qwen3", (0, 1, 2, 3), ((0, 1, 2, 3),)),
     Case("experts cut, colocated", "qwen3_moe", (0, 1, 2, 3), ((0, 1, 2, 3),), dict(ep=True)),
     Case("experts, two replicas", "qwen3_moe", (2, 3), ((0,), (1,)), EAGER),
@@ -110,7 +129,7 @@ CASES = [
 def test_refits_are_bit_exact_and_tokens_follow(case: Case, tmp_path):
     if case.needs > GPUS and not case.shares:
         pytest.skip(f"needs {case.needs} GPUs")
-    with Job(tmp_path, config(case.family)) as job:
+    with Job(tmp_path, config(case.family, **case.config)) as job:
         engines = [
             job.engine(f"engine{i}", list(on), env=case.engine_env, **case.engine) for i, on in enumerate(case.replicas)
         ]

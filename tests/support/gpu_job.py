@@ -37,6 +37,15 @@ TOY_MLA = dict(
 """Heads of DeepSeek's own sizes: FlashAttention takes keys and values of unequal widths in few sizes only."""
 
 
+BLOCK_FP8 = {
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+}
+"""Of a model's config: the engine serves block FP8. Trainers are in bf16 and quantize."""
 NO_HANDLES = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 """Environment of trainers whose memory cannot be mapped: all bytes go by NCCL."""
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 import gc
 import hashlib
 import time
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from benchmarks.lib.gpu_profile import Profile
 from examples.common import toy
-from tests.support import engine_bytes
+from tests.support import block_fp8, engine_bytes
 from tests.support.gpu_watch import Watch
 from xfer.engines.vllm_layout import EngineModel
+from xfer.kernels.block_fp8 import ScaleRule, TorchQuantizer, WeightBox, grid
 
 DERIVED = ("W_UV", "W_UK_T")
 
@@ -35,6 +37,8 @@ class Probe:
 
     def xfer_wrong(self, config=None, seed=0, folder=""):
         """[(name, wrong elements, elements)] of live parameters and tensors derived from them that differ from vLLM's loader."""
+        from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+
         from xfer.engines.meta_model import make_model
 
         twin = make_model(self.vllm_config, str(self.device))
@@ -44,12 +48,15 @@ class Probe:
             from safetensors import safe_open
 
             with safe_open(f"{folder}/model.safetensors", "pt", device=str(self.device)) as f:
-                twin.load_weights((n, f.get_tensor(n)) for n in f.keys())
+                twin.load_weights(self.xfer_serialized((n, f.get_tensor(n)) for n in f.keys()))
         else:
-            twin.load_weights((n, toy.tensor(n, s, d, seed, self.device)) for n, s, d in toy.specs(config))
+            made = ((n, toy.tensor(n, s, d, seed, self.device)) for n, s, d in toy.specs(config))
+            twin.load_weights(self.xfer_serialized(made))
         for module in twin.modules():
             if hasattr(module, "kv_b_proj") and hasattr(module, "process_weights_after_loading"):  # MLA's attention
                 module.process_weights_after_loading(self.vllm_config.model_config.dtype)
+            if isinstance(method := getattr(module, "quant_method", None), BaseKVCacheMethod):
+                method.process_weights_after_loading(module)  # makes buffers of its parameters
         live, bad, seen = tensors(self.model_runner.get_model()), [], 0
         assert bool(derived(twin)) == self.vllm_config.model_config.use_mla
         for name, want in tensors(twin).items():
@@ -62,6 +69,26 @@ class Probe:
         gc.collect()  # a model's modules refer to each other
         torch.cuda.empty_cache()
         return [*bad, *((n, -1, 0) for n in live)], seen
+
+    def xfer_serialized(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The checkpoint as a block FP8 engine loads it: what this engine asks for in FP8, quantized, with its scales. Large models by
+        the torch twin of the trainers' kernel, toys by an oracle in numpy."""
+        rules = {s.of: s.rule for s in self.weight_transfer_engine.session._catalog.specs if s.of}
+        for name, tensor in tensors:
+            if name not in rules:
+                yield name, tensor
+                continue
+            rule = ScaleRule(rules[name])
+            if tensor.numel() < 1 << 20:
+                codes, scales, _ = block_fp8.quantized(tensor.float().cpu().numpy(), rule)
+                values = torch.from_numpy(codes).to(self.device).view(torch.float8_e4m3fn)
+                scales = torch.from_numpy(scales.copy()).to(self.device)
+            else:
+                values = torch.empty_like(tensor, dtype=torch.float8_e4m3fn)
+                scales = torch.empty(grid(tensor.shape), device=self.device)
+                TorchQuantizer([WeightBox(tensor, values, scales)], rule).run()
+            yield name, values
+            yield f"{name}_scale_inv", scales
 
     def xfer_scramble(self, seed):
         """Fills every live byte that a refit must write with noise. Returns a checksum of the kept bytes."""
@@ -83,7 +110,11 @@ class Probe:
         t = tensors(self.model_runner.get_model())[name].data
         if there:
             self.xfer_saved = t.clone()
-            t.normal_(generator=torch.Generator(self.device).manual_seed(7))
+            noise = torch.Generator(self.device).manual_seed(7)
+            if t.dtype is torch.float8_e4m3fn:
+                t.view(torch.uint8).random_(0, 0x7F, generator=noise)  # positive and finite
+            else:
+                t.normal_(generator=noise)
         else:
             t.copy_(self.xfer_saved)
         if t.is_cuda:
