@@ -6,7 +6,7 @@ Importing this touches neither CUDA nor torch.distributed; torch is imported onl
 from xfer.mesh.box import Box, row_major, whole
 from xfer.mesh.mesh_info import MeshInfo, MeshRecord
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
-from xfer.mesh.placement import Interleaved, Placement, Replicate, Segmented, Shard, StridedShard, from_torch, to_torch
+from xfer.mesh.placement import Interleaved, Placement, Replicate, Segmented, Shard, StridedShard, from_torch
 from xfer.mesh.slices import LocalBox, LocalLayout, local_layout, local_shape
 
 __all__ = [
@@ -27,6 +27,5 @@ __all__ = [
     "local_layout",
     "local_shape",
     "row_major",
-    "to_torch",
     "whole",
 ]

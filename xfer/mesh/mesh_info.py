@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Integral
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -141,34 +140,12 @@ class MeshInfo:
 
     # ---- other meshes from this one
 
-    def at(self, **fixed: int) -> MeshInfo:
-        """The sub-mesh at these coordinates, without their axes: `mesh.at(pp=1)` is the second pipeline stage."""
-        bad = [f"no axis {a!r} in {self!r}" for a in fixed if a not in self.axes]
-        bad += [
-            f"axis {a!r} has size {self.size(a)}, coordinate {c} does not exist"
-            for a, c in fixed.items()
-            if a in self.axes and not (isinstance(c, Integral) and 0 <= c < self.size(a))
-        ]
-        if bad:
-            raise LayoutError(f"{self!r} has no part at {fixed}", bad)
-        pick = tuple(fixed.get(a, slice(None)) for a in self.axes)
-        return MeshInfo(tuple(a for a in self.axes if a not in fixed), self.ranks[pick])
-
     def transpose(self, axes: Iterable[str]) -> MeshInfo:
         """The same ranks with the axes in another order (which is the order in which they cut a tensor)."""
         axes = tuple(axes)
         if len(axes) != self.ndim or any(a not in axes for a in self.axes):
             raise LayoutError(f"{axes} is no order of the axes {self.axes}")
         return MeshInfo(axes, self.ranks.transpose([self.index(a) for a in axes]))
-
-    def shifted(self, offset: int) -> MeshInfo:
-        """The same grid with `offset` added to every rank. LayoutError when one would not fit 64 bits."""
-        if not isinstance(offset, Integral):
-            raise LayoutError(f"{self!r} cannot be shifted by {offset!r}: ranks are integers")
-        low, high = int(self.ranks.min()) + int(offset), int(self.ranks.max()) + int(offset)
-        if min(low, offset) < -MAX_RANK - 1 or max(high, offset) > MAX_RANK:
-            raise LayoutError(f"{self!r} shifted by {offset}: ranks {low}..{high} do not fit 64 bits")
-        return MeshInfo(self.axes, self.ranks + int(offset))
 
     # ---- to and from other forms
 
@@ -178,13 +155,12 @@ class MeshInfo:
         return cls((axis,), np.array([*ranks]))
 
     @classmethod
-    def grid(cls, rank_offset: int = 0, **sizes: int) -> MeshInfo:
-        """Consecutive ranks from `rank_offset`, the last axis fastest: `MeshInfo.grid(dp=2, tp=4)`."""
+    def grid(cls, **sizes: int) -> MeshInfo:
+        """Consecutive ranks from 0, the last axis fastest: `MeshInfo.grid(dp=2, tp=4)`."""
         bad = [f"axis {a!r} has size {n!r}" for a, n in sizes.items() if type(n) is not int or n < 1]
         if bad:
             raise LayoutError("sizes of a mesh must be integers >= 1", bad)
-        table = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-        return cls(tuple(sizes), table).shifted(rank_offset)
+        return cls(tuple(sizes), np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values())))
 
     def to_record(self) -> MeshRecord:
         return MeshRecord(self.axes, self.sizes, tuple(self.ranks.ravel().tolist()))

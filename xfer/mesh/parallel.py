@@ -24,8 +24,8 @@ MEGATRON_ORDER = "tp-cp-ep-dp-pp"
 class Parallel(Protocol):
     """The two meshes of a role. Axes that cut tensors: `tp` of the dense mesh, `ep` and `etp` of the expert mesh."""
 
-    def dense(self, rank_offset: int = 0) -> MeshInfo: ...
-    def expert(self, rank_offset: int = 0) -> MeshInfo: ...
+    def dense(self) -> MeshInfo: ...
+    def expert(self) -> MeshInfo: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,15 +90,15 @@ class TrainerParallel:
         """Replicas of each expert shard."""
         return self.world // (self._etp * self.ep * self.pp)
 
-    def dense(self, rank_offset: int = 0) -> MeshInfo:
+    def dense(self) -> MeshInfo:
         """Axes pp, dp, cp, tp (slowest first in Megatron's default order)."""
         sizes = {"tp": self.tp, "cp": self.cp, "dp": self._dp, "pp": self.pp}
-        return MeshInfo.grid(rank_offset, **{a: sizes[a] for a in self._slowest_first() if a in sizes})
+        return MeshInfo.grid(**{a: sizes[a] for a in self._slowest_first() if a in sizes})
 
-    def expert(self, rank_offset: int = 0) -> MeshInfo:
+    def expert(self) -> MeshInfo:
         """Axes pp, edp, ep, etp (slowest first in Megatron's default order)."""
         sizes = {"tp": ("etp", self._etp), "ep": ("ep", self.ep), "dp": ("edp", self.edp), "pp": ("pp", self.pp)}
-        return MeshInfo.grid(rank_offset, **dict(sizes[a] for a in self._slowest_first() if a in sizes))
+        return MeshInfo.grid(**dict(sizes[a] for a in self._slowest_first() if a in sizes))
 
     def _slowest_first(self) -> list[str]:
         return self.order.split("-")[::-1]
@@ -126,13 +126,13 @@ class EngineParallel:
     def world(self) -> int:
         return self.tp * self.pp * self.dp * self.pcp
 
-    def dense(self, rank_offset: int = 0) -> MeshInfo:
+    def dense(self) -> MeshInfo:
         """Axes dp, pp, pcp, tp."""
-        return MeshInfo.grid(rank_offset, dp=self.dp, pp=self.pp, pcp=self.pcp, tp=self.tp)
+        return MeshInfo.grid(dp=self.dp, pp=self.pp, pcp=self.pcp, tp=self.tp)
 
-    def expert(self, rank_offset: int = 0) -> MeshInfo:
+    def expert(self) -> MeshInfo:
         """Axes pp, ep, etp; one of ep and etp has size dp*pcp*tp, the other 1."""
-        stages = self.dense(rank_offset).groups(["dp", "pcp", "tp"])
+        stages = self.dense().groups(["dp", "pcp", "tp"])
         return MeshInfo(("pp", "ep", "etp"), stages[:, :, None] if self.ep else stages[:, None, :])
 
 

@@ -218,23 +218,3 @@ def from_dtensor(tensor: DTensor) -> tuple[MeshInfo, tuple[Placement, ...]]:
     axes = [a for entry in order for a in entry.mesh_dims]
     axes += [a for a in range(mesh.ndim) if a not in axes]
     return mesh.transpose(mesh.axes[a] for a in axes), tuple(placements[a] for a in axes)
-
-
-def to_torch(placements: Iterable[Placement]) -> tuple[TorchPlacement, ...]:
-    """xfer's placements as torch's. Raises Unsupported naming each that DTensor cannot express."""
-    from torch.distributed.tensor import placement_types as torch_types
-
-    out: list[TorchPlacement] = []
-    wrong: list[str] = []
-    for i, p in enumerate(placements):
-        if isinstance(p, Replicate):
-            out.append(torch_types.Replicate())
-        elif isinstance(p, Shard):
-            out.append(torch_types.Shard(p.dim))
-        elif isinstance(p, StridedShard):
-            out.append(torch_types._StridedShard(p.dim, split_factor=p.split_factor))
-        else:
-            wrong.append(f"axis {i}: DTensor has no placement for {p}")
-    if wrong:
-        raise Unsupported("these placements are xfer's own", wrong)
-    return tuple(out)
