@@ -329,8 +329,9 @@ def test_the_page_stands_alone_and_a_hostile_name_is_only_text(small):
         assert "://" not in text and "url(" not in text and "@import" not in text
         assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in parsed.attributes
     assert sum(w == evil.replace("\x00", " ") for w in parsed.words) >= 3  # nothing of it is lost either
-    text = printed(replace(r, header=replace(r.header, model="a\x1b[31mb [red]c[/red]\x07")))
-    assert "\x1b" not in text and "\x07" not in text and "[red]c[/red]" in text, "a terminal obeys no name"
+    told = "a\x1b[31mb [red]c[/red]\x07"
+    text = printed(replace(r, header=replace(r.header, model=told), busiest=(replace(link, name=told),)))
+    assert "\x1b" not in text and "\x07" not in text and text.count("[red]c[/red]") == 2, "a terminal obeys no name"
 
 
 @pytest.mark.parametrize("gpus, unit", [(8, "host"), (1, "group of 2 hosts")])
