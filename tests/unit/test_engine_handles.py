@@ -99,15 +99,9 @@ class FakeAsync:
     async def collective_rpc(self, name, kwargs):
         return await self._do(name, *kwargs.values())
 
-    async def finish_weight_update(self):
-        return await self._do("finish_weight_update")
-
-    async def reset_prefix_cache(self, **kwargs):
-        return await self._do("reset_prefix_cache", *sorted(kwargs.items()))
-
     def __getattr__(self, name):
-        async def call(*args):
-            return await self._do(name, *args)
+        async def call(*args, **kwargs):
+            return await self._do(name, *args, *sorted(kwargs.items()))
 
         return call
 
