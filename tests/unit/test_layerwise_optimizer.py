@@ -102,12 +102,6 @@ def test_every_mistake_is_named_before_anything_is_touched(build, lines):
     assert len({*at, *(p.data_ptr() for p in net.parameters())}) <= 2
 
 
-def test_one_parameter_under_two_names_is_one_parameter():
-    net = layers(2)
-    net[1].weight = net[0].weight
-    assert len(LayerWiseOptimizer(net, [sgd(net.parameters())]).named) == 1
-
-
 @pytest.mark.parametrize("mine", [False, True])
 def test_parameters_that_an_optimizer_cannot_update_are_named_on_every_rank(monkeypatch, mine):
     """Otherwise only the owner would fail."""
@@ -550,10 +544,13 @@ def test_memory_that_modules_hold_elsewhere_stays_where_it_is():
 
 
 def test_modules_that_several_roots_share_have_their_hooks_once_and_none_after_close():
+    """And a parameter under two names is one parameter."""
     shared = nn.Linear(4, 4)
-    roots = [nn.Sequential(shared, nn.Linear(4, 4)), nn.Sequential(shared, nn.Linear(4, 2)), shared]
+    roots = [nn.Sequential(shared, nn.Linear(4, 4)), nn.Sequential(shared, nn.Linear(4, 4)), shared]
+    roots[1][1].weight = roots[0][1].weight
     params = {id(p): p for root in roots for p in root.parameters()}
     o = LayerWiseOptimizer(roots, [sgd(params.values())])
+    assert len(o.named) == len(params) == 5
     modules = {id(m): m for root in roots for m in root.modules()}.values()
     hooks = lambda m: len(m._forward_pre_hooks) + len(m._forward_hooks) + len(m._state_dict_pre_hooks)  # noqa: E731
     assert hooks(roots[0][1]) == 3 and hooks(shared) == 5, "a root has two more"

@@ -93,20 +93,16 @@ def test_what_is_a_group():
     assert groups("h.0.anything.0", "h.0.anything.1") == ["h.0.anything.*"]  # words do not matter
 
 
-def test_disagreements_are_listed_all_at_once():
-    a = [TensorSpec("x", (2,), "float32"), TensorSpec("y", (2,), "float32"), TensorSpec("z", (2,), "float32")]
+def test_disagreements_and_fragments_that_do_not_fit_are_listed_all_at_once():
+    a = [TensorSpec(n, (2,), "float32") for n in "xyz"]
     b = [TensorSpec("x", (3,), "float32"), TensorSpec("y", (2,), "bfloat16"), TensorSpec("z", (2,), "float32")]
     with pytest.raises(LayoutError) as e:
         Catalog.union([("trainer 0", a), ("trainer 1", b)])
     assert len(e.value.violations) == 2
     assert "trainer 0" in e.value.violations[0] and "trainer 1" in e.value.violations[0]
-
-
-def test_fragments_that_do_not_fit_are_listed_all_at_once():
-    c = catalog([TensorSpec("x", (2,), "float32")])
-    bad = [Fragment("y", (0,), (1,), "r", 0, (4,), "float32"), Fragment("x", (1,), (2,), "r", 0, (4,), "float32")]
+    bad = [Fragment("w", (0,), (1,), "r", 0, (4,), "float32"), Fragment("x", (1,), (2,), "r", 0, (4,), "float32")]
     with pytest.raises(LayoutError) as e:
-        c.lift(bad)
+        catalog(a).lift(bad)
     assert len(e.value.violations) == 2
 
 

@@ -141,6 +141,7 @@ class Single(torch.nn.Module):
     def __init__(self, load) -> None:
         super().__init__()
         self.p = torch.nn.Parameter(torch.empty(4, 4, device="meta"), requires_grad=False)
+        self.q = torch.nn.Parameter(torch.empty(4, device="meta"), requires_grad=False)
         self.load = load
 
     def load_weights(self, weights) -> None:
@@ -221,18 +222,9 @@ def test_what_grew_or_was_set_anew_keeps_what_it_held():
 
 
 def test_all_offenders_are_listed_at_once():
-    class Two(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.p = torch.nn.Parameter(torch.empty(4, device="meta"), requires_grad=False)
-            self.q = torch.nn.Parameter(torch.empty(4, device="meta"), requires_grad=False)
-
-        def load_weights(self, weights) -> None:
-            self.p.data.normal_()
-            self.q.data.copy_(torch.rand(4, device="meta"))
-
+    model = Single(lambda p, w: (p.data.normal_(), model.q.data.copy_(torch.rand(4, device="meta"))))
     with pytest.raises(LayoutError) as e:
-        trace_loader(Two(), SPECS)
+        trace_loader(model, SPECS)
     assert [v[:2] for v in e.value.violations] == ["p:", "q:"]
 
 

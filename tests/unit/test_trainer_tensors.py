@@ -273,6 +273,10 @@ def test_the_device_is_where_tensors_lie_when_they_are_first_read_and_then_for_g
     trainer.read()
     net.to("meta")
     assert trainer.device.type == "cpu"
+    at = [
+        SimpleNamespace(device=torch.device(d)) for d in ("cpu", "cuda:1", "cuda:0")
+    ]  # a GPU, where only a part is there
+    assert device_of(at) == torch.device("cuda:1") and device_of(at[:1]) == torch.device("cpu") == device_of([])
 
 
 def test_every_tensor_that_lies_elsewhere_is_named():
@@ -284,11 +288,6 @@ def test_every_tensor_that_lies_elsewhere_is_named():
         trainer.read()
     assert sorted(v.split(":")[0] for v in e.value.violations) == ["a.weight", "b.weight", "bias"]
     assert "lies on cpu; bring it to cuda:0" in e.value.violations[0]
-
-
-def test_a_gpu_is_the_device_of_a_model_that_is_partly_there():
-    at = [SimpleNamespace(device=torch.device(d)) for d in ("cpu", "cuda:1", "cuda:0")]
-    assert device_of(at) == torch.device("cuda:1") and device_of(at[:1]) == torch.device("cpu") == device_of([])
 
 
 # ---- refusals
