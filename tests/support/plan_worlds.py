@@ -1,7 +1,7 @@
 """Random small worlds for tests of the planner: tensors, trainers' storages, engines' storages, and the expected result.
 
 The oracle follows from fragments and checkpoint tensors alone. It shares no code with xfer.plan: storages are byte
-arrays, regions are index arithmetic, casts are numpy's (bfloat16's are done on bits). Programs are run by row_worlds.py.
+arrays, regions are index arithmetic, casts are torch's. Programs are run by row_worlds.py.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
@@ -29,18 +30,8 @@ SIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1, "int64": 8}
 
 def cast(bits: np.ndarray, src: str, dst: str) -> np.ndarray:
     """Elements as uint8 [n, size of src] -> uint8 [n, size of dst]."""
-    if src == dst:
-        return bits
-    wide = {
-        "bfloat16": lambda b: (b.view(np.uint16).astype(np.uint32) << 16).view(np.float32),
-        "float16": lambda b: b.view(np.float16).astype(np.float32),
-        "float32": lambda b: b.view(np.float32),
-    }
-    value = wide[src](np.ascontiguousarray(bits)).reshape(-1)
-    if dst == "bfloat16":
-        i = value.astype(np.float32).view(np.uint32).astype(np.uint64)
-        return ((i + 0x7FFF + (i >> 16 & 1)) >> 16).astype(np.uint16).view(np.uint8).reshape(-1, 2)
-    return value.astype(dst).view(np.uint8).reshape(-1, SIZE[dst])
+    value = torch.from_numpy(np.ascontiguousarray(bits).reshape(-1)).view(getattr(torch, src))
+    return value.to(getattr(torch, dst)).view(torch.uint8).numpy().reshape(-1, SIZE[dst])
 
 
 def places(offset: int, extent, strides, item: int) -> np.ndarray:
@@ -243,12 +234,9 @@ def worlds(draw):
     values = {}
     for s in specs:
         n = int(np.prod(s.shape, dtype=int))
-        real = rng.standard_normal(n).astype(np.float32)
-        bits = real.view(np.uint8).reshape(-1, 4)
-        values[s.name] = (
-            cast(bits, "float32", held[s.name]) if held[s.name] in ("float32", "float16", "bfloat16")
-            else rng.integers(0, 256, (n, SIZE[s.dtype]), np.uint8)
-        )  # fmt: skip
+        real = rng.standard_normal(n).astype(np.float32).view(np.uint8)
+        whole = rng.integers(0, 256, (n, SIZE[s.dtype]), np.uint8)
+        values[s.name] = whole if "int" in s.dtype else cast(real, "float32", held[s.name])
 
     trainers = [Side() for _ in range(draw(st.integers(1, 4)))]
     for s in specs:
