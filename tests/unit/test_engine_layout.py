@@ -254,20 +254,20 @@ def test_views_that_the_class_makes_must_share_their_storage_alive_too():
         def __init__(self):
             nn.Module.__init__(self)
             flat = torch.empty(8)
-            self.low, self.high = nn.Parameter(flat[:4]), nn.Parameter(flat[4:].view(2, 2))
+            self.low, self.high = nn.Parameter(flat[:4].view(2, 2)), nn.Parameter(flat[4:])
 
     with torch.device("meta"):
         twin = Views()
-    net, given = Views(), (TensorSpec("high", (2, 2), "float32"), TensorSpec("low", (4,), "float32"))
+    net, given = Views(), (TensorSpec("high", (4,), "float32"), TensorSpec("low", (2, 2), "float32"))
     assert [r.name for r in read(net, twin, given).roots] in (["high"], ["low"])
     big = torch.empty(100)
     net.low, net.high = (
-        nn.Parameter(big[10:14]),
-        nn.Parameter(big[14:18].view(2, 2)),
+        nn.Parameter(big[10:14].view(2, 2)),
+        nn.Parameter(big[14:18]),
     )  # moved together: still the same relation
     layout = read(net, twin, given)
     assert sorted(f.offset for f in layout.traced.fragments) == [40, 56] and layout.bytes_of(layout.footprint) == 32
-    net.high = nn.Parameter(torch.empty(2, 2))
+    net.high = nn.Parameter(torch.empty(4))
     with pytest.raises(LayoutError, match="lies elsewhere"):
         read(net, twin, given)
 

@@ -143,5 +143,5 @@ def test_destinations_of_replicas_never_turn_to_one_source(readers, crumbs):
 
 
 def test_a_pair_with_more_than_others_starts_at_once():
-    sizes = np.array([100] * 9 + [1000])
-    assert schedule(np.arange(10), np.full(10, 10), sizes, message=100, per_rank=200, unit=10).waves == 10
+    sizes = np.array([200] * 9 + [1000])
+    assert schedule(np.arange(10), np.full(10, 10), sizes, message=100, per_rank=200, unit=10).waves == 14
