@@ -19,7 +19,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.lib import command
-from benchmarks.lib.layouts import ROWS, Model, engine, trainer
+from benchmarks.lib.layouts import FP8_ROWS, ROWS, Model, engine, trainer
 from xfer.cli.describe import HOST, LOCAL, NIC, NVLINK
 from xfer.cli.html import page, seconds
 from xfer.cli.layouts.processes import classes
@@ -29,6 +29,7 @@ from xfer.plan.explain import size
 from xfer.plan.fabric import Fabric, Site
 from xfer.transport.p2p import WAVE_BYTES
 
+ALL = {**ROWS, **FP8_ROWS}
 BUCKETS = (240, 64)
 """Sizes of messages, MiB: the default of sessions on GPUs, and a smaller one (`bucket_bytes=`)."""
 PUBLISHED = {
@@ -44,10 +45,10 @@ PUBLISHED = {
     "30B EP8xPP2 -> TP8xDP2": "0.48-0.55",
     "235B TP4xPP8xEP16 -> TP8xDP16": "4.56-4.85",
     "DeepSeek-V3 PP16xEP16 -> TP32xDP8": "7.65-9.94",
+    **{name: "0.05-0.15" if name.startswith("4B") else "1.21-1.69" for name in FP8_ROWS},
 }
-"""Seconds of a bf16 refit that NeMo-RL reports for its own. Rows that share a line there share its range."""
+"""Seconds of a refit that NeMo-RL reports for its own. Rows that share a line there share its range."""
 
-FP8 = "refused: quantized engines need scales and layouts that xfer does not move"
 TRACED = {
     "nano-v3 EP8xTP2 -> TP4xDP4": (
         "0.48-0.55",
@@ -61,22 +62,19 @@ NOT_DONE = {
         "1.66-1.94",
         "cannot be traced: Bridge 0.3.1 has no mapping for its latent experts",
     ),
-    "4B FP8 DP8 -> DP8": ("0.05-0.15", FP8),
-    "4B FP8 DP8 -> TP4xDP2": ("0.05-0.15", FP8),
-    "4B FP8 PP2xDP4, PP4xDP2, TP2xDP4 -> TP4xDP2": ("0.05-0.15", FP8),
-    "30B FP8 EP4xTP2xPP2, EP8xPP2, EP8xDP2 -> TP2xDP8": ("1.21-1.69", FP8),
 }
 """Published mappings without a prediction, and the reason."""
 
 
 def reports(name: str) -> list[Report]:
     """One report per size of BUCKETS, on whole hosts: trainers on the first ones, engines on the others."""
-    config, sizes, workers, replicas = ROWS[name]
+    config, sizes, workers, replicas = ALL[name]
     of, model = TrainerParallel(**sizes), Model.named(config)
-    catalog, class_of = model.catalog(), classes(of, of.world)
+    catalog, class_of = model.catalog(fp8=name in FP8_ROWS), classes(of, of.world)
     made = {c: trainer(model, of, class_of.index(c)).trainer(catalog, 0) for c in sorted(set(class_of))}
     sources = [made[c].at(r) for r, c in enumerate(class_of)]
-    destinations = [engine(model, EngineParallel(tp=workers), r).engine(catalog, r) for r in range(workers)]
+    served = [engine(model, EngineParallel(tp=workers), r).in_fp8(catalog) for r in range(workers)]
+    destinations = [layout.engine(catalog, r) for r, layout in enumerate(served)]
     hosts = -(-of.world // HOST) + -(-workers * replicas // HOST)
     fabric = Fabric.uniform(hosts, HOST, nvlink=NVLINK, nic=NIC, local=LOCAL)
     site = Site.packed(fabric, of.world, replicas, workers)
@@ -119,7 +117,7 @@ def main() -> None:
     )
     print("| " + " | ".join(head) + " |\n|" + "---|" * len(head), flush=True)
     found = []
-    for name in [r for r in ROWS if a.row in r]:
+    for name in [r for r in ALL if a.row in r]:
         began, both = time.process_time(), reports(name)
         r = both[0]
         cells = (

@@ -12,14 +12,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
+
 import xfer
+from xfer.direct.quantized import Quantized
+from xfer.kernels.block_fp8 import ScaleRule
 from xfer.mesh.box import Box
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 from xfer.plan.inventory import Inventory, engine_inventory, trainer_inventory
 from xfer.trace.catalog import Catalog
+from xfer.trace.derived import BLOCK, block_grid, quantized
 from xfer.trace.fragment import Fragment, Root, Span, TensorSpec
 
 ROWS = {
@@ -40,6 +45,17 @@ ROWS = {
 }
 """By name (config, trainer's parallelism, workers of a replica, replicas): the mappings with published refit times of a
 comparable system, which has expert tensor parallelism 1, and one larger mapping. Hybrid Mamba models are not declared."""
+FP8_ROWS = {
+    "4B FP8 DP8 -> DP8": ("qwen3-4b", dict(world=8), 1, 8),
+    "4B FP8 DP8 -> TP4xDP2": ("qwen3-4b", dict(world=8), 4, 2),
+    "4B FP8 PP2xDP4 -> TP4xDP2": ("qwen3-4b", dict(world=8, pp=2), 4, 2),
+    "4B FP8 PP4xDP2 -> TP4xDP2": ("qwen3-4b", dict(world=8, pp=4), 4, 2),
+    "4B FP8 TP2xDP4 -> TP4xDP2": ("qwen3-4b", dict(world=8, tp=2), 4, 2),
+    "30B FP8 EP4xTP2xPP2 -> TP2xDP8": ("qwen3-30b-a3b", dict(world=16, tp=2, pp=2, ep=4, etp=1), 2, 8),
+    "30B FP8 EP8xPP2 -> TP2xDP8": ("qwen3-30b-a3b", dict(world=16, pp=2, ep=8, etp=1), 2, 8),
+    "30B FP8 EP8xDP2 -> TP2xDP8": ("qwen3-30b-a3b", dict(world=16, ep=8, etp=1), 2, 8),
+}
+"""As ROWS, the published ones whose engines serve block FP8. Trainers are in bf16 and quantize."""
 CONFIGS = Path(xfer.__file__).parent / "cli" / "examples"
 ITEM = {"bfloat16": 2, "float32": 4}
 
@@ -150,8 +166,14 @@ class Model:
             ("o_proj", (h, n * d)), ("q_norm", (d,)), ("k_norm", (d,)),
         )  # fmt: skip
 
-    def catalog(self) -> Catalog:
-        return Catalog(tuple(sorted(self.specs())))
+    def catalog(self, *, fp8: bool = False) -> Catalog:
+        """fp8: with what engines ask for that serve block FP8: all matrices but the embedding and the head."""
+        catalog = Catalog(tuple(sorted(self.specs())))
+        if not fp8:
+            return catalog
+        vocabulary = ("model.embed_tokens.weight", "lm_head.weight")
+        matrices = [s.name for s in catalog.specs if len(s.shape) == 2 and s.name not in vocabulary]
+        return catalog.deriving((n, ScaleRule.IEEE.value) for n in matrices)
 
 
 @dataclass
@@ -178,7 +200,32 @@ class Layout:
         return [Root(n, size) for n, size in sorted(self.sizes.items())]
 
     def trainer(self, catalog: Catalog, rank: int) -> Inventory:
-        return trainer_inventory(catalog, rank=rank, host="", roots=self.roots(), fragments=self.fragments)
+        q = Quantized(catalog, self.fragments, torch.device("cpu"), f"trainer {rank}")
+        roots, fragments = (*self.roots(), *q.roots), (*self.fragments, *q.fragments)
+        return trainer_inventory(catalog, rank=rank, host="", roots=roots, fragments=fragments)
+
+    def in_fp8(self, catalog: Catalog) -> Layout:
+        """This layout of an engine as it is if it serves what `catalog` derives. Each parameter of it has a storage of its own, and
+        its scales get another one."""
+        bases = {s.name: s for s in catalog.exported}
+        forms = {s.of: quantized(bases[s.of], s.rule) for s in catalog.specs if s.of}
+        out = Layout()
+        for f in self.fragments:
+            if f.tensor not in forms:
+                out.sizes[f.root] = self.sizes[f.root]
+                out.fragments.append(f)
+                continue
+            (values, scales), wide = forms[f.tensor], f.strides[0] // 2
+            out.sizes[f.root] = self.sizes[f.root] // 2
+            out.fragments.append(
+                replace(f, tensor=values.name, offset=f.offset // 2, strides=(wide, 1), dtype=values.dtype)
+            )
+            root, (down, across) = f"{f.root}_scales", block_grid((out.sizes[f.root] // wide, wide))
+            out.sizes[root] = 4 * down * across
+            first, extent = tuple(o // BLOCK for o in f.origin), block_grid(f.extent)
+            at = f.offset // 2 // wide // BLOCK * across * 4
+            out.fragments.append(Fragment(scales.name, first, extent, root, at, (across * 4, 4), scales.dtype))
+        return out
 
     def engine(self, catalog: Catalog, rank: int) -> Inventory:
         return engine_inventory(

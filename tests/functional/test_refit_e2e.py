@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from examples.common import toy
 from examples.common.ports import free_port
+from tests.support import block_fp8
 from tests.support.proc import PYTHON
 from tests.support.refit_stage import Stage, differ, two_refits_are_fresh_loads
 from tests.support.refit_stage import on_all as on_all  # for test_packed_refit.py
@@ -31,7 +32,8 @@ pytestmark = pytest.mark.skipif(
 @dataclass(frozen=True)
 class Case:
     """`layout`: of the trainer (4 ranks); `engines`: one dict per replica; `model`: overrides of the family's config;
-    `frozen`: engine parameters that this training does not touch; `connect`: more arguments of `xfer.connect`."""
+    `frozen`: engine parameters that this training does not touch; `connect`: more arguments of `xfer.connect`; `fp8`: engines serve
+    block FP8, and fresh ones load what the oracle in numpy makes of Bridge's export."""
 
     family: str
     layout: dict
@@ -39,6 +41,7 @@ class Case:
     model: dict = field(default_factory=dict)
     frozen: tuple[str, ...] = ()
     connect: dict = field(default_factory=dict)
+    fp8: bool = False
 
     @property
     def name(self) -> str:
@@ -47,14 +50,19 @@ class Case:
 
         lora = "-lora" if "lora" in self.layout else ""
         to = " > " if self.connect.get("relay") else " + "
-        return f"{self.family}: {flat(self.layout)}{lora} -> {to.join(flat(e) for e in self.engines)}"
+        fp8 = " in FP8" if self.fp8 else ""
+        return f"{self.family}: {flat(self.layout)}{lora} -> {to.join(flat(e) for e in self.engines)}{fp8}"
 
 
 PLAIN = dict(distopt=False, overlap=False)
 LORA = dict(lora=dict(dim=4, alpha=6, lora_B_init_method="xavier"))
 """Adapters on every linear layer. Bridge merges them while it exports; a refit must bring the very same bits."""
 UNADAPTED = ("*norm.weight", "*embed_tokens.weight", "*lm_head.weight", "*mlp.gate.weight")
+WIDE = dict(hidden_size=256, head_dim=128, num_attention_heads=4, num_key_value_heads=2, intermediate_size=512)
+"""Sizes of each rank are multiples of 128."""
+WIDE_MOE = dict(WIDE, moe_intermediate_size=256, num_experts=16)
 CASES = [
+    Case("qwen3_moe", dict(tp=2, pp=2, ep=2, etp=1, distopt=True), (dict(tp=2),), WIDE_MOE, fp8=True),
     Case(  # two replicas, the second of which reads from the first
         "qwen3_tied",
         dict(tp=1, pp=2, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=3, distopt=True),
@@ -72,6 +80,9 @@ CASES = [
     ),
 ]
 SLOW = [
+    Case("qwen3", dict(tp=2, pp=2, distopt=True), (dict(tp=2),), WIDE, fp8=True),
+    Case("qwen3_moe", dict(tp=2, pp=2, ep=2, etp=1, distopt=True), (dict(tp=2, ep=True),), WIDE_MOE, fp8=True),
+    Case("qwen3_tied", dict(tp=2, pp=2, **PLAIN), (dict(tp=1, pipeline_parallel_size=2),), WIDE, fp8=True),
     Case("deepseek_v3", dict(tp=2, pp=2, ep=2, etp=1, distopt=True), (dict(tp=2),)),
     Case("qwen3", dict(pp=2, cp=2, **PLAIN), (dict(tp=2),)),
     Case("qwen3", dict(tp=2, pp=2, distopt=True, **LORA), (dict(tp=2),), frozen=UNADAPTED),
@@ -107,9 +118,10 @@ def stage(tmp_path_factory) -> Iterator[Stage]:
 def run(case: Case, stage: Stage, tmp_path: Path) -> None:
     model = tmp_path / "model"
     toy.write_checkpoint(case.family, model, **case.model)
-    two_refits_are_fresh_loads(
-        stage, tmp_path, model=model, layout=case.layout, engines=case.engines, frozen=case.frozen, **case.connect
-    )
+    engines = tuple({**how, **block_fp8.ENGINE} for how in case.engines) if case.fp8 else case.engines
+    as_served = block_fp8.serialize if case.fp8 else str
+    how = dict(model=model, layout=case.layout, engines=engines, frozen=case.frozen, as_served=as_served)
+    two_refits_are_fresh_loads(stage, tmp_path, **how, **case.connect)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import families
+from tests.support import block_fp8, families
 from tests.support.proc import PYTHON, Family
 from xfer.mesh.parallel import EngineParallel
 
@@ -63,7 +63,7 @@ _SUPER = dict(
     _NEMOTRON_H, num_hidden_layers=12, hybrid_override_pattern="MEM*EMEMEM*E", mamba_num_heads=128, n_routed_experts=512
 )
 _WIDE = dict(
-    hidden_size=320, head_dim=128, intermediate_size=512, moe_intermediate_size=256
+    hidden_size=320, head_dim=128, intermediate_size=512
 )  # fmt: skip
 CONFIGS: dict[str, tuple[dict, list[str]]] = {
     "4B": (_QWEN3, []),
@@ -71,7 +71,7 @@ CONFIGS: dict[str, tuple[dict, list[str]]] = {
     "235B-A22B": (_QWEN3_235B, []),
     "DeepSeek-V3": (_DEEPSEEK_V3, ["*.e_score_correction_bias"]),
     "4B FP8": (_QWEN3 | _WIDE, []),
-    "30B-A3B FP8": (_QWEN3_30B | _WIDE | dict(num_experts=16, num_hidden_layers=2), []),
+    "30B-A3B FP8": (_QWEN3_30B | _WIDE | dict(moe_intermediate_size=256, num_experts=16, num_hidden_layers=2), []),
     "nano-v3": (_NANO, ["*.e_score_correction_bias", "*.A_log"]),
     "super-v3": (_SUPER, ["*.e_score_correction_bias", "*.A_log"]),
 }
@@ -123,23 +123,15 @@ SLOW = [
     Row("30B-A3B", dict(world=8, tp=4, ep=4, etp=2), dict(tp=2, pp=2, dp=2, ep=True)),
     Row("nano-v3", dict(world=8, tp=4, ep=2, etp=2), dict(tp=2, dp=2, ep=True)),
 ]
-BLOCK_FP8 = dict(
-    hf_overrides={
-        "quantization_config": {
-            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]
-        }
-    }
-)  # fmt: skip
-"""As engines serve a bf16 checkpoint's config in block FP8. Their sizes per rank must be multiples of 128."""
 FP8 = [
-    Row("4B FP8", dict(world=8), dict(tp=1), 8, options=BLOCK_FP8),
-    Row("4B FP8", dict(world=8), dict(tp=4), 2, options=BLOCK_FP8),
-    Row("4B FP8", dict(world=8, pp=2), dict(tp=4), 2, options=BLOCK_FP8),
-    Row("4B FP8", dict(world=8, pp=4), dict(tp=4), 2, options=BLOCK_FP8),
-    Row("4B FP8", dict(world=8, tp=2), dict(tp=4), 2, options=BLOCK_FP8),
-    Row("30B-A3B FP8", dict(world=16, tp=2, pp=2, ep=4, etp=1), dict(tp=2), 8, options=BLOCK_FP8),
-    Row("30B-A3B FP8", dict(world=16, pp=2, ep=8, etp=1), dict(tp=2), 8, options=BLOCK_FP8),
-    Row("30B-A3B FP8", dict(world=16, ep=8, etp=1), dict(tp=2), 8, options=BLOCK_FP8),
+    Row("4B FP8", dict(world=8), dict(tp=1), 8, options=block_fp8.ENGINE),
+    Row("4B FP8", dict(world=8), dict(tp=4), 2, options=block_fp8.ENGINE),
+    Row("4B FP8", dict(world=8, pp=2), dict(tp=4), 2, options=block_fp8.ENGINE),
+    Row("4B FP8", dict(world=8, pp=4), dict(tp=4), 2, options=block_fp8.ENGINE),
+    Row("4B FP8", dict(world=8, tp=2), dict(tp=4), 2, options=block_fp8.ENGINE),
+    Row("30B-A3B FP8", dict(world=16, tp=2, pp=2, ep=4, etp=1), dict(tp=2), 8, options=block_fp8.ENGINE),
+    Row("30B-A3B FP8", dict(world=16, pp=2, ep=8, etp=1), dict(tp=2), 8, options=block_fp8.ENGINE),
+    Row("30B-A3B FP8", dict(world=16, ep=8, etp=1), dict(tp=2), 8, options=block_fp8.ENGINE),
 ]
 """The trainers are in bf16 and quantize; the truth is what vLLM loads from a checkpoint that an oracle in numpy quantized."""
 ROWS = [*DEFAULT, *SLOW, *FP8]

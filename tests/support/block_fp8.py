@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
 import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
 
 from xfer.kernels.block_fp8 import ScaleRule
 
@@ -71,14 +77,33 @@ def quantized(weight: np.ndarray, rule: ScaleRule, row0: int = 0, col0: int = 0)
     return codes, scales, largest
 
 
-def serialized(tensors, catalog):
-    """A checkpoint in block FP8, as vLLM loads one: what `catalog` derives from these tensors is quantized, and has its scales beside
-    it. Both are dicts of whole torch tensors by name."""
-    import torch
+ENGINE = dict(
+    hf_overrides={
+        "quantization_config": {
+            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [SIDE, SIDE]
+        }
+    }
+)  # fmt: skip
+"""EngineArgs with which vLLM serves a bf16 model in block FP8. Its sizes per rank must be multiples of 128."""
 
+
+def serialized(tensors: Mapping[str, torch.Tensor], wanted: Iterable[tuple[str, str]]) -> dict[str, torch.Tensor]:
+    """A checkpoint in block FP8, as vLLM loads one: some matrices, each by the rule that is given, with scales beside them."""
     out = dict(tensors)
-    for name, rule in sorted({(s.of, s.rule) for s in catalog.specs if s.of}):
+    for name, rule in wanted:
         codes, scales, _ = quantized(tensors[name].float().numpy(), ScaleRule(rule))
         out[name] = torch.from_numpy(codes).view(torch.float8_e4m3fn)
         out[f"{name}_scale_inv"] = torch.from_numpy(np.ascontiguousarray(scales))
+    return out
+
+
+def serialize(folder: str) -> str:
+    """Write the checkpoint in `folder` in block FP8, with IEEE scales, into another one, and return that. The matrices are those of
+    linear layers in vLLM's Qwen3 models."""
+    out, tensors = f"{folder}-fp8", {}
+    shutil.copytree(folder, out, ignore=shutil.ignore_patterns("*.safetensors*"))
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        tensors |= load_file(path)
+    matrices = [n for n in tensors if n.endswith(("_proj.weight", "mlp.gate.weight"))]
+    save_file(serialized(tensors, ((n, "ieee") for n in matrices)), f"{out}/model.safetensors", {"format": "pt"})
     return out

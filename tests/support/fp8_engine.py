@@ -61,7 +61,6 @@ class Fp8Taker(ToyTaker):
             footprint=(*plain.footprint, *(Span(n, 0, size) for n, size in sizes)),
             kept=(),
             staged=(),
-            aliases=(),
         )
 
     def wrong(self, version: int) -> list[str]:

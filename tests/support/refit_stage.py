@@ -4,7 +4,7 @@ step, are the same as a fresh vLLM that loads what Bridge exported at that step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -79,11 +79,12 @@ def two_refits_are_fresh_loads(
     engines: Sequence[dict],
     frozen: Sequence[str] = (),
     scramble: bool = True,
+    as_served: Callable[[str], str] = str,
     **connect,
 ) -> None:
     """`model`: a checkpoint; `layout`: of the trainers; `engines`: one dict per replica; `frozen`: engine parameters (globs) that
-    this training does not touch; `scramble`: noise in every live byte but the kept ones between the refits; `connect`: more
-    arguments of `xfer.connect`."""
+    this training does not touch; `scramble`: noise in every live byte but the kept ones between the refits; `as_served`: makes the
+    checkpoint that fresh engines load of what Bridge exported; `connect`: more arguments of `xfer.connect`."""
     rendezvous = f"tcp://127.0.0.1:{free_port()}"
     running = [stage.engine(f"{work.name}-engine{i}") for i in range(len(engines))]
     try:
@@ -112,7 +113,7 @@ def two_refits_are_fresh_loads(
         stage.trained("closed", do="close")
         layouts = [how for i, how in enumerate(engines) if how not in engines[:i]]
         for how in layouts:  # fresh engines load while the others end
-            stage.truth.say(do="truth", folders=exports, layout=how)
+            stage.truth.say(do="truth", folders=[as_served(e) for e in exports], layout=how)
     finally:
         stop_all(running)
     truth = [[stage.truth.expect("observed", timeout=240) for _ in exports] for _ in layouts]

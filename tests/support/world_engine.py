@@ -65,7 +65,8 @@ def row(
         trainers = replace(trainers, classes=(_misread(trainers.classes[0]), *trainers.classes[1:]))
     specs = checkpoint_specs(folder)
     versions = [random_weights(specs, v) for v in range(len(trainers.weights))]
-    loaded = [serialized(v, trainers.catalog) for v in versions]
+    wanted = sorted({(s.of, s.rule) for s in trainers.catalog.specs if s.of})
+    loaded = [serialized(v, wanted) for v in versions]
     team = workers(folder, EngineParallel(**parallel), trainers.catalog, loaded, **options)
     takers = [w.inventory for w in team]
     clock.append(time.perf_counter())

@@ -170,8 +170,8 @@ def make_report(header: Header, catalog: Catalog, plans: Sequence[SubPlan], site
     at = int(into.argmax())
     return Report(
         header=header,
-        tensors=len(catalog.specs),
-        model_bytes=sum(prod(s.shape) * ITEMSIZE[s.dtype] for s in catalog.specs),
+        tensors=len(catalog.exported),
+        model_bytes=sum(prod(s.shape) * ITEMSIZE[s.dtype] for s in catalog.exported),
         trainers=first.trainers,
         workers=first.workers,
         replicas=len(plans),

@@ -311,5 +311,6 @@ def _facts(
         casts=tuple(casts),
         kept=tuple(sorted(reasons.items())),
         dropped=tuple(s.name for s in catalog.specs if matches(s.name, options.drop)) if options.drop else (),
-        broadcast_bytes=sum(map(mul, sizes, (ITEMSIZE[s.dtype] for s in catalog.tensors))) * len(dst_cls),
+        broadcast_bytes=sum(map(mul, sizes, (0 if s.of else ITEMSIZE[s.dtype] for s in catalog.tensors)))
+        * len(dst_cls),
     )

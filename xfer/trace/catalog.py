@@ -119,8 +119,11 @@ class Catalog:
     def tensors(self) -> tuple[TensorSpec, ...]:
         """Canonical tensors: groups with a leading expert dim, and everything that is in no group; sorted by name. Their
         shapes are those that plans use: `dims` of the specs."""
-        alone = [TensorSpec(s.name, s.dims, s.dtype) for s in self.specs if self._place[s.name][1] is None]
-        groups = [TensorSpec(g, (len(m), *m[0].dims), m[0].dtype) for g, m in self._groups.items()]
+        alone = [replace(s, shape=s.dims, split=()) for s in self.specs if self._place[s.name][1] is None]
+        groups = [
+            replace(m[0], name=g, shape=(len(m), *m[0].dims), split=(), of=m[0].of and _group_name(m[0].of))
+            for g, m in self._groups.items()
+        ]
         return tuple(sorted(alone + groups))
 
     @cached_property

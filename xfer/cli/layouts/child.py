@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from xfer.errors import XferError
+from xfer.errors import Unsupported, XferError
 from xfer.trace.catalog import Catalog
 
 FRAMEWORKS = {"trainer": "Megatron-Core and Bridge", "engine": "vLLM"}
@@ -211,6 +211,11 @@ def read_engine(task: TraceTask, work: Path, say: Callable[..., None], told: Que
             live = make_meta_model(config)
             model = EngineModel(config, live, torch.device("meta"), keep=task.keep, drop=task.drop)
             layout = model.read(catalog)
+        if layout.derived:
+            raise Unsupported(
+                "this engine serves block FP8, for which trainers quantize; `xfer plan` traces engines in bf16 only",
+                ["take the config without its quantization: an FP8 engine takes about half of these bytes"],
+            )
         (work / f"engine.{rank}").write_bytes(layout.inventory(catalog, rank).to_bytes())
         del live, model, layout
 
