@@ -18,6 +18,7 @@ done
 cd "$(dirname "$0")/.."
 mkdir -p .venvs
 PYTHON=${PYTHON:-python3}
+export PIP_COMPILE=0 # most modules are never imported; the first import compiles the others
 interpreter() { # prints one of Python $1: $PYTHON, or one on the path, or one of pyenv's
   local found
   for found in "$PYTHON" "python$1" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin/python; do
