@@ -171,9 +171,9 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def main(make=Rollout, **more) -> None:
+def main() -> None:
     args, token = arguments().parse_args(), os.environ["XFER_TOKEN"]
-    more |= dict(
+    more = dict(
         max_samples=args.max_samples, max_model_len=args.max_model_len, tp=args.tp, ep=args.ep, dtype=args.dtype
     )
     if args.nodes > 1:
@@ -185,7 +185,7 @@ def main(make=Rollout, **more) -> None:
     def join() -> Controller:
         return xfer.serve(llm, rendezvous=args.rendezvous, token=token, replica=args.replica)
 
-    rollout = make(llm, join)
+    rollout = Rollout(llm, join)
     version = rollout.controller.wait_version()  # the first refit: until then the weights are random
     print(f"rollout {args.replica} serves version {version}", file=sys.stderr, flush=True)
     listen(rollout, args.listen, token)
