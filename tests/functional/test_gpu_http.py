@@ -1,5 +1,5 @@
-"""`vllm serve` on GPUs behind its URL, with CUDA graphs and torch.compile: requests under way, vLLM's sleep routes, data-parallel
-ranks. Every byte of the workers is compared with what vLLM's loader makes of the same weights.
+"""`vllm serve` on GPUs behind its URL, with CUDA graphs and torch.compile: requests under way, data-parallel ranks. Every byte of the
+workers is compared with what vLLM's loader makes of the same weights.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(work: Path, on: tuple[int, ...], *flags: str) -> Iterator[Server]:
+def serving(work: Path, on: tuple[int, ...]) -> Iterator[Server]:
     """A server and a trainer that meet. Both end with the block, and whatever they started."""
     on, port = tuple(folded(list(on))), free_port()
     with Job(work, config("qwen3")) as job:
@@ -92,7 +92,7 @@ def serving(work: Path, on: tuple[int, ...], *flags: str) -> Iterator[Server]:
         command += f"--no-enforce-eager --data-parallel-size {len(on)}".split()
         command += f"--dtype bfloat16 --max-model-len 256 --gpu-memory-utilization 0.1 --kv-cache-memory-bytes {1 << 30}".split()
         command += ["--max-num-seqs", "8", "--compilation-config", '{"cudagraph_capture_sizes": [1, 2, 4, 8]}']
-        command += ["--worker-extension-cls", "tests.support.gpu_probe.Probe", *flags]
+        command += ["--worker-extension-cls", "tests.support.gpu_probe.Probe"]
         env = dict(VLLM_USE_FLASHINFER_SAMPLER="0", VLLM_LOGGING_LEVEL="WARNING")
         if len(set(on)) < len(on):
             env |= gpu_shared.environment(list(on))
@@ -110,48 +110,24 @@ def serving(work: Path, on: tuple[int, ...], *flags: str) -> Iterator[Server]:
             process.kill()
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("http"), (0,), "--enable-sleep-mode") as s:
-        yield s
-
-
-def test_a_server_follows_with_a_request_under_way(server):
+@pytest.mark.parametrize("on", [(0,), (0, 1)], ids=["one rank", "data-parallel ranks"])
+def test_a_server_follows_with_a_request_under_way(on, tmp_path):
     """Also the example's own client, for a server that does not say which weights made a token."""
-    first, second = server.refit(1), server.refit(2)
-    assert first != second
-    client = ServeClient([server.url], server.job.token)
-    client.version_of = lambda replica: "2"
-    sampled = client.sample(PROMPTS, n=2, tokens=8, seed=1)
-    assert [[(s.prompt, len(s.tokens)) for s in group] for group in sampled] == [[(tuple(p), 8)] * 2 for p in PROMPTS]
-    long: list = []
-    request = threading.Thread(target=lambda: long.append(server.answer(PROMPTS[0], LONG)))
-    request.start()
-    time.sleep(0.1)
-    assert server.refit(1) == first
-    request.join(60)
-    assert len(long[0][0]) == LONG
-
-
-def test_a_server_that_slept_is_refitted_once_its_weights_are_awake(server):
-    """By vLLM's own routes: what slept at level 2 is gone, and a refit brings it back."""
-    truth = server.refit(2)
-    server.refit(1)
-    server.ask("/sleep?level=2", {})
-    assert server.ask("/is_sleeping") == {"is_sleeping": True}
-    server.job.good("set", "set", seed=2)
-    for got in server.job.all("refit", "refitted", deadline_s=30.0):
-        assert got["kind"] == "raised" and "this engine sleeps" in got["text"], got
-    server.ask("/wake_up?tags=weights", {})
-    report = server.job.refit(verify=True)
-    assert all(report["committed"]) and report["verified"], report
-    server.ask("/wake_up?tags=kv_cache", {})
-    server.right(2)
-    assert server.answers() == truth
-
-
-@pytest.mark.skipif(gpus() < 2 and not SHARED, reason="needs 2 GPUs, or XFER_SHARE_GPUS=1")
-def test_data_parallel_ranks_behind_one_url(tmp_path):
-    with serving(tmp_path, (0, 1)) as s:
-        first, second = s.refit(1), s.refit(2)
-        assert first != second and s.refit(1) == first
+    if max(on) >= gpus() and not SHARED:
+        pytest.skip("needs 2 GPUs, or XFER_SHARE_GPUS=1")
+    with serving(tmp_path, on) as server:
+        first, second = server.refit(1), server.refit(2)
+        assert first != second
+        client = ServeClient([server.url], server.job.token)
+        client.version_of = lambda replica: "2"
+        sampled = client.sample(PROMPTS, n=2, tokens=8, seed=1)
+        assert [[(s.prompt, len(s.tokens)) for s in group] for group in sampled] == [
+            [(tuple(p), 8)] * 2 for p in PROMPTS
+        ]
+        long: list = []
+        request = threading.Thread(target=lambda: long.append(server.answer(PROMPTS[0], LONG)))
+        request.start()
+        time.sleep(0.1)
+        assert server.refit(1) == first
+        request.join(60)
+        assert len(long[0][0]) == LONG

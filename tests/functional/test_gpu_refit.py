@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from examples.common.ports import free_port
 from tests.support.gpu_job import (
     BESIDE,
     BLOCK_FP8,
@@ -241,22 +240,3 @@ def test_requests_under_way_across_refits_are_of_one_version_or_what_the_pause_s
                 versions.append(seed)
             flew_well(mode, engine.ask("land", "landed")["log"], truth, versions)
             job.good("close", "closed")
-
-
-def test_trainers_whose_memory_cannot_be_read_are_refused_on_the_engines_gpu(tmp_path):
-    """NCCL refuses two ranks on one GPU, and no other transport is left. The engine can still be joined by other trainers."""
-    with Job(tmp_path, config("qwen3")) as job:
-        engine = job.engine("engine", [0], eager=True)
-        job.start_trainers([0], **NO_HANDLES)
-        job.plain()
-        engine.started()
-        rendezvous = f"tcp://127.0.0.1:{free_port()}"
-        engine.ask("serve", "serving", rendezvous=rendezvous, replica=0)
-        (got,) = job.all("connect", "connected", rendezvous=rendezvous, replicas=1, deadline_s=60.0)
-        assert got["kind"] == "raised" and got["type"] == "Unsupported" and got["seconds"] < 60, got
-        assert all(t in got["text"] for t in ("ranks share a GPU", "expandable segments", "PYTORCH_ALLOC_CONF")), got
-        job.stop_trainers()
-        job.start_trainers([0])
-        job.plain()
-        job.meet([engine])
-        check(job, [engine], 1, job.refit(1, verify=True), "peer")
