@@ -8,19 +8,17 @@ differ from a process that is started anew, so XFER_TEST_FORGE=0 (and the slow m
 - Settings that are read at import are the forge's, so a child with other settings of a framework is started anew.
 - A forked process ends after its threads and atexit functions, and does not take its modules apart.
 
-proc.py and megatron_launch.py start processes with it.
+proc.py starts processes with it.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
+import ctypes
 import gc
 import json
 import os
 import runpy
-import select
-import signal
 import socket
 import subprocess
 import sys
@@ -34,6 +32,7 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parents[2]
+PR_SET_CHILD_SUBREAPER = 36
 FORKS_S = 120.0
 """Deadline of a fork, whose forge may have to import first."""
 OURS = ("XFER_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "PYTEST_", "PYTHONWARNINGS", "TORCHINDUCTOR_CACHE_DIR")
@@ -70,42 +69,13 @@ OF = {
 `xfer plan` does (family_trainer, world_trainer) declare GPU packages before they import it."""
 
 
-class Forged:
-    """A forked process; the part of `subprocess.Popen` that tests use."""
+class Forged(subprocess.Popen):
+    """A process that a forge has forked; the kernel has made it a child of this one (see `Forge`)."""
 
-    def __init__(self, pid: int, told: int, stdin: IO[str] | None, stdout: IO[str] | None):
-        self.pid, self.stdin, self.stdout, self.returncode = pid, stdin, stdout, None
-        self._told = told  # a pipe, from which its exit status is read
-        self._lock = threading.Lock()
-
-    def poll(self) -> int | None:
-        return self._ended(0.0)
-
-    def wait(self, timeout: float | None = None) -> int:
-        if (code := self._ended(timeout)) is None:
-            raise subprocess.TimeoutExpired(f"forked process {self.pid}", timeout)
-        return code
-
-    def kill(self) -> None:
-        self._send(signal.SIGKILL)
-
-    def terminate(self) -> None:
-        self._send(signal.SIGTERM)
-
-    def _send(self, number: signal.Signals) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def _ended(self, seconds: float | None) -> int | None:
-        if self.returncode is None and select.select([self._told], [], [], seconds)[0]:
-            with self._lock:  # several threads wait for one process
-                if self.returncode is None:
-                    said = os.read(self._told, 64)
-                    self.returncode = int(said) if said else -signal.SIGKILL  # no word: the forge is gone
-        return self.returncode
-
-    def __del__(self):
-        os.close(self._told)
+    def __init__(self, pid: int, stdin: IO[str] | None, stdout: IO[str] | None):
+        self.pid, self.args, self.returncode = pid, f"forked process {pid}", None
+        self.stdin, self.stdout, self.stderr = stdin, stdout, None
+        self._child_created, self._waitpid_lock = True, threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -116,7 +86,11 @@ class Request:
 
 
 class Forge:
-    """A test process's handle of a forge, which ends with it."""
+    """A test process's handle of a forge, which ends with it.
+
+    The forge forks twice, and what it forks first ends at once. This process is a subreaper: the kernel makes it the parent of descendants
+    whose parent has ended, so it can wait for the second.
+    """
 
     def __init__(self, python: str, imports: str, env: dict[str, str]):
         self.env, self.imports, self._lock = env, imports, threading.Lock()
@@ -128,6 +102,7 @@ class Forge:
             stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
         )  # fmt: skip
         theirs.close()
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._socket.settimeout(FORKS_S)
         atexit.register(self.close)
 
@@ -136,22 +111,18 @@ class Forge:
         self._process.kill()  # it may still be importing
         self._process.wait(10)
 
-    def fork(self, request: Request, stdin: int, stdout: int, stderr: int) -> tuple[int, int]:
-        """Returns the child's pid and the pipe of its exit status. Raises RuntimeError if the forge cannot fork."""
-        told, tell = os.pipe()
+    def fork(self, request: Request, stdin: int, stdout: int, stderr: int) -> int:
+        """Returns the child's pid. Raises RuntimeError if the forge cannot fork."""
         try:
             said = json.dumps([request.run, request.env, request.cwd]).encode()
             with self._lock:
-                socket.send_fds(self._socket, [said], [stdin, stdout, stderr, tell])
-                return int(self._socket.recv(64)), told
+                socket.send_fds(self._socket, [said], [stdin, stdout, stderr])
+                return int(self._socket.recv(64))
         except (OSError, ValueError) as e:  # ValueError: nothing came, it has ended
-            os.close(told)
             self._log.seek(0)
             raise RuntimeError(
                 f"the forge that imports {self.imports} does not fork: {e}\n{self._log.read()[-3000:]}"
             ) from e
-        finally:
-            os.close(tell)
 
 
 _forges: dict[tuple[str, str], Forge] = {}
@@ -200,53 +171,37 @@ def start(
     request = Request(tuple(run), env, str(cwd))
     if out is not None:
         with open(os.devnull) as nothing:
-            return Forged(*forge.fork(request, nothing.fileno(), out.fileno(), err.fileno()), None, None)
+            return Forged(forge.fork(request, nothing.fileno(), out.fileno(), err.fileno()), None, None)
     (its_in, to_it), (from_it, its_out) = os.pipe(), os.pipe()
     with os.fdopen(its_in), os.fdopen(its_out, "w"):
         stdin, stdout = os.fdopen(to_it, "w"), os.fdopen(from_it)
-        return Forged(*forge.fork(request, its_in, its_out, err.fileno()), stdin, stdout)
+        return Forged(forge.fork(request, its_in, its_out, err.fileno()), stdin, stdout)
 
 
 # ---- in the forge
 
 
 def serve(asked: socket.socket) -> Request | None:
-    """Forks at each request, and reports how the children end. Returns in each child its request; None when the tests have ended."""
-    ended, wake = os.pipe()
-    for fd in (ended, wake):
-        os.set_blocking(fd, False)
-    signal.set_wakeup_fd(wake)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    tells: dict[int, int] = {}
+    """Forks at each request. Returns in each child its request; None when the tests have ended."""
     while True:
-        ready, _, _ = select.select([asked, ended], [], [])
-        if ended in ready:
-            os.read(ended, 4096)
-            while tells:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if not pid:
-                    break
-                tell = tells.pop(pid)
-                with contextlib.suppress(OSError):  # its reader has ended
-                    os.write(tell, str(os.waitstatus_to_exitcode(status)).encode())
-                os.close(tell)
-        if asked not in ready:
-            continue
-        said, files, _, _ = socket.recv_fds(asked, 1 << 20, 4)
+        said, streams, _, _ = socket.recv_fds(asked, 1 << 20, 3)
         if not said:
             return None
-        *streams, tell = files
-        if pid := os.fork():
-            tells[pid] = tell
-            for fd in streams:
+        told, tell = os.pipe()
+        if first := os.fork():
+            os.close(tell)
+            pid = os.read(told, 64)
+            os.waitpid(first, 0)  # only then is its child one of the test's process
+            for fd in (*streams, told):
                 os.close(fd)
-            asked.send(str(pid).encode())
+            asked.send(pid)
             continue
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if second := os.fork():
+            os.write(tell, str(second).encode())
+            os._exit(0)
         for fd, stream in enumerate(streams):
             os.dup2(stream, fd)
-        for fd in (*streams, tell, *tells.values(), ended, wake):
+        for fd in (*streams, told, tell):
             os.close(fd)
         asked.close()
         os.setsid()
