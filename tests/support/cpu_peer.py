@@ -1,8 +1,6 @@
-"""A double of transport/peer.py for worlds whose ranks are threads of one process.
+"""The peer route for host memory as GPUs have it: a pull runs beside its caller, and a source may refuse single storages.
 
-It stands in for CUDA IPC, which this machine lacks, and nothing else: splitting, sessions and rows are the real ones. A
-mapping holds the source's own tensors; what the real one would get wrong silently is an error here. `Hold` stops a pull in
-the middle.
+What reads, and what it reads, is the real peer_host. `Hold` stops a pull in the middle.
 """
 
 from __future__ import annotations
@@ -10,21 +8,19 @@ from __future__ import annotations
 import sys
 import threading
 import time
-import weakref
 
-import msgspec
 import numpy as np
 import pytest
 
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
-from xfer.kernels import bind
-from xfer.plan.program import row_wire_bytes
-from xfer.transport import peer, routes
+from xfer.plan.program import Op
+from xfer.transport import peer_host, routes
 from xfer.transport.group import Aborted
 
-OFFERED: weakref.WeakValueDictionary[int, Export] = weakref.WeakValueDictionary()
 MAPPED: set[int] = set()
 """Numbers of mappings that are open."""
+REFUSED: set[tuple[int, int]] = set()
+"""(source rank, storage) that cannot be mapped."""
 _numbers = iter(range(1, 1 << 30))
 
 
@@ -46,112 +42,99 @@ class Hold:
         cls.deaf = False
 
 
-takes = peer.takes
+def takes(rows: np.ndarray) -> np.ndarray:
+    """Short runs too."""
+    return (rows["op"] == Op.COPY) & (rows["src_dtype"] == rows["dst_dtype"])
 
 
-class Export:
-    def __init__(self, rank, roots, device):
-        self.rank, self._roots = rank, roots
-        self.number, self.forced = next(_numbers), False
-        OFFERED[self.number] = self
-
-    def to_bytes(self) -> bytes:
-        return msgspec.msgpack.encode(self.number)
+class Export(peer_host.Export):
+    forced = False
 
     def stale(self) -> list[str]:
         return ["new memory at the old address"] if self.forced else []
 
 
-class Mapping(peer.Mapping):
+class Mapping(peer_host.Mapping):
     def __init__(self, rank, device):
         super().__init__(rank, device)
         self.number = next(_numbers)
 
     def open(self, data, rank, wanted) -> None:
-        offer = OFFERED.get(msgspec.msgpack.decode(data, type=int))
-        if offer is None:  # as of real ones, whose probe does not hold its nonce any more
-            self.roots[rank], self._why[rank] = {}, "the offer is gone"
-            return
-        assert offer.rank == rank
-        MAPPED.add(self.number)
-        self.roots[rank] = {}
-        for i in wanted:
-            if (rank, i) in REFUSED:
-                self._why[rank] = f"storage {i}: refused by the test"
-            else:
-                self.roots[rank][i] = offer._roots[i]
+        refused = [i for i in wanted if (rank, i) in REFUSED]
+        super().open(data, rank, [i for i in wanted if i not in refused])
+        if rank in self.pids:
+            MAPPED.add(self.number)
+        for i in refused:
+            self._why[rank] = f"storage {i}: refused by the test"
 
     def close(self) -> None:
         MAPPED.discard(self.number)
-        self.roots = {}
+        super().close()
 
 
-REFUSED: set[tuple[int, int]] = set()
-"""(source rank, storage) that cannot be mapped."""
+class Middle:
+    """A gate after whose first wave a pull is held; `gate` is that of the caller."""
+
+    def __init__(self, pull: Pull, gate):
+        self.pull, self.gate, self.first = pull, gate, None
+
+    def before(self, wave, stream) -> None:
+        self.first = wave if self.first is None else self.first
+        if self.gate is not None:
+            self.gate.before(wave, stream)
+
+    def after(self, wave, stream) -> None:
+        if self.gate is not None:
+            self.gate.after(wave, stream)
+        if wave == self.first:
+            Hold.reached.set()
+            while Hold.held.is_set() and (Hold.deaf or not self.pull._stopped):
+                time.sleep(0.001)
+
+    def open(self) -> None:
+        if self.gate is not None:
+            self.gate.open()
 
 
-class Pull:
-    def __init__(self, rows, mapping, roots, gate=None, read_too=False, summed=None):
-        self.mapping, self.rows, self._gate, self._broke = mapping, rows, gate, None
-        self._thread, self._done = None, False
-        known = sorted((a, b) for a, some in mapping.roots.items() for b in some)
-        number = {pair: i for i, pair in enumerate(known)}
-        rows = rows.copy()
-        rows["src_root"] = [number[a, b] for a, b in zip(rows["src"].tolist(), rows["src_root"].tolist())]
-        sources = [mapping.roots[a][b] for a, b in known]
-        part = (2 * np.arange(len(rows)) // max(1, len(rows))) if gate is None else rows["wave"]
-        self._waves = sorted(set(part.tolist()))
-        self._parts = [bind(rows[part == w], roots, "local", src_roots=sources) for w in self._waves]
-        self.extra_bytes = 0
-        self.nbytes = int(row_wire_bytes(rows).sum())
+class Pull(peer_host.Pull):
+    _thread = _result = None
+
+    def __init__(self, rows, mapping, roots, gate=None, **more):
+        if gate is None:
+            rows = rows.copy()
+            rows["wave"] = 2 * np.arange(len(rows)) // max(1, len(rows))
+        super().__init__(rows, mapping, roots, gate=Middle(self, gate))
+        self.mapping, self.rows = mapping, rows
 
     def begin(self) -> None:
         assert self.mapping.number in MAPPED, "a pull through a mapping that was closed"
-        self._stopped, self._done, self._broke, self._began = False, False, None, time.perf_counter()
+        super().begin()
+        self._gate.first = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            for k, (wave, part) in enumerate(zip(self._waves, self._parts)):
-                if self._gate is not None:
-                    self._gate.before(wave, None)
-                if self._stopped:
-                    return
-                part.copy()
-                if self._gate is not None:
-                    self._gate.after(wave, None)
-                if not k:
-                    Hold.reached.set()
-                    while Hold.held.is_set() and (Hold.deaf or not self._stopped):
-                        time.sleep(0.001)
-            self._done = not self._stopped
+            self._result = super().finish(float("inf"))
         except XferError as e:
-            self._broke = e
-
-    def stop(self) -> None:
-        self._stopped = True
-        if self._gate is not None:
-            self._gate.open()
+            self._result = e
 
     def over(self) -> bool:
         return self._thread is None or not self._thread.is_alive()
 
     def finish(self, deadline, cancelled=lambda: False, where=""):
-        while self._thread is not None and self._thread.is_alive():
+        while not self.over():
             late = time.monotonic() > deadline
             if late or cancelled():
                 self.stop()
                 self._thread.join(0.3)
-                if self._thread.is_alive():
+                if not self.over():
                     raise PeerLost("a pull does not leave", where=where, drained=False)
                 raise (DeadlineExceeded if late else Aborted)("the pull was ended", where=where)
             time.sleep(0.001)
-        if self._broke is not None:
-            raise self._broke
-        if not self._done:
-            raise Aborted("the pull was stopped here", where=where)
-        return peer.PullStats(self.nbytes, (), 0.0, time.perf_counter() - self._began)
+        if isinstance(self._result, XferError):
+            raise self._result
+        return self._result
 
 
 @pytest.fixture
