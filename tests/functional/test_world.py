@@ -18,62 +18,44 @@ from pathlib import Path
 import pytest
 
 from tests.support import block_fp8, families
-from tests.support.proc import PYTHON, Family
+from tests.support.marks import BOTH
+from tests.support.proc import ROOT, Family
 from xfer.mesh.parallel import EngineParallel
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not all(os.path.exists(p) for p in PYTHON.values()), reason="scripts/setup.sh has not been run"),
-]
+pytestmark = [pytest.mark.slow, BOTH]
 VERSIONS = 2
 
-_BASE = dict(
-    vocab_size=152, hidden_size=64, head_dim=32, hidden_act="silu", max_position_embeddings=512, rms_norm_eps=1e-6,
-    rope_theta=10000.0, attention_bias=False, bos_token_id=1, eos_token_id=2, torch_dtype="bfloat16", tie_word_embeddings=False,
+SMALL = dict(vocab_size=152, bos_token_id=1, eos_token_id=2, hidden_size=64, intermediate_size=64, head_dim=32)
+
+
+def published(name: str, **narrowed: object) -> dict:
+    """The config of a published model, narrowed; its heads, KV heads and experts are those of the model unless they are given."""
+    return {**json.loads((ROOT / f"xfer/cli/examples/{name}.json").read_text()), **SMALL, **narrowed}
+
+
+FP32 = ["*.e_score_correction_bias"]
+NANO = published(
+    "nemotron-3-nano-30b-a3b", num_hidden_layers=8, hybrid_override_pattern="MEM*EME-", mamba_head_dim=8, ssm_state_size=16, expand=8,
+    chunk_size=16, moe_intermediate_size=32, moe_shared_expert_intermediate_size=64,
 )  # fmt: skip
-_QWEN3_MOE = dict(
-    _BASE, model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], intermediate_size=64, moe_intermediate_size=32,
-    num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[],
-)  # fmt: skip
-_NEMOTRON_H = dict(
-    _BASE, model_type="nemotron_h", architectures=["NemotronHForCausalLM"], mamba_num_heads=64, mamba_head_dim=8,
-    ssm_state_size=16, n_groups=8, conv_kernel=4, chunk_size=16, expand=8, mlp_hidden_act="relu2", layer_norm_epsilon=1e-5,
-    use_bias=False, use_conv_bias=True, mamba_proj_bias=False, mlp_bias=False, num_attention_heads=32, num_key_value_heads=2,
-    intermediate_size=64, n_routed_experts=128, num_experts_per_tok=6, moe_intermediate_size=32,
-    moe_shared_expert_intermediate_size=64, n_shared_experts=1, norm_topk_prob=True, n_group=1, topk_group=1,
-    routed_scaling_factor=2.5,
-)  # fmt: skip
-_QWEN3 = dict(
-    _BASE, model_type="qwen3", architectures=["Qwen3ForCausalLM"], num_hidden_layers=4, num_attention_heads=32,
-    num_key_value_heads=8, intermediate_size=128, tie_word_embeddings=True,
-)  # fmt: skip
-_DEEPSEEK_V3 = dict(
-    _BASE, model_type="deepseek_v3", architectures=["DeepseekV3ForCausalLM"], num_hidden_layers=16, num_attention_heads=128,
-    num_key_value_heads=128, intermediate_size=64, moe_intermediate_size=32, q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=8,
-    qk_rope_head_dim=8, v_head_dim=8,
-    n_routed_experts=32,  # of 256: the fewest of which EP16 gives each rank more than one
-    n_shared_experts=1, num_experts_per_tok=8, moe_layer_freq=1, first_k_dense_replace=3, n_group=8, topk_group=4,
-    topk_method="noaux_tc", scoring_func="sigmoid", routed_scaling_factor=2.5, norm_topk_prob=True, num_nextn_predict_layers=0,
-)  # fmt: skip
-_QWEN3_30B = dict(_QWEN3_MOE, num_hidden_layers=4, num_attention_heads=32, num_key_value_heads=4)
-_QWEN3_235B = dict(_QWEN3_MOE, num_hidden_layers=14, num_attention_heads=64, num_key_value_heads=4)
-_NANO = dict(_NEMOTRON_H, num_hidden_layers=8, hybrid_override_pattern="MEM*EME-")
 # Without the latent projections of its experts, for which Bridge 0.3.1 has no mapping.
-_SUPER = dict(
-    _NEMOTRON_H, num_hidden_layers=12, hybrid_override_pattern="MEM*EMEMEM*E", mamba_num_heads=128, n_routed_experts=512
+SUPER = dict(
+    NANO, num_hidden_layers=12, hybrid_override_pattern="MEM*EMEMEM*E", mamba_num_heads=128, n_routed_experts=512
 )
-_WIDE = dict(
-    hidden_size=320, head_dim=128, intermediate_size=512
+DEEPSEEK_V3 = published(
+    "deepseek-v3", num_hidden_layers=16, moe_intermediate_size=32, q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=8,
+    qk_rope_head_dim=8, v_head_dim=8, n_routed_experts=32,  # of 256: the fewest of which EP16 gives each rank more than one
 )  # fmt: skip
+WIDE = dict(hidden_size=320, head_dim=128, intermediate_size=512, moe_intermediate_size=256)
 CONFIGS: dict[str, tuple[dict, list[str]]] = {
-    "4B": (_QWEN3, []),
-    "30B-A3B": (_QWEN3_30B, []),
-    "235B-A22B": (_QWEN3_235B, []),
-    "DeepSeek-V3": (_DEEPSEEK_V3, ["*.e_score_correction_bias"]),
-    "4B FP8": (_QWEN3 | _WIDE, []),
-    "30B-A3B FP8": (_QWEN3_30B | _WIDE | dict(moe_intermediate_size=256, num_experts=16, num_hidden_layers=2), []),
-    "nano-v3": (_NANO, ["*.e_score_correction_bias", "*.A_log"]),
-    "super-v3": (_SUPER, ["*.e_score_correction_bias", "*.A_log"]),
+    "4B": (published("qwen3-4b", num_hidden_layers=4, intermediate_size=128), []),
+    "30B-A3B": (published("qwen3-30b-a3b", num_hidden_layers=4, moe_intermediate_size=32), []),
+    "235B-A22B": (published("qwen3-235b-a22b", num_hidden_layers=14, moe_intermediate_size=32), []),
+    "DeepSeek-V3": (DEEPSEEK_V3, FP32),
+    "4B FP8": (published("qwen3-4b", num_hidden_layers=4, **WIDE), []),
+    "30B-A3B FP8": (published("qwen3-30b-a3b", num_hidden_layers=2, num_experts=16, **WIDE), []),
+    "nano-v3": (NANO, [*FP32, "*.A_log"]),
+    "super-v3": (SUPER, [*FP32, "*.A_log"]),
 }
 """Config, and globs of the tensors that the checkpoint keeps in float32."""
 
