@@ -14,7 +14,7 @@ import torch
 
 from tests.functional.test_session_protocol import fault  # noqa: F401
 from tests.support.packed_world import PackedWorld
-from tests.support.world import good, right
+from tests.support.world import good, raised, right
 from xfer import errors as e
 from xfer.coordinator import refit
 from xfer.packed import feed, plan, trainer, worker
@@ -172,10 +172,9 @@ def short(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     return name, tensor[:-1] if name == "layers.1.w" else tensor
 
 
-def torn(w: PackedWorld, results, kind: type, words: str, replica: int = 0) -> None:
+def torn(w: PackedWorld, results, kind: type, *words: str, replica: int = 0) -> None:
     """All ranks raised this error, the replica answers NaN, and the next refit repairs it."""
-    for r in results:
-        assert isinstance(r, kind) and words in str(r), r
+    raised(results, kind, *words)
     taker = w.engines[replica].takers[0]
     assert taker.holds == "mix" and taker.live["norm"].isnan().all()
     assert w.engines[replica].paused and isinstance(w.controllers[replica].error, e.EngineLost)
@@ -185,10 +184,9 @@ def torn(w: PackedWorld, results, kind: type, words: str, replica: int = 0) -> N
     assert w.controllers[replica].error is None and not w.engines[replica].paused
 
 
-def clean(w: PackedWorld, results, kind: type, words: str) -> None:
+def clean(w: PackedWorld, results, kind: type, *words: str) -> None:
     """All ranks raised this error before a byte of the engine changed: it goes on serving version 1, and the next refit is whole."""
-    for r in results:
-        assert isinstance(r, kind) and words in str(r), r
+    raised(results, kind, *words)
     right(w, 1)
     assert not w.engines[0].paused and w.controllers[0].version == 1
     good(w.refit(3))
@@ -205,39 +203,6 @@ def test_a_sender_that_exports_something_else_than_planned_makes_its_tasks_anew(
         good(w.refit(3))
         right(w, 3)
         assert [s.builds for s in w.streams] == [2, 2]
-
-
-def test_a_loader_that_does_not_know_a_name():
-    def refuse(worker, name, tensor):
-        if worker == 1 and name == "embed":
-            raise KeyError(name)
-
-    with PackedWorld(trainers=2) as w:
-        good(w.refit(1))
-        w.knobs.loaded = refuse
-        results = w.refit(2)
-        assert all("embed: bfloat16[36, 8]" in x.violations and "replica 0 worker 1" in x.where for x in results)
-        torn(w, results, e.LayoutError, "the engine's loader refused one of 2 tensors: KeyError: 'embed'")
-
-
-@pytest.mark.parametrize("where", ["took in bucket 1", "finished what it had loaded"])
-def test_a_worker_that_runs_out_of_memory(where, monkeypatch):
-    def fail(worker, name, tensor):
-        if worker == 0 and name == "layers.1.w":
-            raise torch.OutOfMemoryError("tried to allocate 1 GiB")
-
-    def finish():
-        raise MemoryError
-
-    with PackedWorld(trainers=2) as w:
-        good(w.refit(1))
-        with monkeypatch.context() as patch:
-            if where.startswith("took"):
-                w.knobs.loaded = fail
-            else:
-                patch.setattr(w.engines[0].takers[1], "finish", finish)
-            results = w.refit(2)
-        torn(w, results, e.RefitFailed, f"ran out of memory while it {where}")
 
 
 def test_a_worker_that_fails_between_buckets_holds_up_no_other_replica():
@@ -292,24 +257,24 @@ def test_buffers_of_an_aborted_link_are_held_until_it_has_left_the_device_and_no
         assert not held
 
 
-@pytest.mark.parametrize(
-    "what, kind, words",
-    [
-        ("trainer:0:wave:raise@2", e.XferError, "injected fault"),
-        ("trainer:0:checksum:raise", e.VerificationError, "was not committed"),
-        ("worker:1:checksum:raise", e.VerificationError, "was not committed"),
-    ],
-)
-def test_a_fault_between_buckets_and_bytes_that_changed_are_never_committed(fault, what, kind, words):  # noqa: F811
-    with PackedWorld(trainers=2) as w:
-        good(w.refit(1))
-        fault(what)
-        results = w.refit(2)
-        fault("")
-        torn(w, results, kind, words)
+def loader(worker: int, tensor: str, error: BaseException):
+    """A worker's loader raises an error at a tensor."""
+
+    def loaded(rank, name, given):
+        if (rank, name) == (worker, tensor):
+            raise error
+
+    return lambda w, patch, inject: setattr(w.knobs, "loaded", loaded)
 
 
-def no_room(w: PackedWorld, patch) -> None:
+def no_end(w: PackedWorld, patch, inject) -> None:
+    def finish():
+        raise MemoryError
+
+    patch.setattr(w.engines[0].takers[1], "finish", finish)
+
+
+def no_room(w: PackedWorld, patch, inject) -> None:
     theirs, real = w.engines[0].sessions[0]._lane_.plane._buffers, Buffers.begin
 
     def begin(self, messages):
@@ -320,33 +285,53 @@ def no_room(w: PackedWorld, patch) -> None:
     patch.setattr(Buffers, "begin", begin)
 
 
-def a_bucket_less(w: PackedWorld, patch) -> None:
+def a_bucket_less(w: PackedWorld, patch, inject) -> None:
     for s in w.streams:
         s.state = "moved"  # so that a manifest is sent again
     real = plan.BucketPlan.manifest.func
     patch.setattr(plan.BucketPlan, "manifest", property(lambda p: real(plan.BucketPlan(p.groups[:-1], p.limit))))
 
 
-def another_header(w: PackedWorld, patch) -> None:
+def another_header(w: PackedWorld, patch, inject) -> None:
     count = iter(range(100))
     patch.setattr(trainer, "words_of", lambda digest: [next(count), 2])
 
 
-@pytest.mark.parametrize(
-    "breaks, kind, words",
-    [
-        (no_room, e.RefitFailed, "ran out of memory while it made room for buckets"),
-        (a_bucket_less, e.ProtocolError, "is in no bucket"),
-        (another_header, e.ProtocolError, "has not announced here"),
-    ],
+DECIDED, MEMORY = "was not committed", "ran out of memory while it "
+UNKNOWN = (
+    "replica 0 worker 1",
+    "the engine's loader refused one of 2 tensors: KeyError: 'embed'",
+    "embed: bfloat16[36, 8]",
 )
-def test_what_is_wrong_before_a_byte_changes_leaves_the_engine_as_it_was(monkeypatch, breaks, kind, words):
-    with PackedWorld(trainers=2, workers=1) as w:
+BROKEN = {
+    "a name": (loader(1, "embed", KeyError("embed")), torn, e.LayoutError, *UNKNOWN),
+    "memory": (
+        loader(0, "layers.1.w", torch.OutOfMemoryError("1 GiB")),
+        torn,
+        e.RefitFailed,
+        MEMORY + "took in bucket 1",
+    ),
+    "memory at the end": (no_end, torn, e.RefitFailed, MEMORY + "finished what it had loaded"),
+    "memory for buckets": (no_room, clean, e.RefitFailed, MEMORY + "made room for buckets"),
+    "a bucket": (a_bucket_less, clean, e.ProtocolError, "is in no bucket"),
+    "a header": (another_header, clean, e.ProtocolError, "has not announced here"),
+    "a sender": (lambda w, patch, inject: inject("trainer:0:wave:raise@2"), torn, e.XferError, "injected fault"),
+    "bytes sent": (lambda w, patch, inject: inject("trainer:0:checksum:raise"), torn, e.VerificationError, DECIDED),
+    "bytes held": (lambda w, patch, inject: inject("worker:1:checksum:raise"), torn, e.VerificationError, DECIDED),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_goes_wrong_is_never_committed(what, fault, monkeypatch):  # noqa: F811
+    """And leaves the engine as it was if no byte had changed."""
+    breaks, after, kind, *words = BROKEN[what]
+    with PackedWorld(trainers=2, workers=1 if after is clean else 2) as w:
         good(w.refit(1))
         with monkeypatch.context() as patch:
-            breaks(w, patch)
+            breaks(w, patch, fault)
             results = w.refit(2)
-        clean(w, results, kind, words)
+        fault("")
+        after(w, results, kind, *words)
 
 
 def test_a_worker_elsewhere_cannot_be_colocated(monkeypatch):
@@ -357,6 +342,5 @@ def test_a_worker_elsewhere_cannot_be_colocated(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(peer_host, "_read", elsewhere)
             results = w.refit(1)
-        for r in results:
-            assert isinstance(r, e.Unsupported) and "is not colocated" in str(r)
+        raised(results, e.Unsupported, "is not colocated")
         assert w.engines[0].takers[0].holds == "whole"
