@@ -39,7 +39,7 @@ config() {
     235b-tp4pp8ep16-to-tp8dp16) model=Qwen3-235B-A22B ranks=128 tp=4 pp=8 ep=16 engine_tp=8 replicas=16; uneven 11 11 ;;
     deepseek_v3-pp16ep16-to-tp32dp8) model=DeepSeek-V3 ranks=256 pp=16 ep=16 engine_tp=32 replicas=8; uneven 4 1 ;;
     super_v3*) echo "Megatron-Bridge 0.3.1 has no mapping for this model's latent experts: it cannot be exported" >&2; return 1 ;;
-    *fp8*) echo "FP8 weights have scales and layouts that xfer does not move: take the bf16 row, '${1/-fp8/}' if there is one" >&2; return 1 ;;
+    *fp8*) echo "these scripts start no engine in FP8: take the bf16 row, '${1/-fp8/}' if there is one" >&2; return 1 ;;
     *) echo "no config '$1'; there are: $(configs)" >&2; return 1 ;;
   esac
   trainer_nodes=$(((ranks + ranks_per_node - 1) / ranks_per_node))

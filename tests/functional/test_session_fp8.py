@@ -42,26 +42,24 @@ def test_engines_in_bf16_and_in_fp8_by_both_rules_in_one_session():
 
 
 def test_an_engine_that_needs_fp8_joins_a_session_of_bf16_engines_later():
-    """Before any refit of it, between two, and while bytes of another one move by the old catalog."""
-    with World(replicas=2, shapes=dict(SHAPES), engines=[ToyEngine(2, dict(SHAPES))], wait=False).connect() as world:
-        world.controllers[0].wait_ready(20.0)
-        world.commits(1, {0}, min_replicas=1)
-        world.engines.append(fp8_engine())
-        world.controllers.append(world.serve(world.engines[1], 1))
+    """Between two refits: the catalog changes then, and all ranks read it in the next one."""
+    with fp8_world([ToyEngine(2, dict(SHAPES)), ToyEngine(2, dict(SHAPES))]).connect() as world:
+        world.commits(1)
+        world.leave(1)
+        world.come(1, fp8_engine())
         until_true(lambda: world.coordinator.generation == 2)
         world.commits(2)
         world.commits(3)
 
 
-def test_an_engine_that_needs_fp8_comes_while_bytes_move():
-    with World(replicas=2, shapes=dict(SHAPES), engines=[ToyEngine(2, dict(SHAPES))], wait=False).connect() as world:
-        world.controllers[0].wait_ready(20.0)
+def test_an_engine_that_needs_fp8_comes_while_bytes_move_by_the_old_catalog():
+    with fp8_world([ToyEngine(2, dict(SHAPES)), ToyEngine(2, dict(SHAPES))]).connect() as world:
+        world.leave(1)
         installs = threading.Event()
         world.engines[0].takers[0].installs_after(installs)
         results = world.start(1, min_replicas=1)
-        until_true(lambda: world.coordinator.refit is not None and world.armed())
-        world.engines.append(fp8_engine())
-        world.controllers.append(world.serve(world.engines[1], 1))
+        until_true(lambda: world.coordinator.refit and len(world.coordinator.refit.parts[0].armed) == 2)
+        world.come(1, fp8_engine())
         until_true(lambda: world.coordinator.derived)
         assert world.coordinator.generation == 1
         installs.set()

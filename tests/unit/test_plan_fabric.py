@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.lib.layouts import ROWS, Model, engine, trainer
+from benchmarks import plan_predictions
+from benchmarks.lib.layouts import FP8_ROWS, ROWS, Model, engine, trainer
 from tests.support.links import UNIT, G, divided, fabrics, least_busiest, problems, seconds, sites
 from tests.support.plan_worlds import EXAMPLES, execute, worlds
 from tests.support.plan_worlds import quick as few
@@ -374,3 +376,16 @@ def test_what_is_wrong_with_a_file_is_told_at_once(data, words):
     assert "f.toml" in text and len(e.value.violations) >= len(words)
     for w in words:
         assert w in text, (w, text)
+
+
+@pytest.mark.parametrize("name", [r for r in FP8_ROWS if r.startswith("4B")])
+def test_engines_in_block_fp8_take_a_byte_of_each_weight_and_a_float_of_each_block(name):
+    """Within 1 %: workers of a replica share no matrix, but each has all norms."""
+    config, _, _, replicas = FP8_ROWS[name]
+    expected = 0
+    for spec in Model.named(config).specs():
+        blocks = prod(-(-n // 128) for n in spec.shape)
+        in_fp8 = len(spec.shape) == 2 and "embed" not in spec.name
+        expected += prod(spec.shape) + 4 * blocks if in_fp8 else 2 * prod(spec.shape)
+    report = plan_predictions.reports(name)[0]
+    assert abs(report.nbytes / (replicas * expected) - 1) < 0.01
