@@ -42,10 +42,6 @@ class Lock:
         self._live = live
         self._engaged = False
 
-    @property
-    def engaged(self) -> bool:
-        return self._engaged
-
     def engage(self) -> None:
         """Fill the live tensor with NaN, before the first write. After an aborted refit this changes nothing."""
         if not self._engaged:
