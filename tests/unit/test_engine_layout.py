@@ -516,7 +516,7 @@ def test_choosing_a_lock_restores_every_candidate_and_stops_where_all_ranks_agre
     net, twin = built()
     layout = read(net, twin, specs("norm"), keep=("norm",))
     assert [s.name for s in candidates(layout, LiveStorages(net))] == ["inner_norm"], "a candidate is written by refits"
-    both = torch.empty(12)
+    both = torch.ones(12)
     net.norm, net.inner_norm = nn.Parameter(both[:8]), nn.Parameter(both[8:])
     assert candidates(read(net, twin), LiveStorages(net)) == [], "a candidate fills its storage alone"
     assert locked(net, twin)[1] is None
