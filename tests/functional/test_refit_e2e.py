@@ -82,7 +82,7 @@ CASES = [
 SLOW = [
     Case("qwen3", dict(tp=2, pp=2, distopt=True), (dict(tp=2),), WIDE, fp8=True),
     Case("qwen3_moe", dict(tp=2, pp=2, ep=2, etp=1, distopt=True), (dict(tp=2, ep=True),), WIDE_MOE, fp8=True),
-    Case("qwen3_tied", dict(tp=2, pp=2, **PLAIN), (dict(tp=1, pipeline_parallel_size=2),), WIDE, fp8=True),
+    Case("qwen3_tied", dict(tp=2, pp=2, **PLAIN), (dict(tp=1), dict(tp=2)), WIDE, fp8=True),
     Case("deepseek_v3", dict(tp=2, pp=2, ep=2, etp=1, distopt=True), (dict(tp=2),)),
     Case("qwen3", dict(pp=2, cp=2, **PLAIN), (dict(tp=2),)),
     Case("qwen3", dict(tp=2, pp=2, distopt=True, **LORA), (dict(tp=2),), frozen=UNADAPTED),

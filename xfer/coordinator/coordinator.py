@@ -226,7 +226,7 @@ class Coordinator:
     def _controller_came(self, client: Client, h: m.Hello, replica: Replica) -> None:
         replica.controller, replica.size, replica.phase, replica.error = client, h.size, ReplicaPhase.JOINING, None
         replica.workers, replica.inventories, replica.version, replica.dirty = {}, {}, None, False
-        replica.wanted = {}
+        replica.wanted, replica.derives = {}, False
         replica.until = self.now + self.options.deadline_s
         self.at(replica.until, lambda: self._check_join(replica))
 
@@ -418,6 +418,7 @@ class Coordinator:
         h = client.hello
         if h.role == "worker":
             replica = self.replicas[h.replica]
+            replica.derives = True
             replica.wanted[h.index] = {(s.of, s.rule) for s in Catalog.from_bytes(unpack_specs(msg.catalog)[0]).specs}
             return self._derive(replica)
         self.specs[h.index] = msg.catalog
@@ -428,12 +429,12 @@ class Coordinator:
                 self.fail(self, e)
 
     def _derive(self, replica: Replica) -> None:
-        """Once every worker of a replica has said what it takes: make a catalog with the tensors that they need derived. During a
-        refit, bytes move by the old catalog, so the new one is made when all trainers are ready for the next refit."""
+        """Once every worker of a replica has said what it takes: make a catalog with the tensors that they need derived. While bytes
+        move by the old catalog the new one waits until all trainers are ready for the next refit."""
         if replica.wanted and len(replica.wanted.keys() | replica.inventories.keys()) == replica.size:
             self.derived = self.derived.union(*replica.wanted.values())
             replica.wanted = {}
-            self._underived = self.refit is not None
+            self._underived = self.refit is not None and self.refit.moves
             if not self._underived:
                 self.make_catalog()
 

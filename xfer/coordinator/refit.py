@@ -147,6 +147,11 @@ class Refit:
             self.coordinator.at(self._arm_at, self._arm_all, of=self)
         self._set_deadline(self.deadline_s)
 
+    @property
+    def moves(self) -> bool:
+        """Whether bytes of some replica may move."""
+        return any(p.phase is not Phase.ARMING and not p.over for p in self.parts.values())
+
     def moved_on(self, part: ReplicaRefit) -> None:
         """A replica changed its phase."""
         self.arming.pop(part.replica.index, None)
@@ -271,6 +276,8 @@ class Refit:
         co = self.coordinator
         if co.refit is not self or len(self.drained) < co.options.trainers:
             return
+        if any(p.replica.derives and p.armed and not p.replica.complete for p in self.arming.values()):
+            return  # its workers read a new catalog, and may ask for one more: nothing may move by this one before
         held = co.now < self._go_at and not co.options.gathers
         if held and not all(len(p.armed) == p.replica.size for p in self.arming.values()):
             return  # a timer is set

@@ -98,6 +98,7 @@ class Replica:
     workers: dict[int, Client] = field(default_factory=dict)
     inventories: dict[int, bytes] = field(default_factory=dict)  # worker -> digest of its layout
     wanted: dict[int, set[tuple[str, str]]] = field(default_factory=dict)  # worker -> what it needs derived
+    derives: bool = False  # some worker has asked for derived tensors, and may ask again when it reads a new catalog
     epoch: int = 0  # generation of its plan and link; messages of older epochs are ignored
     phase: ReplicaPhase = ReplicaPhase.ABSENT
     pending: set[Client] = field(default_factory=set)  # ranks that have to answer in this phase
