@@ -8,8 +8,7 @@ import pytest
 
 from examples.common import toy
 from tests.support.gpu_job import SHARED, gpus, megatron, site
-from tests.support.layerwise_ranks import Ranks
-from tests.support.proc import Family
+from tests.support.proc import Children, Family
 
 GPUS = gpus()
 pytestmark = [
@@ -38,12 +37,12 @@ OVERLAPPED = [
 ]
 
 
-def started(family: Family, world: int) -> Ranks:
+def started(family: Family, world: int) -> Children:
     if world > 2 and world > GPUS and not SHARED:
         pytest.skip(f"needs {world} GPUs, or XFER_SHARE_GPUS=1: on one they take turns, minutes for what takes seconds")
     # Dynamo has nothing to do with gathers and takes longer than all the steps; cuBLAS must add in one order.
     env = {**site("trainer"), "TORCHDYNAMO_DISABLE": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    return Ranks(family, world, "layerwise_megatron", **env)
+    return family.ranks("layerwise_megatron", world, "rank", **env)
 
 
 @pytest.fixture
@@ -65,7 +64,7 @@ def alone(tmp_path):
         yield lambda **way: started(family, 1).ask("train", "trained", **way)[0]
 
 
-def equal(ranks: Ranks, layout: dict, ways: list[dict], **way) -> dict:
+def equal(ranks: Children, layout: dict, ways: list[dict], **way) -> dict:
     """What rank 0 says of a blocking gather, and the others like it, which every other way of gathering has to equal."""
     more = layout.pop("options", {})
     first, *_ = blocking = ranks.ask(
@@ -111,3 +110,17 @@ def test_so_are_those_of_models_that_are_cut(case, tmp_path, folder, alone):
     if "fp32" in case:
         one = alone(layout=dict(overlap=False, copies=2), **way)
         assert blocking["losses"] == pytest.approx(one["losses"], rel=2e-3)
+
+
+def test_a_checkpoint_that_was_saved_during_a_gather_goes_on_bit_for_bit(tmp_path, folder):
+    way = dict(folder=folder(*CASES["dense fp32"][:2]), layout=dict(options=SMALLER))
+    (tmp_path / "ranks").mkdir()
+    with Family(tmp_path / "ranks") as family:
+        ranks = started(family, 2)
+        ranks.ask("build", "built", **way)
+        ranks.ask("step", "stepped", steps=3)
+        ranks.ask("save", "saved", folder=str(tmp_path / "saved"))
+        want = ranks.ask("step", "stepped", steps=3)
+        ranks.ask("build", "built", **way)
+        ranks.ask("load", "loaded", folder=str(tmp_path / "saved"), steps=3)
+        assert [x["losses"] for x in ranks.ask("step", "stepped", steps=3)] == [x["losses"] for x in want]

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from examples.common import toy
-from tests.support.layerwise_ranks import Ranks, content
+from tests.support import layerwise_model as lm
 from tests.support.proc import Family
 
 pytestmark = pytest.mark.trainer
@@ -48,7 +48,7 @@ def folders(work):
 def ranks(tmp_path):
     """Four new processes for each test: Megatron's groups outlive their layout, with some 50 threads each time."""
     with Family(tmp_path) as family:
-        yield Ranks(family, 4, "layerwise_megatron")
+        yield family.ranks("layerwise_megatron", 4, "rank")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def two(work):
     """Two ranks, for tests that run in CI."""
     (work / "two").mkdir()
     with Family(work / "two") as family:
-        yield Ranks(family, 2, "layerwise_megatron")
+        yield family.ranks("layerwise_megatron", 2, "rank")
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def alone(work, folders):
     """Losses of one process, by model."""
     (work / "one").mkdir()
     with Family(work / "one") as family:
-        one = Ranks(family, 1, "layerwise_megatron")
+        one = family.ranks("layerwise_megatron", 1, "rank")
 
         @cache
         def losses(name: str, copies: int, steps: int) -> dict:
@@ -202,18 +202,16 @@ def resharded(ranks, folder: str, work, a: str, others: list[str], rel: float = 
     ranks.ask("step", "stepped", steps=2)
     saved = work / f"from {a}"
     settled = {x["settled"] for x in ranks.ask("save", "saved", folder=str(saved))}
-    assert settled == {at(a)["copies"] == len(ranks.ranks)}, (
-        "saving gathers nothing; without copies nothing is to gather"
-    )
+    assert settled == {at(a)["copies"] == len(ranks)}, "saving gathers nothing; without copies nothing is to gather"
     want = ranks.ask("step", "stepped", steps=2)[0]["losses"]
-    first = content(saved)
+    first = lm.content(saved)
     assert sum(k.endswith("/momentum_buffer") for k in first) > 10 and sum(k.endswith("/exp_avg") for k in first) > 2
     for b in others:
         ranks.ask("build", "built", folder=folder, layout=at(b))
         ranks.ask("load", "loaded", folder=str(saved), steps=2)
         again = work / f"from {a} by {b}"
         ranks.ask("save", "saved", folder=str(again))
-        second = content(again)
+        second = lm.content(again)
         assert first.keys() == second.keys()
         wrong = [k for k in first if not torch.equal(first[k], second[k])]
         assert not wrong, f"{a} -> {b}: {wrong[:5]}"
@@ -246,7 +244,7 @@ RESHARDS = [
 def test_the_reshard_matrix(ranks, folders, tmp_path, model, a, others):
     """fp32 masters are saved, so 16-bit parameters are loaded without a loss; layouts sum bf16 in other orders."""
     resharded(ranks, folders[model], tmp_path, a, others, rel=2e-2 if "bf16" in model else 1e-3)
-    assert {v.dtype for k, v in content(tmp_path / f"from {a}").items() if k.endswith("/param")} == {torch.float32}
+    assert {v.dtype for k, v in lm.content(tmp_path / f"from {a}").items() if k.endswith("/param")} == {torch.float32}
 
 
 @pytest.mark.slow
@@ -254,7 +252,7 @@ def test_the_reshard_matrix(ranks, folders, tmp_path, model, a, others):
 def test_buffers_that_training_changes_are_resharded_too(two, folders, tmp_path):
     """The router's bias of each expert, which Megatron keeps beside the parameters and moves after every step."""
     resharded(two, folders["mla"], tmp_path, "dp", ["tp2", "ep2"])
-    first = content(tmp_path / "from dp")
+    first = lm.content(tmp_path / "from dp")
     trained = {k.rpartition("/")[0] for k in first if not k.endswith("/param")}
     buffers = [v for k, v in first.items() if k.removesuffix("/param") not in trained]
     assert buffers and all(v.any() for v in buffers)
@@ -271,7 +269,7 @@ def test_a_padded_vocabulary_is_loaded_where_the_padding_is_another(two, folders
 
     def saved(name: str) -> dict[str, torch.Tensor]:
         two.ask("save", "saved", folder=str(tmp_path / name))
-        return content(tmp_path / name)
+        return lm.content(tmp_path / name)
 
     build(a)
     two.ask("step", "stepped", steps=2)

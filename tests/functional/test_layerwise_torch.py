@@ -13,7 +13,6 @@ import torch
 
 from tests.support import layerwise_model as lm
 from tests.support.layerwise_main import HAZARDS
-from tests.support.layerwise_ranks import Ranks, content
 from tests.support.proc import PATIENCE, Family
 from xfer.layerwise import LayerWiseOptimizer, checkpoint
 
@@ -25,7 +24,7 @@ PROGRAMS = int(os.environ.get("XFER_PROGRAMS", "5"))
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     with Family(tmp_path_factory.mktemp("layerwise")) as family:
-        yield Ranks(family, 4)
+        yield family.ranks("layerwise_main", 4, "rank")
 
 
 def trained(ranks, steps: int, **options) -> list[dict]:
@@ -105,7 +104,7 @@ def test_a_checkpoint_of_four_ranks_saved_during_a_gather_is_loaded_in_one_proce
     checkpoint.load(optimizer, tmp_path / "1")
     assert {x["saved"] for x in saved} == {lm.digest(net)}
     checkpoint.save(optimizer, tmp_path / "2")
-    first, second = content(tmp_path / "1"), content(tmp_path / "2")
+    first, second = lm.content(tmp_path / "1"), lm.content(tmp_path / "2")
     assert first.keys() == second.keys() and sum(k.endswith("/momentum_buffer") for k in first) > 3
     assert all(torch.equal(first[k], second[k]) for k in first)
 
@@ -118,14 +117,14 @@ def test_a_rank_that_is_lost_in_a_gather_is_a_typed_error_at_every_later_use(tmp
     """The connections of a rank that stops stay open: only the deadline tells."""
     deadline_s = (2.0 if how == "stops" else 10.0) * PATIENCE
     with Family(tmp_path) as family:
-        two = Ranks(family, 2)
-        for c in two.ranks:
+        two = family.ranks("layerwise_main", 2, "rank")
+        for c in two:
             c.say(do="dying", victim=1, how=how, route=route, deadline_s=deadline_s)
         if how == "ends":
-            assert two.ranks[1].expect("ended", timeout=120)["code"] == 7
-        said = two.ranks[0].expect("survived", timeout=120)
+            assert two[1].expect("ended", timeout=120)["code"] == 7
+        said = two[0].expect("survived", timeout=120)
         kinds = {"DeadlineExceeded"} if how == "stops" else {"PeerLost", "DeadlineExceeded"}
         assert len(said["seen"]) == 3 and {kind for kind, _ in said["seen"]} <= kinds
         assert route == "pull" or all("bucket" in text for _, text in said["seen"])
         assert said["seconds"] < deadline_s + 10.0
-        two.ranks[1].kill()  # a stopped one would not see that its pipe is closed
+        two[1].kill()  # a stopped one would not see that its pipe is closed

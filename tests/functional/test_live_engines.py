@@ -24,7 +24,7 @@ from examples.common import toy  # noqa: E402
 from examples.common.ports import free_port  # noqa: E402
 from tests.support import checkpoints, refit_stage  # noqa: E402
 from tests.support.families import FAMILIES  # noqa: E402
-from tests.support.proc import Child  # noqa: E402
+from tests.support.proc import Child, Children  # noqa: E402
 from tests.support.refit_stage import differ  # noqa: E402
 from xfer.engines.hf_spec import canonical_specs  # noqa: E402
 from xfer.trace.fragment import TensorSpec  # noqa: E402
@@ -141,13 +141,9 @@ class Stage(refit_stage.Stage):
     """Two trainer ranks, the engine under test, and one for fresh loads. The processes serve all cases in turn."""
 
     def processes(self) -> list[Child]:
-        self.trainers = [self.child(f"trainer{r}", "engine", "folder_main") for r in range(2)]
+        self.trainers = Children(self.child(f"trainer{r}", "engine", "folder_main") for r in range(2))
         self.tested, self.truth = (self.child(name, "engine", "live_main") for name in ("engine", "truth"))
         return [*self.trainers, self.tested, self.truth]
-
-    def asked(self, kind: str, **command) -> dict:
-        self.tested.say(**command)
-        return self.tested.expect(kind)
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +192,7 @@ def run(case: Case, stage: Stage, tmp_path: Path) -> None:
         folder = checkpoints.write(tmp_path / "drafter", case.drafter, eagle_specs(), 3, {})
         layout["speculative_config"] = {**layout["speculative_config"], "model": str(folder)}
     stage.tested.say(do="start", model=str(folders.a), load_format="auto", **layout)
-    stage.truth.say(do="truth", folder=str(folders.b), layout=layout)
+    stage.truth.say(do="truth", folders=[str(folders.b)], layout=layout)
     port = free_port()
     leave = [] if case.sent else list(case.frozen)
     for r, t in enumerate(stage.trainers):
@@ -204,30 +200,30 @@ def run(case: Case, stage: Stage, tmp_path: Path) -> None:
     for t in stage.trainers:
         t.expect("built")
     stage.tested.expect("started")
-    want = {"a": stage.asked("observed", do="observe"), "b": stage.truth.expect("observed")}
+    want = {"a": stage.tested.ask("observe", "observed"), "b": stage.truth.expect("observed")}
     ranks = prod(layout.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline", "data"))
     assert len({key.partition(":")[0] for key in want["a"]["checksums"]}) == ranks
     rendezvous = f"tcp://127.0.0.1:{free_port()}"
-    stage.asked("serving", do="serve", rendezvous=rendezvous, replica=0, keep=list(case.keep))
-    connected = stage.trained("connected", do="connect", rendezvous=rendezvous, replicas=1)
+    stage.tested.ask("serve", "serving", rendezvous=rendezvous, replica=0, keep=list(case.keep))
+    connected = stage.trainers.ask("connect", "connected", rendezvous=rendezvous, replicas=1)
     assert all(f": {case.half}" in c["plan"] for c in connected)
-    stage.asked("ready", do="ready")
+    stage.tested.ask("ready", "ready")
     for number, (name, folder) in enumerate((("b", folders.trained), ("a", folders.a)), 1):
-        stage.trained("set", do="set", seed=str(folder))
-        reports = stage.trained("refitted", do="refit", verify=True)
+        stage.trainers.ask("set", "set", seed=str(folder))
+        reports = stage.trainers.ask("refit", "refitted", verify=True)
         assert all(r["verified"] and r["committed"] == [True] for r in reports), reports
-        got = stage.asked("observed", do="observe")
+        got = stage.tested.ask("observe", "observed")
         assert got["version"] == number
         assert not differ(want[name], got), f"after refit {number}: {differ(want[name], got)[:10]}"
         assert got["outputs"] == want[name]["outputs"], f"after refit {number}"
         if name == "b":
-            kept = stage.asked("scrambled", do="scramble", seed=7)["kept"]
-    assert stage.asked("kept", do="kept")["kept"] == kept
+            kept = stage.tested.ask("scramble", "scrambled", seed=7)["kept"]
+    assert stage.tested.ask("kept", "kept")["kept"] == kept
     same = {own_name(k) for k in want["a"]["checksums"].keys() - set(differ(want["a"], want["b"]))}
     assert {n for n in same if not matches(n, case.keep)} == set(), "equal parameters: the second refit proved little"
     assert bool(same) == bool(case.keep and not case.half), "what was to be kept is not what differs from a whole load"
-    stage.trained("closed", do="close")
-    stage.asked("stopped", do="stop")
+    stage.trainers.ask("close", "closed")
+    stage.tested.ask("stop", "stopped")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -7,12 +7,11 @@ megatron_lora.py.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.functional.megatron_launch import launch
+from tests.support.proc import Family
 
 pytestmark = pytest.mark.trainer
 PLAIN = dict(distopt=False, overlap=False)
@@ -25,8 +24,10 @@ def case(family: str, *marks, **keywords):
     return pytest.param({"family": family, **keywords}, id=f"{family} {sizes}{how}".strip(), marks=marks)
 
 
-def run(name: str, folder: Path, script: str = "megatron_worker.py", **arguments) -> None:
-    launch(script, name, str(folder), json.dumps(arguments), world=4, folder=folder)
+def run(name: str, folder: Path, module: str = "megatron_worker", **arguments) -> None:
+    with Family(folder) as family:
+        ranks = family.ranks(module, 4, PYTHONWARNINGS="ignore")
+        ranks.ask(name, timeout=420, folder=str(folder / "model"), **arguments)
 
 
 slow = pytest.mark.slow
@@ -110,10 +111,10 @@ LORA = [
 @slow
 @pytest.mark.parametrize("arguments", LORA)
 def test_scratch_holds_what_bridge_merges(arguments, tmp_path):
-    run("merged", tmp_path, "megatron_lora.py", **arguments)
+    run("merged", tmp_path, "megatron_lora", **arguments)
 
 
 @slow
 @pytest.mark.parametrize("name", ["regrouped", "dora"])
 def test_lora_hazards(name, tmp_path):
-    run(name, tmp_path, "megatron_lora.py")
+    run(name, tmp_path, "megatron_lora")

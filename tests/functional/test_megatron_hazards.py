@@ -6,32 +6,30 @@ The cases with Megatron run in one child process, with their assertions: megatro
 from __future__ import annotations
 
 import gc
-import json
 import re
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.functional.megatron_launch import launch
+from tests.support.proc import ROOT, Family
 from xfer.errors import RebindError
 from xfer.trace.slots import Slots, walk
 
 pytestmark = pytest.mark.trainer
-CASES = re.findall(r"^@case\ndef (\w+)", Path(__file__).with_name("megatron_hazards.py").read_text(), re.M)
+CASES = re.findall(r"^@case\ndef (\w+)", (ROOT / "tests/support/megatron_hazards.py").read_text(), re.M)
 
 
 @pytest.fixture(scope="module")
-def failures(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("megatron-hazards")
-    launch("megatron_hazards.py", str(folder), world=1, folder=folder)
-    return json.loads((folder / "hazards.json").read_text())
+def rank(tmp_path_factory):
+    with Family(tmp_path_factory.mktemp("megatron-hazards")) as family:
+        (rank,) = family.ranks("megatron_hazards", 1, PYTHONWARNINGS="ignore")
+        yield rank
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_hazards(failures, case):
-    assert not failures[case], failures[case]
+def test_hazards(rank, case, tmp_path):
+    rank.ask("hazard", name=case, folder=str(tmp_path))
 
 
 # ---- slots, without Megatron

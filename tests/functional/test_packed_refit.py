@@ -5,16 +5,12 @@ The truth is the same as in test_refit_e2e.py: a fresh vLLM that loads what Brid
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.functional.test_refit_e2e import PLAIN, Case, run, stage  # noqa: F401
-from tests.support.proc import PYTHON
+from tests.support.marks import BOTH
 
-pytestmark = pytest.mark.skipif(
-    not all(Path(p).exists() for p in PYTHON.values()), reason="scripts/setup.sh has not been run"
-)
+pytestmark = BOTH
 HOW = dict(route="packed", bucket_bytes=96 << 10, deadline_s=120.0, scramble=False)
 """Small enough for many buckets."""
 SHARED = dict(HOW, colocated=True)
@@ -31,5 +27,4 @@ CASES = [
     "case", [CASES[0], *(pytest.param(c, marks=pytest.mark.slow) for c in CASES[1:])], ids=lambda c: c.name
 )
 def test_packed_refit_equals_a_fresh_load_of_the_export(case, stage, tmp_path):  # noqa: F811
-    with stage.case():
-        run(case, stage, tmp_path)
+    run(case, stage, tmp_path)

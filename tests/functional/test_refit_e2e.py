@@ -10,7 +10,7 @@ that fails leaves ranks in the middle of a collective, so the next one gets new 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,13 +20,11 @@ from safetensors.torch import save_file
 from examples.common import toy
 from examples.common.ports import free_port
 from tests.support import block_fp8
-from tests.support.proc import PYTHON
-from tests.support.refit_stage import Stage, differ, two_refits_are_fresh_loads
-from tests.support.refit_stage import on_all as on_all  # for test_packed_refit.py
+from tests.support.marks import BOTH
+from tests.support.proc import Children
+from tests.support.refit_stage import Stage, differ, stage_of, two_refits_are_fresh_loads
 
-pytestmark = pytest.mark.skipif(
-    not all(Path(p).exists() for p in PYTHON.values()), reason="scripts/setup.sh has not been run"
-)
+pytestmark = BOTH
 
 
 @dataclass(frozen=True)
@@ -108,28 +106,30 @@ SLOW = [
 ]
 
 
-@pytest.fixture(scope="module")
-def stage(tmp_path_factory) -> Iterator[Stage]:
-    stage = Stage(tmp_path_factory.mktemp("e2e"))
-    yield stage
-    stage.family.__exit__()
+stage = stage_of()
 
 
 def run(case: Case, stage: Stage, tmp_path: Path) -> None:
     model = tmp_path / "model"
     toy.write_checkpoint(case.family, model, **case.model)
     engines = tuple({**how, **block_fp8.ENGINE} for how in case.engines) if case.fp8 else case.engines
+    relay = case.connect.get("relay")
+
+    def watched(engines: Children, refit: Callable[[], list[dict]]) -> list[dict]:
+        reports = refit()
+        assert not relay or all("relay" in line for line in reports[0]["routes"].splitlines()[1:]), reports[0]
+        return reports
+
+    how = dict(build=dict(layout=case.layout), engines=engines, frozen=case.frozen, watched=watched, **case.connect)
     as_served = block_fp8.serialize if case.fp8 else str
-    how = dict(model=model, layout=case.layout, engines=engines, frozen=case.frozen, as_served=as_served)
-    two_refits_are_fresh_loads(stage, tmp_path, **how, **case.connect)
+    two_refits_are_fresh_loads(stage, tmp_path, model=model, as_served=as_served, **how)
 
 
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=lambda c: c.name
 )
 def test_refit_equals_a_fresh_load_of_the_export(case, stage, tmp_path):
-    with stage.case():
-        run(case, stage, tmp_path)
+    run(case, stage, tmp_path)
 
 
 def test_what_bridge_gets_wrong_is_refused_on_every_rank_before_a_byte_moves(stage, tmp_path):
@@ -139,10 +139,8 @@ def test_what_bridge_gets_wrong_is_refused_on_every_rank_before_a_byte_moves(sta
         toy.write_checkpoint("qwen3", serves)
         engine = stage.engine("refusing")
         try:
-            engine.say(do="start", model=str(serves), load_format="auto")
-            engine.expect("started", timeout=240)
-            engine.say(do="observe")
-            before = engine.expect("observed")
+            engine.ask("start", "started", model=str(serves), load_format="auto")
+            before = engine.ask("observe", "observed")
             lacks = [f"model.layers.{layer}.mlp.{name}.weight" for layer, name in ((2, "up_proj"), (3, "gate_proj"))]
             for family, layout, missing, said in (
                 ("qwen3_moe", dict(tp=2, ep=2, moe_grouped_gemm=False), [], ["SequentialMLP"]),
@@ -158,15 +156,14 @@ def test_what_bridge_gets_wrong_is_refused_on_every_rank_before_a_byte_moves(sta
                 tensors = toy.write_checkpoint(family, model)
                 left = {n: t for n, t in tensors.items() if n not in missing}
                 save_file(left, model / "model.safetensors", {"format": "pt"})
-                stage.trained("built", do="build", folder=str(model), layout=dict(load=False, **layout))
+                stage.trainers.ask("build", "built", folder=str(model), layout=dict(load=False, **layout))
                 rendezvous = f"tcp://127.0.0.1:{free_port()}"
                 engine.say(do="serve", rendezvous=rendezvous, replica=0, deadline_s=5.0)
-                refused = stage.trained("raised", do="connect", rendezvous=rendezvous, replicas=1, deadline_s=60.0)
+                refused = stage.trainers.ask("connect", "raised", rendezvous=rendezvous, replicas=1, deadline_s=60.0)
                 for r in refused:
                     assert r["type"] in ("Unsupported", "LayoutError") and all(x in r["text"] for x in said), r
-                engine.say(do="ready")  # told why, or come too late to meet anyone
-                assert engine.expect("raised")["type"] in (refused[0]["type"], "DeadlineExceeded", "PeerLost")
-                engine.say(do="observe", force=True)
-                assert differ(before, engine.expect("observed")) == []
+                late = engine.ask("ready", "raised")  # told why, or come too late to meet anyone
+                assert late["type"] in (refused[0]["type"], "DeadlineExceeded", "PeerLost")
+                assert differ(before, engine.ask("observe", "observed", force=True)) == []
         finally:
             engine.stop()

@@ -32,36 +32,33 @@ class Asynchronous:
     def __init__(self, family: Family, model, token: str, **how):
         self.faults = family.work / "engine.fault"
         self.child = family.start("engine", "engine", "async_main", XFER_TOKEN=token, XFER_FAULT_FILE=str(self.faults))
-        self.ask("started", do="start", model=str(model), **how)
-
-    def ask(self, kind: str, timeout: float = 120.0, **command) -> dict:
-        self.child.say(**command)
-        return self.child.expect(kind, timeout=timeout)
+        self.ask = self.child.ask
+        self.ask("start", model=str(model), **how)
 
     def connect(self, job: Job) -> None:
         rendezvous = f"tcp://127.0.0.1:{free_port()}"
-        self.ask("serving", do="serve", rendezvous=rendezvous)
+        self.ask("serve", rendezvous=rendezvous)
         job.trainers.build(job.config)
         good(job.trainers.connect(rendezvous))
-        self.ask("ready", do="ready")
+        self.ask("ready")
 
     def observe(self) -> dict:
-        return self.ask("observed", do="observe")
+        return self.ask("observe")
 
     def pause(self) -> None:
-        self.ask("paused", do="pause")
+        self.ask("pause")
 
     def resume(self) -> None:
-        self.ask("resumed", do="resume")
+        self.ask("resume")
 
     def paused(self) -> bool:
-        return self.ask("state", do="state")["paused"]
+        return self.ask("state")["paused"]
 
     def begin(self, tokens: int) -> None:
-        self.ask("began", do="begin", tokens=tokens)
+        self.ask("begin", tokens=tokens)
 
     def ended(self) -> list:
-        return self.ask("ended request", do="ended")["answer"]
+        return self.ask("answer")["answer"]
 
 
 class Server:
@@ -163,12 +160,12 @@ def test_async_llm(tmp_path):
         assert all(r["kind"] == "raised" and "injected fault" in r["text"] for r in failed), failed
         engine.begin(6)
         time.sleep(1.0)
-        state = engine.ask("state", do="state")
+        state = engine.ask("state")
         assert state["torn"] and "injected fault" in state["error"] and not state["answered"], state
         a_refit(job, 1)
         assert engine.ended() == truth["outputs"][0]
         assert same(engine.observe(), truth) == [True, True]
-        engine.ask("closed", do="close")
+        engine.ask("close")
 
 
 def test_vllm_serve_by_its_url(tmp_path):
@@ -204,7 +201,7 @@ def test_an_engine_that_its_owner_resumed_during_a_refit_is_not_resumed_again(tm
     with Job(tmp_path, "qwen3_moe", world=0) as job:
         engine = Asynchronous(job.family, job.model, job.token, **SHARED_EXPERTS)
         for who in ("refit", "owner"):
-            answered = engine.ask("answered", timeout=60, do="twice", who=who)
+            answered = engine.ask("twice", timeout=60, who=who)
             assert (answered["tokens"], answered["paused"]) == (4, False)
 
 
@@ -214,8 +211,8 @@ def test_refits_commit_whenever_the_owner_pauses_and_resumes(tmp_path, seed):
     with Job(tmp_path, "qwen3_moe", world=1) as job:
         engine = Asynchronous(job.family, job.model, job.token, **SHARED_EXPERTS)
         engine.connect(job)
-        engine.ask("disturbing", do="disturb", seed=seed)
+        engine.ask("disturb", seed=seed)
         for n in range(100):
             a_refit(job, n % 2, deadline_s=60.0 * PATIENCE)
-        end = engine.ask("disturbed", do="disturbed")
+        end = engine.ask("disturbed")
         assert end["version"] == 100 and all(end["did"][kind] for kind in ("answers", "pauses", "resumes")), end

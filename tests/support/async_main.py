@@ -1,9 +1,5 @@
-"""A real AsyncLLM, with requests under way and an owner who pauses and resumes it too. For test_refit_serving.py.
-
-    {"do": "start", "model", …}   {"do": "serve", "rendezvous"}   {"do": "ready"}   {"do": "observe"}
-    {"do": "begin", "tokens"}   {"do": "ended"}   {"do": "state"}   {"do": "close"}
-    {"do": "pause"}   {"do": "resume"}
-    {"do": "twice", "who"}   {"do": "disturb", "seed"}   {"do": "disturbed"}
+"""A real AsyncLLM, with requests under way and an owner who pauses and resumes it too. For test_refit_serving.py. Commands are
+`Engine`'s methods; what they return is told as an event of their name.
 
 One event loop in the main thread, since the engine's processes are forked from it. Another thread reads the commands.
 """
@@ -44,50 +40,39 @@ class Engine:
 
     async def start(self, model: str, **how) -> None:
         self.engine = small_vllm.asynchronous(model, **how)
-        emit("started")
 
     async def count(self, tokens: int, rank: int | None = None) -> int:
         """Return the length of the answer to a prompt that is not in the prefix cache."""
         self.asked += 1
         return len((await small_vllm.answer(self.engine, [5, 6, 7, 8 + self.asked % 50], tokens, rank))[0])
 
-    async def observe(self) -> None:
+    async def observe(self) -> dict:
         answers = [await small_vllm.answer(self.engine, p) for p in PROMPTS]
         version = await self.engine.get_weight_version()
-        emit("observed", outputs=answers, checksums=await self.engine.compute_weight_checksums(), version=version)
+        return dict(outputs=answers, checksums=await self.engine.compute_weight_checksums(), version=version)
 
     async def begin(self, tokens: int) -> None:
         """Begin a request; later commands run beside it."""
         self.request = asyncio.create_task(small_vllm.answer(self.engine, PROMPTS[0], tokens))
         await asyncio.sleep(0.2)
-        emit("began")
 
-    async def ended(self) -> None:
-        emit("ended request", answer=await asyncio.wait_for(self.request, 60))
+    async def answer(self) -> dict:
+        return dict(answer=await asyncio.wait_for(self.request, 60))
 
-    async def state(self) -> None:
-        c = self.controller
-        emit(
-            "state",
-            torn=c.torn,
-            error=str(c.error or ""),
-            answered=self.request.done(),
-            paused=await self.engine.is_paused(),
-        )
+    async def state(self) -> dict:
+        c, paused = self.controller, await self.engine.is_paused()
+        return dict(torn=c.torn, error=str(c.error or ""), answered=self.request and self.request.done(), paused=paused)
 
     async def pause(self) -> None:
         await self.engine.pause_generation(mode="keep", clear_cache=False)
-        emit("paused")
 
     async def resume(self) -> None:
         await self.engine.resume_generation()
-        emit("resumed")
 
     async def close(self) -> None:
         self.controller.close()
-        emit("closed")
 
-    async def twice(self, who: str) -> None:
+    async def twice(self, who: str) -> dict:
         """The owner resumes the engine during a refit. Then a request begins on one rank, before vLLM's coordinator tells the
         other rank. Then `who` resumes the engine again."""
         handle = handle_for(self.engine)
@@ -106,7 +91,7 @@ class Engine:
         finally:
             os.kill(coordinator.pid, signal.SIGCONT)
         await asyncio.wait_for(again, 20 * PATIENCE)
-        emit("answered", tokens=await asyncio.wait_for(request, 20 * PATIENCE), paused=await self.engine.is_paused())
+        return dict(tokens=await asyncio.wait_for(request, 20 * PATIENCE), paused=await self.engine.is_paused())
 
     async def in_a_step(self, rank: int) -> None:
         """Waits until this rank does not answer, because it is in a step without the other one."""
@@ -122,11 +107,9 @@ class Engine:
         self.controller = xfer.serve(
             self.engine, rendezvous=rendezvous, token=os.environ["XFER_TOKEN"], deadline_s=60.0 * PATIENCE
         )
-        emit("serving")
 
     async def ready(self) -> None:
         await asyncio.to_thread(self.controller.wait_ready)
-        emit("ready")
 
     async def disturb(self, seed: int) -> None:
         """From now on: requests, and an owner who pauses and resumes the engine at random."""
@@ -149,9 +132,8 @@ class Engine:
                 self.did["resumes"] += 1
 
         self.tasks = [asyncio.create_task(task()) for task in (ask, ask, disturb)]
-        emit("disturbing")
 
-    async def disturbed(self) -> None:
+    async def disturbed(self) -> dict:
         """Ends that, and says what was done."""
         *asking, disturbing = self.tasks
         disturbing.cancel()
@@ -161,15 +143,16 @@ class Engine:
         await asyncio.wait_for(self.count(4), 20 * PATIENCE)
         for task in asking:
             task.cancel()
-        emit("disturbed", did=self.did, version=self.controller.version)
+        return dict(did=self.did, version=self.controller.version)
 
 
 async def main() -> None:
     engine, words, end = Engine(), commands(), object()
     emit("up")
     while (command := await asyncio.to_thread(next, words, end)) is not end:
+        do = command.pop("do")
         try:
-            await getattr(engine, command.pop("do"))(**command)
+            emit(do, **(await getattr(engine, do)(**command) or {}))
         except Exception as e:
             emit("raised", type=type(e).__name__, text=str(e))
 

@@ -1,8 +1,7 @@
 """One rank of a real PyTorch trainer for functional tests: transformers' model under FSDP2, HSDP or tensor parallelism
-with FSDP2 over it, with AdamW. Does what the test says on standard input (proc.obey).
+with FSDP2 over it, with AdamW. Commands are `Rank`'s methods.
 """
 
-import os
 import shutil
 from pathlib import Path
 
@@ -15,9 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import xfer
-from tests.support.connect import flat_connect
+from tests.support import trainer_rank
 from tests.support.memory import forget_peak, grown
-from tests.support.proc import emit, obey
+from tests.support.proc import emit, methods, obey
 
 TP_PLAN = {
     "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
@@ -102,41 +101,25 @@ class Trainer:
         ]
 
 
-class Rank:
-    trainer: Trainer | None = None
-    session: xfer.Session | None = None
-
+class Rank(trainer_rank.Rank):
     def build(self, **how) -> None:
         self.trainer = Trainer(**how)
-        emit("built", shards=self.trainer.shards())
+        emit("built")
 
-    def step(self) -> None:
-        emit("stepped", loss=self.trainer.step())
+    def shards(self) -> None:
+        emit("cut", shards=self.trainer.shards())
+
+    def source(self) -> xfer.TensorTrainer:
+        return xfer.TensorTrainer(self.trainer.model)
 
     def evaluate(self) -> None:
         emit("evaluated", whole=self.trainer.evaluate())
 
-    def export(self, folder: str) -> None:
-        self.trainer.export(folder)
-        emit("exported")
-
-    def connect(self, **where) -> None:
-        source = xfer.TensorTrainer(self.trainer.model)
-        self.session = flat_connect(trainer=source, token=os.environ["XFER_TOKEN"], **where)
-        emit("connected", plan=self.session.explain() if dist.get_rank() == 0 else "")
-
     def refit(self, **options) -> None:
         before = forget_peak()
-        r = xfer.nccl_xfer_refit(self.session, **options)
-        facts = dict(version=r.version, verified=r.verified, committed=r.committed, bytes=r.bytes, sent=r.bytes_sent)
-        emit("refitted", **facts, extra=r.extra_bytes, grown=grown(before))
-
-    def close(self) -> None:
-        self.session.close()
-        emit("closed")
+        emit("refitted", **self.refitted(**options), grown=grown(before))
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    rank = Rank()
-    obey(rank.build, rank.step, rank.evaluate, rank.export, rank.connect, rank.refit, rank.close)
+    obey(*methods(Rank()))

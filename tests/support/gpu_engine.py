@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from importlib.metadata import entry_points
 
 from benchmarks.lib.gpu_profile import noop
-from tests.support.gpu_async import Ranks
+from tests.support import vllm_main
+from tests.support.in_loop import InLoop
 from tests.support.proc import emit, methods, obey
 
-PROMPTS = [[5, 6, 7, 8], list(range(10, 60)), [100, 3, 90, 17] * 12]
+PROMPTS = vllm_main.PROMPTS
 
 
 def start(
@@ -40,7 +40,7 @@ def start(
     if not eager:
         options["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 8]}
     if dp > 1 or asynchronous:
-        return Ranks(**{**options, "data_parallel_size": dp, **more})
+        return InLoop(**{**options, "data_parallel_size": dp, **more})
     return LLM(**{**options, **more})
 
 
@@ -100,37 +100,25 @@ class Loop:
         return self.log
 
 
-class Engine:
-    llm = controller = _loop = _flight = None
+class Engine(vllm_main.Engine):
+    _loop = _flight = None
+
+    def made(self, **how):
+        return start(**how)
+
+    def observed(self, llm) -> dict:
+        return dict(outputs=ask(llm))
 
     def start(self, **how) -> None:
         began = time.monotonic()
-        self.llm = start(**how)
+        self.llm = self.made(**how)
         emit("started", seconds=time.monotonic() - began)
 
     def serve(self, **how) -> None:
-        import xfer
-
-        if self.controller is not None:
-            self.controller.close()
-        engine, loop = (self.llm.engine, {"loop": self.llm.loop}) if isinstance(self.llm, Ranks) else (self.llm, {})
-        self.controller = xfer.serve(engine, token=os.environ["XFER_TOKEN"], deadline_s=120.0, **loop, **how)
-        emit("serving")
-
-    def ready(self) -> None:
-        self.controller.wait_ready()
-        emit("is ready")
+        super().serve(**{"deadline_s": 120.0, **how})
 
     def _serving(self) -> contextlib.AbstractContextManager:
         return self.controller.serving() if self.controller is not None else contextlib.nullcontext()
-
-    def observe(self) -> None:
-        with self._serving():
-            emit(
-                "observed",
-                version=self.controller.version if self.controller is not None else "",
-                outputs=ask(self.llm),
-            )
 
     def answer(self, prompt: list[int], tokens: int) -> None:
         with self._serving():
@@ -173,14 +161,6 @@ class Engine:
         wrong, nbytes = zip(*answers)
         emit("judged", wrong=wrong, bytes=nbytes, seconds=time.monotonic() - began)
 
-    def scramble(self, seed: int) -> None:
-        with self._serving():
-            emit("scrambled", kept=self._workers("scramble", seed))
-
-    def kept(self) -> None:
-        with self._serving():
-            emit("kept", kept=self._workers("kept"))
-
     def digests(self) -> None:
         with self._serving():
             emit("digests", workers=self._workers("digests"))
@@ -214,10 +194,6 @@ class Engine:
 
     def unprofile(self, path: str) -> None:
         emit("profiled", workers=self._workers("unprofile", path))
-
-    def state(self) -> None:
-        error, lost = str(self.controller.error or ""), str(self.controller.lost or "")
-        emit("state", version=self.controller.version, error=error, lost=lost)
 
 
 if __name__ == "__main__":

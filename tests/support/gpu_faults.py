@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.support.gpu_job import BESIDE, NO_HANDLES, Engine, Job, check, config, nccl_host
-from tests.support.proc import PATIENCE, Child
-from tests.support.refit_job import stopped, until
+from tests.support.proc import PATIENCE, Child, cause, stopped
+from tests.support.refit_job import until
 from xfer.coordinator.deadlines import CALL_GRACE_S
 
 FAR = 60.0
@@ -97,6 +97,10 @@ class Bench:
     # ---- a refit that goes wrong
 
     @property
+    def packed(self) -> bool:
+        return self.route.name == "packed"
+
+    @property
     def trainers(self) -> list[Child]:
         return self.job.trainers
 
@@ -105,9 +109,7 @@ class Bench:
 
     def fault(self, who: str, text: str) -> None:
         """`who`: "trainers" or "engine"; `text` as in xfer/participants/faults.py."""
-        path = self.work / f"{who}.fault"
-        path.with_suffix(".new").write_text(text)
-        os.replace(path.with_suffix(".new"), path)
+        cause(self.work / f"{who}.fault", text)
 
     def begin(self, who: str, text: str, **how) -> None:
         """A refit to other weights, in which this happens."""
@@ -147,7 +149,7 @@ class Bench:
         self.begin_engine()
         self.engine.started()
         self.engine.ask("serve", "serving", rendezvous=self.job.rendezvous, replica=0)
-        self.engine.ask("ready", "is ready")
+        self.engine.ask("ready", "ready")
         self.right()
 
     def given_up(self) -> None:

@@ -117,8 +117,7 @@ class Engine:
         return self.child.expect("started", timeout=timeout)
 
     def ask(self, do: str, *kinds: str, timeout: float = 120.0, **command) -> dict:
-        self.child.say(do=do, **command)
-        got = self.child.expect(*kinds, "raised", timeout=timeout)
+        got = self.child.ask(do, *kinds, "raised", timeout=timeout, **command)
         assert got["kind"] != "raised", f"{got}\n{self.child.tail()}"
         return got
 
@@ -202,7 +201,7 @@ class Job:
             e.ask("serve", "serving", rendezvous=self.rendezvous, replica=i, keep=keep, **(serve or {}))
         out = self.good("connect", "connected", rendezvous=self.rendezvous, replicas=len(engines), **connect)
         for e in engines:
-            e.ask("ready", "is ready")
+            e.ask("ready", "ready")
         return out
 
     def refit(self, seed: int | None = None, timeout: float = 150.0, **how) -> dict:

@@ -13,16 +13,14 @@ from pathlib import Path
 
 import torch
 
-from tests.support.connect import flat_connect
-
 DEVICE = torch.device("cuda", int(os.environ.get("XFER_GPU", "0")))
 torch.cuda.set_device(DEVICE)
 
 import torch.distributed as dist  # noqa: E402
 
-import xfer  # noqa: E402
 from benchmarks.lib.gpu_profile import Profile  # noqa: E402
 from examples.common import toy  # noqa: E402
+from tests.support import trainer_rank  # noqa: E402
 from tests.support.gpu_watch import Watch  # noqa: E402
 from tests.support.paused_memory import Pausable  # noqa: E402
 from tests.support.proc import emit, methods, obey  # noqa: E402
@@ -189,8 +187,8 @@ class Megatron:
         return BridgeStream(trainer) if export else trainer
 
 
-class Rank:
-    model = session = None
+class Rank(trainer_rank.Rank):
+    export_whole = False
 
     def __init__(self):
         self._watch, self._profile = Watch(DEVICE), Profile(DEVICE)
@@ -204,66 +202,52 @@ class Rank:
         self._build(Megatron, how)
 
     def _build(self, kind: type, how: dict) -> None:
-        self.model = None
+        self.trainer = None
         torch.cuda.empty_cache()
-        self.model = kind(**how)
+        self.trainer = kind(**how)
         emit("built")
 
+    def source(self):
+        return self.trainer.source(self.export_whole)
+
     def connect(self, export: bool = False, **how) -> None:
-        began = time.monotonic()
-        options = {"token": os.environ["XFER_TOKEN"], "deadline_s": 120.0, **how}
-        self.session = flat_connect(trainer=self.model.source(export), **options)
-        emit("connected", plan=self.session.explain(), seconds=time.monotonic() - began)
+        self.export_whole = export
+        super().connect(**{"deadline_s": 120.0, **how})
 
     def set(self, seed: int) -> None:
-        self.model.set(seed)
+        self.trainer.set(seed)
         emit("set")
 
-    def step(self) -> None:
-        emit("stepped", loss=self.model.step())
-
-    def export(self, folder: str) -> None:
-        self.model.export(folder)
-        emit("exported")
-
     def move(self) -> None:
-        self.model.move()
+        self.trainer.move()
         emit("moved")
 
     def offload(self) -> None:
         self.session.release()
-        nbytes = sum(p.to_local().nbytes for p in self.model.parameters.values())
-        emit("offloaded", back=self.model.offload(), bytes=nbytes)
+        nbytes = sum(p.to_local().nbytes for p in self.trainer.parameters.values())
+        emit("offloaded", back=self.trainer.offload(), bytes=nbytes)
 
     def pause(self) -> None:
-        for x in self.model.memory:
+        for x in self.trainer.memory:
             x.pause()
         emit("paused")
 
     def resume(self) -> None:
-        for x in self.model.memory:
+        for x in self.trainer.memory:
             x.resume()
         emit("resumed")
 
     def remake(self, give_back: bool) -> None:
         if give_back:
             self.session.release()
-        emit("remade", same=self.model.remake(give_back), of=len(self.model.parameters))
+        emit("remade", same=self.trainer.remake(give_back), of=len(self.trainer.parameters))
 
     def refit(self, times: int = 1, pause: float = 0.0, **how) -> None:
         """times: refits, each after `pause` seconds; the reports of all, and the last one's fields."""
         reports = []
         for _ in range(times):
             time.sleep(pause)
-            began = time.monotonic()
-            r = xfer.nccl_xfer_refit(self.session, **how)
-            reports.append(
-                dict(
-                    version=r.version, committed=[o.committed for o in r.outcomes], verified=r.verified,
-                    scalars=r.flatten(""), routes=r.routes(), extra=r.extra_bytes, seconds=time.monotonic() - began,
-                    phases=[dict(o.phases) for o in r.outcomes], errors=[str(o.error or "") for o in r.outcomes],
-                )
-            )  # fmt: skip
+            reports.append(self.refitted(**how))
         plan = "" if self._watch.on else self.session.explain()  # which has a line for some tensors
         emit("refitted", reports=reports, plan=plan, **reports[-1])
 
@@ -287,12 +271,6 @@ class Rank:
 
     def unprofile(self, path: str) -> None:
         emit("profiled", **self._profile.end(path))
-
-    def close(self) -> None:
-        if self.session is not None:
-            self.session.close()
-        self.session = None
-        emit("closed")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import os
 import torch
 
 from examples.common import megatron_cpu
-from tests.support.connect import flat_connect
+from tests.support import trainer_rank
 from tests.support.gpu_job import nccl_host
 from tests.support.proc import emit, methods, obey
 
@@ -27,12 +27,14 @@ megatron_cpu.init_world()
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 
-import xfer  # noqa: E402
 from examples.common.train_loop import Task, Trainer  # noqa: E402
 from xfer.layerwise import checkpoint  # noqa: E402
 from xfer.layerwise.megatron import MegatronLayerWise, muon_and_adam  # noqa: E402
 from xfer.trainers.layerwise import LayerWiseTrainer  # noqa: E402
 from xfer.trainers.megatron import MegatronTrainer  # noqa: E402
+
+FASTEST_HZ = 2e9
+"""No GPU's clock is faster."""
 
 
 class LayerWise(Trainer):
@@ -67,9 +69,8 @@ class ManyTask(Task):
         return torch.cat([each.batches(step, dp_rank * copies + i) for i in range(copies)])
 
 
-class Rank:
-    trainer: LayerWise | None = None
-    link = None
+class Rank(trainer_rank.Rank):
+    sources = "owners"
 
     def _new(self, folder: str, layout: dict) -> LayerWise:
         old, self.trainer = self.trainer, None
@@ -113,8 +114,18 @@ class Rank:
         cut = {n: optimizer._cut[id(p)][1] if id(p) in optimizer._cut else None for n, p in optimizer.named}
         emit("cut", shapes={n: list(p.shape) for n, p in optimizer.named}, cut=cut)
 
-    def step(self, steps: int = 1) -> None:
-        emit("stepped", losses=[self.trainer.step() for _ in range(steps)])
+    def step(self, steps: int = 1, hold_s: float = 0.0) -> None:
+        """hold_s: at least so long from now copies out of owners' memory are held up on the device."""
+        for pulls in self.trainer.optimizer.gather.pulls.values() if hold_s else ():
+            with torch.cuda.stream(pulls.stream):
+                torch.cuda._sleep(int(hold_s * FASTEST_HZ))
+        emit("stepped", losses=[self.trainer.step() for _ in range(steps)], coming=self._coming())
+
+    def _coming(self) -> int:
+        """Buckets whose copies have not ended."""
+        works = [w for b in self.trainer.optimizer.gather.buckets for w in b.works]
+        events = [e for e in (getattr(w, "_event", None) for w in works) if e is not None]
+        return sum(not e.query() for e in events)
 
     def scheduled(self, decay_steps: int, **scheduler) -> None:
         """Rates and decay that Megatron's own scheduler sets in the groups, before the first step and after the last."""
@@ -137,39 +148,29 @@ class Rank:
     def offered(self) -> None:
         """Tensors that this rank offers as their owner while a gather is on its way; then an adapter that knows no optimizer drains. The
         states of buckets before, between and after."""
-        states = lambda: [b.state.value for b in self.trainer.optimizer.gather.buckets]  # noqa: E731
-        before = states()
-        source = LayerWiseTrainer(self._source(), self.trainer.optimizer)
+        before, source = self._states(), self.source()
         source.drain()
         tensors = sorted({f.tensor for f in source.read().traced.fragments})
-        between = states()
+        between = self._states()
         self._source().drain()
-        emit("offered", tensors=tensors, before=before, between=between, after=states())
+        emit("offered", tensors=tensors, before=before, between=between, after=self._states())
+
+    def _states(self) -> list[str]:
+        return [b.state.value for b in self.trainer.optimizer.gather.buckets]
 
     def _source(self):
         return MegatronTrainer(self.trainer.chunks, self.trainer.bridge)
 
+    def source(self) -> LayerWiseTrainer:
+        return LayerWiseTrainer(self._source(), self.trainer.optimizer, self.sources)
+
     def connect(self, sources: str = "owners", **where) -> None:
-        source = LayerWiseTrainer(self._source(), self.trainer.optimizer, sources)
-        self.link = flat_connect(trainer=source, token=os.environ["XFER_TOKEN"], **{"deadline_s": 60.0, **where})
-        emit("connected", plan=self.link.explain())
+        self.sources = sources
+        super().connect(**{"deadline_s": 60.0, **where})
 
     def refit(self, **options) -> None:
-        gather = self.trainer.optimizer.gather
-        before = [b.state.value for b in gather.buckets]
-        r = xfer.nccl_xfer_refit(self.link, **options)
-        after = [b.state.value for b in gather.buckets]
-        emit("refitted", version=r.version, verified=r.verified, before=before, after=after, sent=r.bytes_sent)
-
-    def export(self, folder: str) -> None:
-        self.trainer.export(folder)
-        emit("exported")
-
-    def close(self) -> None:
-        if self.link is not None:
-            self.link.close()
-            self.link = None
-        emit("closed")
+        before, told = self._states(), self.refitted(**options)
+        emit("refitted", before=before, after=self._states(), coming=self._coming(), **told)
 
 
 if __name__ == "__main__":

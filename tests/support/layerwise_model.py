@@ -7,6 +7,7 @@ import hashlib
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed import checkpoint as dcp
 
 from xfer.layerwise import Muon, ParamGroup
 
@@ -127,5 +128,13 @@ def digest(model: nn.Module) -> str:
     """Digest of the bytes of every parameter, in order."""
     h = hashlib.sha256()
     for _, p in model.named_parameters():
-        h.update(p.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        h.update(p.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return h.hexdigest()
+
+
+def content(folder) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole, read by torch alone."""
+    known = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    out = {k: torch.empty(md.size, dtype=md.properties.dtype) for k, md in known.items()}
+    dcp.load(out, checkpoint_id=str(folder), no_dist=True)
+    return out

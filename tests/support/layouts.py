@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from tests.support.replay import place
 from xfer.trace.fragment import Fragment
 from xfer.trace.slots import bare
 from xfer.trace.traced import Traced, TrainerLayout
@@ -13,12 +14,8 @@ from xfer.trace.traced import Traced, TrainerLayout
 
 def region(flat: torch.Tensor, f: Fragment) -> torch.Tensor:
     """A fragment's elements in a flat storage: a view, or a copy where a stride is negative."""
-    kind = getattr(torch, f.dtype)
-    offset = f.offset + sum((n - 1) * s for n, s in zip(f.extent, f.strides) if s < 0)
-    strides = [abs(s) // kind.itemsize for s in f.strides]
-    view = flat.view(kind).as_strided(f.extent, strides, offset // kind.itemsize)
-    back = [d for d, s in enumerate(f.strides) if s < 0]
-    return view.flip(back) if back else view
+    view, flipped = place(f, flat)
+    return view.flip(flipped) if flipped else view
 
 
 def paint(traced: Traced) -> dict[str, torch.Tensor]:

@@ -1,5 +1,5 @@
 """What the packed route gathers from real Megatron-Core + Bridge ranks over gloo is what Bridge exports, bit for bit, and
-conversion tasks that went stale are noticed on all ranks: `packed_bridge.py MODE FOLDER [CASE…]`, for test_packed_bridge.py.
+conversion tasks that went stale are noticed on all ranks. For test_packed_bridge.py:
 
 values   the tensors of every case, after a first and a second optimizer step
 stale    each case changes one thing as training frameworks do. A task of Bridge keeps parameter objects, and shapes and dtypes of
@@ -23,6 +23,7 @@ import torch.distributed as dist  # noqa: E402
 
 from examples.common.train_loop import Trainer  # noqa: E402
 from tests.support.packed_tensors import gathered, in_rounds_of, placed  # noqa: E402
+from tests.support.proc import obey  # noqa: E402
 from xfer.packed.source import PackedSource  # noqa: E402
 from xfer.trainers.bridge_stream import BridgeStream  # noqa: E402
 from xfer.trainers.megatron import MegatronTrainer  # noqa: E402
@@ -80,9 +81,9 @@ def checkpoint(family: str, folder: Path, **model) -> Path:
 # ---- values
 
 
-def values(folder: Path, _: list[str]) -> None:
+def values(folder: str) -> None:
     for name, (family, model, layout) in CASES.items():
-        with Trainer(checkpoint(family, folder / name, **model), **layout) as trainer:
+        with Trainer(checkpoint(family, Path(folder, name), **model), **layout) as trainer:
             source = made(trainer)
             for _ in range(2):
                 trainer.step()
@@ -175,10 +176,10 @@ def flipped(trainer: Trainer) -> None:
 STALE = dict(replaced=replaced, regrouped=regrouped, lora=adapted, offloaded=offloaded, flipped=flipped)
 
 
-def stale(folder: Path, cases: list[str]) -> None:
+def stale(folder: str, cases: list[str]) -> None:
     for name in cases:
         family = "qwen3" if name == "lora" else "deepseek_v3"
-        with Trainer(checkpoint(family, folder / name, **SMALL), pp=2, **PLAIN) as trainer:
+        with Trainer(checkpoint(family, Path(folder, name), **SMALL), pp=2, **PLAIN) as trainer:
             went_stale(trainer, name)
 
 
@@ -250,20 +251,21 @@ def ran_short(source: PackedSource) -> str:
     return ""
 
 
-def fused(folder: Path, _: list[str]) -> None:
+def fused(folder: str) -> None:
+    model_folder = Path(folder, "model")
     if dist.get_rank() == 0:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         from tests.support.families import FAMILIES
 
         config = json.dumps(next(f for f in FAMILIES if f.name == "gpt-oss").config)
-        (folder / "model").mkdir()
-        (folder / "model" / "config.json").write_text(config)
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "model"))
-        model.to(torch.bfloat16).save_pretrained(folder / "model")
-        (folder / "model" / "config.json").write_text(config)
+        model_folder.mkdir()
+        (model_folder / "config.json").write_text(config)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_folder))
+        model.to(torch.bfloat16).save_pretrained(model_folder)
+        (model_folder / "config.json").write_text(config)
     dist.barrier()
-    with Trainer(folder / "model", ep=dist.get_world_size(), load=False, **PLAIN) as trainer:
+    with Trainer(model_folder, ep=dist.get_world_size(), load=False, **PLAIN) as trainer:
         for i, p in enumerate(p for chunk in trainer.chunks for p in chunk.parameters()):
             torch.manual_seed(1000 * i + dist.get_rank())
             p.data.normal_()
@@ -283,7 +285,4 @@ def fused(folder: Path, _: list[str]) -> None:
 
 if __name__ == "__main__":
     megatron_cpu.init_world()
-    mode, where, *rest = sys.argv[1:]
-    {"values": values, "stale": stale, "fused": fused}[mode](Path(where), rest)
-    dist.barrier()
-    dist.destroy_process_group()
+    obey(values, stale, fused)

@@ -1,5 +1,5 @@
 """What the packed route gathers from FSDP2 modules and DTensors over gloo is what torch's own `full_tensor()` gives, bit for bit, in
-one message per rank and bucket: `packed_tensors.py`, for test_packed_tensors.py.
+one message per rank and bucket. For test_packed_bridge.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from examples.common.gloo_end import settle_at_exit
+from tests.support.proc import obey
 from xfer.packed.buffer import Buffers, Unpacker
 from xfer.packed.source import PackedSource
 from xfer.packed.tensors import TensorStream
@@ -121,9 +121,5 @@ def tensors() -> None:
 
 
 if __name__ == "__main__":
-    settle_at_exit()
     dist.init_process_group("gloo")
-    fsdp()
-    tensors()
-    dist.barrier()
-    dist.destroy_process_group()
+    obey(fsdp, tensors)

@@ -3,19 +3,14 @@
 The weights of a seed are those of `toy.write_checkpoint` with that seed.
 """
 
-import os
-import time
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-import xfer
 from examples.common import toy
-from tests.support.connect import flat_connect
+from tests.support import trainer_rank
 from tests.support.proc import emit, methods, obey
-from xfer.errors import XferError
 from xfer.trace.slots import local as held
 from xfer.trainers.dtensor import TensorTrainer
 
@@ -77,56 +72,29 @@ class Weights:
             local.fill_(float("nan"))  # a trainer that still read the old storage would send this
 
 
-class Rank:
-    kind, weights, source, session = Weights, None, None, None
+class Rank(trainer_rank.Rank):
+    kind = Weights
 
     def build(self, rank: int, world: int, port: int, **weights) -> None:
-        self._close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-        self.weights = self.kind(**weights)
-        emit("built")
-
-    def connect(self, otherwise: dict | None = None, **how) -> None:
-        """otherwise: options of a second connection, which follows at once if the first one is refused."""
-        self.source = TensorTrainer(lambda w=self.weights: w.parameters)
-        options, failed = {"trainer": self.source, "token": os.environ["XFER_TOKEN"], **how}, ""
-        try:
-            self.session = flat_connect(**options)
-        except XferError as e:
-            if otherwise is None:
-                raise
-            failed = type(e).__name__
-            self.session = flat_connect(**{**options, **otherwise})
-        emit("connected", plan=self.session.explain(), failed=failed)
-
-    def set(self, seed) -> None:
-        self.weights.set(seed)
-        emit("set")
-
-    def replace(self, how: str) -> None:
-        self.weights.replace(how)
-        emit("replaced")
-
-    def refit(self, **how) -> None:
-        began = time.monotonic()
-        r = xfer.nccl_xfer_refit(self.session, **how)
-        emit(
-            "refitted", version=r.version, verified=r.verified, seconds=time.monotonic() - began, sent=r.bytes_sent,
-            committed=[o.committed for o in r.outcomes], serving=[o.serving for o in r.outcomes], text=str(r.outcomes),
-            errors=[f"{type(o.error).__name__}: {o.error}" if o.error else "" for o in r.outcomes],
-            per_worker=[list(o.bytes_per_worker) for o in r.outcomes],
-        )  # fmt: skip
-
-    def close(self) -> None:
-        self._close()
-        emit("closed")
-
-    def _close(self) -> None:
         if self.session is not None:
             self.session.close()
         self.session = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+        self.trainer = self.kind(**weights)
+        emit("built")
+
+    def source(self) -> TensorTrainer:
+        return TensorTrainer(lambda w=self.trainer: w.parameters)
+
+    def set(self, seed) -> None:
+        self.trainer.set(seed)
+        emit("set")
+
+    def replace(self, how: str) -> None:
+        self.trainer.replace(how)
+        emit("replaced")
 
 
 if __name__ == "__main__":

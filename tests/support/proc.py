@@ -26,8 +26,13 @@ PATIENCE = float(os.environ.get("XFER_TEST_PATIENCE", "1"))
 PYTHON = {side: str(ROOT / f".venvs/{side}/bin/python") for side in ("trainer", "engine")}
 
 
+_emitted = 0
+
+
 def emit(kind: str, **fields) -> None:
     """In a child: reports an event to the test."""
+    global _emitted
+    _emitted += 1
     sys.stdout.write(MARK + json.dumps({"kind": kind, **fields}) + "\n")
     sys.stdout.flush()
 
@@ -39,15 +44,19 @@ def commands():
         yield json.loads(line)
 
 
-def obey(*does: Callable[..., None]) -> None:
+def obey(*does: Callable[..., dict | None]) -> None:
     """In a child, to its end: for every {"do": name, **rest} from the test, calls the function of that name with the rest.
-    An exception is told to the test as "raised" and ends nothing."""
+
+    What a function that emits nothing returns is told as an event of its name. An exception is told as "raised" and ends nothing.
+    """
     words = {f.__name__: f for f in does}
     emit("up")
     for c in commands():
-        began = time.monotonic()
+        began, before, word = time.monotonic(), _emitted, c.pop("do")
         try:
-            words[c.pop("do")](**c)
+            back = words[word](**c)
+            if _emitted == before:
+                emit(word, **(back or {}))
         except Exception as e:
             traceback.print_exc()
             took, drained = time.monotonic() - began, getattr(e, "drained", True)
@@ -66,6 +75,21 @@ def environment(**more: str) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR",
         "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "PYTHONPATH": os.pathsep.join([*path, str(ROOT)]), **more,
     }  # fmt: skip
+
+
+def cause(faults: Path, text: str) -> None:
+    """From now on these faults happen (xfer/participants/faults.py) in processes whose XFER_FAULT_FILE this is."""
+    new = faults.with_suffix(".new")
+    new.write_text(text)
+    os.replace(new, faults)
+
+
+def stopped(pid: int) -> bool:
+    """By SIGSTOP; every thread of it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
+    except OSError:
+        return False
 
 
 class Child:
@@ -113,6 +137,11 @@ class Child:
             if event["kind"] in ("ended", "raised"):
                 raise AssertionError(f"{self.name}: {event} while waiting for {kinds}\n{self.tail()}")
 
+    def ask(self, do: str, *kinds: str, timeout: float = 300.0, **command) -> dict:
+        """kinds: of the answer; none for the command's own name."""
+        self.say(do=do, **command)
+        return self.expect(*kinds or (do,), timeout=timeout)
+
     def tail(self, lines: int = 60) -> str:
         self._log.flush()
         return "\n".join(x[:300] for x in self.log_path.read_text(errors="replace").splitlines()[-lines:])
@@ -144,6 +173,46 @@ def stop_all(children: Iterable[Child]) -> None:
         c._log.close()
 
 
+class Children(list[Child]):
+    """Processes that are asked the same thing, such as the ranks of a job."""
+
+    def ask(self, do: str, *kinds: str, timeout: float = 300.0, **command) -> list[dict]:
+        """The answers of all, in their order. As of `Child`.
+
+        Raises:
+            AssertionError: A child failed or the time is up, with the answers of all. Most others wait for it for ever, so they are soon
+                aborted by `Child.expect`, with their stacks.
+        """
+        kinds = kinds or (do,)
+        for c in self:
+            c.say(do=do, **command)
+        until = time.monotonic() + timeout * PATIENCE
+        said: dict[int, dict] = {}
+        while len(said) < len(self) and time.monotonic() < until:
+            for r, c in enumerate(self):
+                if r not in said and not c.events.empty():
+                    event = c.events.get()
+                    if event["kind"] in (*kinds, "raised", "ended"):
+                        said[r] = event
+            if any(x["kind"] not in kinds for x in said.values()):
+                until = min(until, time.monotonic() + GRACE_S * PATIENCE)
+            time.sleep(0.01)
+        bad = [f"{self[r].name}: {x}\n{self[r].tail(20)}" for r, x in sorted(said.items()) if x["kind"] not in kinds]
+        for r in range(len(self)):
+            if r not in said:
+                try:
+                    self[r].expect(*kinds, timeout=0.1)
+                    bad.append(f"{self[r].name}: late")
+                except AssertionError as e:
+                    bad.append(str(e))
+        assert not bad, "\n".join(bad)
+        return [said[r] for r in range(len(self))]
+
+
+GRACE_S = 5.0
+"""Seconds that other children have left for their answers once one has failed."""
+
+
 class Family:
     """Children that end together."""
 
@@ -155,10 +224,11 @@ class Family:
         self.children.append(child)
         return child
 
-    def ranks(self, module: str, world: int, name: str = "trainer", **env: str) -> list[Child]:
-        """Starts a job of torch.distributed as torchrun does."""
-        job = dict(WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-        return [self.start(f"{name}{r}", "trainer", module, RANK=str(r), **job, **env) for r in range(world)]
+    def ranks(self, module: str, world: int, name: str = "trainer", side: str = "trainer", **env: str) -> Children:
+        """Starts a job of torch.distributed as torchrun does, on the side of trainers or engines."""
+        job = dict(WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), **env)
+        numbers = [str(r) for r in range(world)]
+        return Children(self.start(name + r, side, module, RANK=r, LOCAL_RANK=r, **job) for r in numbers)
 
     def __enter__(self) -> Family:
         return self

@@ -7,7 +7,6 @@ must compute whenever a refit has brought seed 1 again. Nothing of xfer takes pa
 from __future__ import annotations
 
 import math
-import os
 import secrets
 import time
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from examples.common import toy
 from examples.common.ports import free_port
-from tests.support.proc import PATIENCE, Child, Family
+from tests.support.proc import PATIENCE, Child, Family, cause
 from xfer.coordinator.deadlines import CALL_GRACE_S
 
 GRACE_S = CALL_GRACE_S + 5.0 * PATIENCE
@@ -59,16 +58,13 @@ class Engine:
 
     def serve(self, rendezvous: str, replica: int = 0, **more) -> None:
         """Begin to join; `ready` ends it."""
-        self.child.say(do="serve", rendezvous=rendezvous, replica=replica, **{"deadline_s": 40.0, **more})
-        self.child.expect("serving", timeout=30)
+        self.ask("serve", "serving", timeout=30, rendezvous=rendezvous, replica=replica, **{"deadline_s": 40.0, **more})
 
     def ready(self, timeout_s: float = 60.0) -> dict:
-        self.child.say(do="ready", timeout_s=timeout_s)
-        return self.child.expect("ready", "raised", timeout=timeout_s + 10)
+        return self.ask("ready", "ready", "raised", timeout=timeout_s + 10, timeout_s=timeout_s)
 
     def ask(self, do: str, *kinds: str, timeout: float = 60.0, **more) -> dict:
-        self.child.say(do=do, **more)
-        return self.child.expect(*kinds, timeout=timeout)
+        return self.child.ask(do, *kinds, timeout=timeout, **more)
 
     def observe(self, force: bool = False) -> Observed:
         """Inside `serving()`."""
@@ -82,7 +78,7 @@ class Engine:
         return e["text"]
 
     def fault(self, text: str) -> None:
-        _write(self.faults, text)
+        cause(self.faults, text)
 
     def state(self) -> dict:
         return self.ask("state", "state")
@@ -108,7 +104,7 @@ class Trainers:
         )
 
     def fault(self, text: str) -> None:
-        _write(self.faults, text)
+        cause(self.faults, text)
 
     def restart_dead(self) -> None:
         for i, c in enumerate(self.ranks):
@@ -194,17 +190,6 @@ def a_refit(job: Job, seed: int, **more) -> dict:
     report = good(job.trainers.refit(seed, verify=True, **more))
     assert report["verified"] and report["serving"] == [True]
     return report
-
-
-def _write(path: Path, text: str) -> None:
-    new = path.with_suffix(".new")
-    new.write_text(text)
-    os.replace(new, path)
-
-
-def stopped(pid: int) -> bool:
-    """By SIGSTOP; every thread of it."""
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
 
 
 def until(condition, seconds: float, what: str) -> None:

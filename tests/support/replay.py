@@ -19,7 +19,7 @@ def storage_bytes(t: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
 
 
-def _region(f: Fragment, root: torch.Tensor, base: int = 0) -> tuple[torch.Tensor, tuple[int, ...]]:
+def place(f: Fragment, root: torch.Tensor, base: int = 0) -> tuple[torch.Tensor, tuple[int, ...]]:
     """Return the fragment's region of the storage, and the dims whose strides are negative, which torch does not have."""
     offset, strides = f.offset + base, list(f.strides)
     for d, (n, s) in enumerate(zip(f.extent, f.strides)):
@@ -32,7 +32,7 @@ def _region(f: Fragment, root: torch.Tensor, base: int = 0) -> tuple[torch.Tenso
 def load(traced: Traced, tensors: Mapping[str, torch.Tensor], roots: Mapping[str, torch.Tensor]) -> None:
     """Engine side: write fragments, fills and recipes from full checkpoint `tensors` into the storages of `roots`."""
     for f in traced.fragments:
-        region, flipped = _region(f, roots[f.root])
+        region, flipped = place(f, roots[f.root])
         region.copy_(tensors[f.tensor][f.index].flip(flipped))
     for x in traced.fills:
         value = torch.frombuffer(bytearray(x.bits), dtype=getattr(torch, x.dtype)).reshape(())
@@ -48,7 +48,7 @@ def export(traced: Traced, roots: Mapping[str, torch.Tensor], tensors: Mapping[s
     """
     for f in traced.fragments:
         root = roots[f.root]
-        region, flipped = _region(f, root, int(root.storage_offset()) * root.element_size())
+        region, flipped = place(f, root, int(root.storage_offset()) * root.element_size())
         tensors[f.tensor][f.index].copy_(region.flip(flipped))
     for r in traced.recipes:
         r.apply(lambda name: roots[name], tensors)

@@ -1,13 +1,9 @@
-"""A real vLLM engine for functional tests; does what the test says on standard input.
-
-{"do": "start", "model", "tp", "load_format", …}   {"do": "serve", "rendezvous", "replica"}   {"do": "ready"}
-{"do": "observe", "force"}   {"do": "scramble", "seed"}   {"do": "kept"}   {"do": "watch"}   {"do": "grown"}
-{"do": "state"}   {"do": "truth", "folders", "layout"}
-"""
+"""A real vLLM engine for functional tests; commands are `Engine`'s methods."""
 
 import gc
 import os
 
+from tests.support.in_loop import InLoop
 from tests.support.proc import emit, methods, obey
 from tests.support.small_vllm import arguments, fork_workers
 
@@ -28,7 +24,7 @@ def answers(llm, prompts: list[dict] | None = None, **how) -> list:
     greedy = SamplingParams(temperature=0, max_tokens=6, logprobs=1, detokenize=False, ignore_eos=True)
     # One at a time: the batch must not change the rounding.
     prompts = prompts or [{"prompt_token_ids": p} for p in PROMPTS]
-    tokens = [llm.generate([p], greedy, use_tqdm=False, **how)[0].outputs[0] for p in prompts]
+    tokens = [o.outputs[0] for p in prompts for o in llm.generate([p], greedy, use_tqdm=False, **how)]
     return [[list(o.token_ids), [d[t].logprob for t, d in zip(o.token_ids, o.logprobs, strict=True)]] for o in tokens]
 
 
@@ -43,6 +39,10 @@ def observe(llm) -> dict:
     return dict(
         outputs=answers(llm), checksums={f"{i}: {k}": v for i, part in enumerate(sums) for k, v in part.items()}
     )
+
+
+def shut(llm) -> None:
+    (llm if isinstance(llm, InLoop) else llm.llm_engine.engine_core).shutdown()
 
 
 class Engine:
@@ -63,7 +63,8 @@ class Engine:
 
         if self.controller is not None:
             self.controller.close()
-        self.controller = xfer.serve(self.llm, **{"token": os.environ["XFER_TOKEN"], **how})
+        engine, loop = (self.llm.engine, {"loop": self.llm.loop}) if isinstance(self.llm, InLoop) else (self.llm, {})
+        self.controller = xfer.serve(engine, **{"token": os.environ["XFER_TOKEN"], **loop, **how})
         emit("serving")
 
     def ready(self, timeout_s: float | None = None) -> None:
@@ -100,9 +101,9 @@ class Engine:
     def truth(self, folders: list[str], layout: dict) -> None:
         """What a fresh engine is that loads each of these checkpoints."""
         for folder in folders:
-            fresh = start(folder, "auto", **layout)
-            emit("observed", version="", **observe(fresh))
-            fresh.llm_engine.engine_core.shutdown()
+            fresh = self.made(model=folder, load_format="auto", **layout)
+            emit("observed", version="", **self.observed(fresh))
+            shut(fresh)
             del fresh
             gc.collect()
 

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from examples.common.ports import free_port
+from tests.support.proc import cause, stopped
 from tests.support.world import REFIT, TOKEN, ToyEngine, ToySource, ToyTaker, trainer_session
 from xfer.errors import DeadlineExceeded, EngineLost
 from xfer.participants.controller import Controller
@@ -220,10 +221,7 @@ class Process:
         return not self.proc.is_alive()
 
     def is_stopped(self) -> bool:
-        try:
-            return Path(f"/proc/{self.proc.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
-        except OSError:
-            return False
+        return stopped(self.proc.pid)
 
     def signal(self, number: int) -> None:
         os.kill(self.proc.pid, number)
@@ -277,9 +275,7 @@ class ProcessWorld:
 
     def fault(self, who: str, text: str) -> None:
         """`who`: "trainers" or "replica0"; `text` as in xfer/participants/faults.py."""
-        path = self.folder / f"{who}.fault"
-        path.with_suffix(".new").write_text(text)
-        os.replace(path.with_suffix(".new"), path)
+        cause(self.folder / f"{who}.fault", text)
 
     def meet(self) -> list[dict]:
         """All connect at a new rendezvous; results of the trainers. Those that are dead are started again."""

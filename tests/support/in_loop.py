@@ -7,7 +7,7 @@ import itertools
 import threading
 
 
-class Ranks:
+class InLoop:
     """`engine`: the AsyncLLM. `loop`: its event loop, in a thread. Each prompt goes to each rank, one after another."""
 
     def __init__(self, **options):
@@ -54,17 +54,21 @@ class Ranks:
 
         return [answer for answers in self.wait(everywhere()) for answer in answers]
 
+    def shutdown(self) -> None:
+        self.engine.shutdown()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
 
 class Flight:
     """Sends one request after another, without `serving()`; each is alone in its batch, so that a version always answers the same.
 
     `log`: (tokens, reason of the end) of finished requests; `now`: number of tokens of the running one."""
 
-    def __init__(self, ranks: Ranks, prompt: list[int], params):
+    def __init__(self, ranks: InLoop, prompt: list[int], params):
         self.log, self.now, self._ended = [], 0, False
         self._run = asyncio.run_coroutine_threadsafe(self._fly(ranks, prompt, params), ranks.loop)
 
-    async def _fly(self, ranks: Ranks, prompt: list[int], params) -> None:
+    async def _fly(self, ranks: InLoop, prompt: list[int], params) -> None:
         while not self._ended:
             async for said in ranks.engine.generate({"prompt_token_ids": prompt}, params, f"f{next(ranks.asked)}"):
                 answer = said.outputs[0]

@@ -1,10 +1,6 @@
-"""One rank of LoRA trainers under test: `python megatron_lora.py CASE FOLDER ARGUMENTS`, as megatron_worker.py. The case asserts what
-must be true.
-"""
+"""One rank of LoRA trainers under test: see megatron_worker.py."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 from examples.common import megatron_cpu
 
@@ -16,7 +12,7 @@ from megatron.bridge.peft.canonical_lora import CanonicalLoRA  # noqa: E402
 from megatron.bridge.peft.dora import DoRA  # noqa: E402
 
 from examples.common.train_loop import Trainer  # noqa: E402
-from tests.functional.megatron_worker import checkpoint, gathered, held, main, refusal, truth, wrong  # noqa: E402
+from tests.support.megatron_worker import checkpoint, gathered, held, main, refusal, truth, wrong  # noqa: E402
 from xfer.trainers.megatron import MegatronTrainer  # noqa: E402
 
 ADAPTERS = dict(dim=4, alpha=6, lora_B_init_method="xavier")
@@ -32,7 +28,7 @@ def adapted(trainer: Trainer) -> list[torch.nn.Module]:
 
 
 def merged(
-    folder: Path, family: str, tensors: int, changes: int, biases: int = 0, targets=None, canonical=False, **layout
+    folder: str, family: str, tensors: int, changes: int, biases: int = 0, targets=None, canonical=False, **layout
 ) -> None:
     """Fragments, scratch included, are Bridge's own merged export after each of two steps.
 
@@ -89,7 +85,7 @@ def replaced_or_rescaled(trainer: Trainer, source: MegatronTrainer) -> None:
     assert source.check() == "same" and not (bad := wrong(held(layout), truth(trainer))), bad
 
 
-def regrouped(folder: Path) -> None:
+def regrouped(folder: str) -> None:
     """Factors are gathered over groups that Megatron has destroyed and made again. Not a parameter has changed, and every later refit
     would have failed; none may begin while there are no groups."""
     checkpoint(folder, "qwen3")
@@ -118,7 +114,7 @@ def regrouped(folder: Path) -> None:
         trainer.regroup()
 
 
-def dora(folder: Path) -> None:
+def dora(folder: str) -> None:
     """Bridge's export knows nothing of DoRA's magnitudes, and would leave them out without a word."""
     checkpoint(folder, "qwen3")
     with Trainer(folder, tp=2, pp=2, lora=lambda: DoRA(dim=4, alpha=6)) as trainer:

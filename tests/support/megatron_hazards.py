@@ -1,13 +1,8 @@
-"""Many small disasters in one process: `python megatron_hazards.py FOLDER` writes FOLDER/hazards.json, {case: the traceback of its
-failure, or ""}. Running Megatron on a CPU patches the process, so this is not pytest's.
-"""
+"""Many small disasters in one process (proc.obey). Running Megatron on a CPU patches the process, so this is not pytest's."""
 
 from __future__ import annotations
 
 import copy
-import json
-import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +17,7 @@ from transformers import AutoConfig  # noqa: E402
 
 from examples.common.train_loop import Trainer, build_chunks, megatron_names  # noqa: E402
 from tests.support.layouts import region  # noqa: E402
+from tests.support.proc import obey  # noqa: E402
 from xfer.errors import LayoutError, RebindError, Unsupported, XferError  # noqa: E402
 from xfer.trainers.megatron import MegatronTrainer  # noqa: E402
 
@@ -68,6 +64,37 @@ def same_as_export(trainer: Trainer, layout, tensors) -> bool:
 
 def first_of(trainer: Trainer, kind: str) -> torch.nn.Module:
     return next(m for chunk in trainer.chunks for m in chunk.modules() if type(m).__name__ == kind)
+
+
+# ---- before there is a world
+
+
+@case
+def process_groups_must_exist(folder):
+    class Bridge:
+        """The part of an AutoBridge that is used before a layout is read."""
+
+        _model_bridge = hf_pretrained = None
+
+    net = torch.nn.Linear(2, 2)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    (line,) = refused(Unsupported, lambda: MegatronTrainer([net], Bridge())).violations
+    assert line.startswith("no process groups of Megatron:") and "initialize_model_parallel()" in line
+    parallel_state.initialize_model_parallel()
+    for model in (net, [net], torch.nn.ModuleList([net])):
+        assert MegatronTrainer(model, Bridge()).chunks == [net]
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@case
+def tied_with_virtual_stages(folder):
+    toy.write_checkpoint("qwen3_tied", folder)
+    layout = dict(pp=2, vpp=2)
+    with megatron_cpu.fake_world(1, 2, **layout):
+        bridge = megatron_cpu.import_bridge().from_hf_pretrained(str(folder))
+        source = MegatronTrainer(build_chunks(bridge, **megatron_names(layout), load=False), bridge)
+        assert "virtual" in refused(Unsupported, source.read).violations[0]
 
 
 # ---- storages and objects that are swapped
@@ -164,24 +191,6 @@ def router_bias_turns_fp32(folder):
 
 
 @case
-def process_groups_must_exist(folder):
-    class Bridge:
-        """The part of an AutoBridge that is used before a layout is read."""
-
-        _model_bridge = hf_pretrained = None
-
-    net = torch.nn.Linear(2, 2)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    (line,) = refused(Unsupported, lambda: MegatronTrainer([net], Bridge())).violations
-    assert line.startswith("no process groups of Megatron:") and "initialize_model_parallel()" in line
-    parallel_state.initialize_model_parallel()
-    for model in (net, [net], torch.nn.ModuleList([net])):
-        assert MegatronTrainer(model, Bridge()).chunks == [net]
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-
-
-@case
 def sequential_experts(folder):
     from megatron.bridge.models.gpt_provider import local_layer_spec
 
@@ -201,16 +210,6 @@ def settings_that_rearrange_live_weights(folder):
         vars(get_model_config(trainer.chunks[0])).update(settings)
         lines = refused(Unsupported, adapter(trainer).read).violations
         assert [v.split(": ")[1] for v in lines] == [f"{name}={value}" for name, value in settings.items()]
-
-
-@case
-def tied_with_virtual_stages(folder):
-    toy.write_checkpoint("qwen3_tied", folder)
-    layout = dict(pp=2, vpp=2)
-    with megatron_cpu.fake_world(1, 2, **layout):
-        bridge = megatron_cpu.import_bridge().from_hf_pretrained(str(folder))
-        source = MegatronTrainer(build_chunks(bridge, **megatron_names(layout), load=False), bridge)
-        assert "virtual" in refused(Unsupported, source.read).violations[0]
 
 
 @case
@@ -276,20 +275,13 @@ def an_fp32_trainer_keeps_the_checkpoints_dtypes(folder):
         assert {s.dtype for s in traced.specs} == {"bfloat16"} and {f.dtype for f in traced.fragments} == {"float32"}
 
 
-def main() -> None:
-    folder, seen = Path(sys.argv[1]), {}
-    megatron_cpu.import_bridge()
-    fakes = {"process_groups_must_exist", "tied_with_virtual_stages"}
-    for name in sorted(CASES, key=lambda n: n not in fakes):  # worlds of their own before the real one
-        if name not in fakes:
-            megatron_cpu.init_world()
-        try:
-            CASES[name](folder / name)
-            seen[name] = ""
-        except Exception:
-            seen[name] = traceback.format_exc()
-    (folder / "hazards.json").write_text(json.dumps(seen))
+def hazard(name: str, folder: str) -> None:
+    """Cases with a world of their own come before the real one."""
+    if name not in ("process_groups_must_exist", "tied_with_virtual_stages"):
+        megatron_cpu.init_world()
+    CASES[name](Path(folder))
 
 
 if __name__ == "__main__":
-    main()
+    megatron_cpu.import_bridge()
+    obey(hazard)

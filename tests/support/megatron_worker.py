@@ -1,17 +1,13 @@
-"""One rank of a Megatron trainer under test: `python megatron_worker.py CASE FOLDER ARGUMENTS`, started on every rank by
-megatron_launch.py. ARGUMENTS: keywords of the case as JSON. The case asserts what must be true; an error ends the launch.
+"""One rank of a Megatron trainer under test. A case (proc.obey) asserts what must be true on every rank.
 
-One case a launch: Megatron's models are never freed, nor its process groups, whose threads wake again and again, so each further
+One case for each start: Megatron's models are never freed, nor its process groups, whose threads wake again and again, so each further
 case would take longer than the one before.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +20,7 @@ import torch.distributed as dist  # noqa: E402
 
 from examples.common.train_loop import Trainer  # noqa: E402
 from tests.support.layouts import differing, left_out, region  # noqa: E402
+from tests.support.proc import obey  # noqa: E402
 from xfer.errors import XferError  # noqa: E402
 from xfer.participants.refit import begin_drain  # noqa: E402
 from xfer.trace.traced import TrainerLayout  # noqa: E402
@@ -72,9 +69,9 @@ def gathered(mine: object) -> list:
     return out
 
 
-def checkpoint(folder: Path, family: str, config: dict | None = None) -> None:
+def checkpoint(folder: str, family: str, config: dict | None = None) -> None:
     if dist.get_rank() == 0:
-        toy.write_checkpoint(family, folder, **(config or {}))
+        toy.write_checkpoint(family, Path(folder), **(config or {}))
     dist.barrier()
 
 
@@ -90,7 +87,7 @@ def refusal(what: Callable[[], object]) -> str:
 # ---- cases
 
 
-def values(folder: Path, family: str, config: dict, excused: list[str], **keywords) -> None:
+def values(folder: str, family: str, config: dict, excused: list[str], **keywords) -> None:
     """Fragments hold what Bridge exports before training and, through the very same views, after two optimizer steps.
 
     Args:
@@ -98,7 +95,7 @@ def values(folder: Path, family: str, config: dict, excused: list[str], **keywor
             padding, which is in no checkpoint.
     """
     checkpoint(folder, family, config)
-    cfg = json.loads((folder / "config.json").read_text())
+    cfg = json.loads(Path(folder, "config.json").read_text())
     on_disk = {n: (s, str(d).removeprefix("torch.")) for n, s, d in toy.specs(cfg)}
     with Trainer(folder, **keywords) as trainer:
         source = MegatronTrainer(trainer.chunks, trainer.bridge)
@@ -122,7 +119,7 @@ def values(folder: Path, family: str, config: dict, excused: list[str], **keywor
         assert all(n.endswith("e_score_correction_bias") for n in frozen), frozen
 
 
-def drains(folder: Path, family: str, **keywords) -> None:
+def drains(folder: str, family: str, **keywords) -> None:
     """A refit without drain is stale, with it right, and training goes on as if nothing had been drained. A rank that drains alone waits
     for its peers, not beyond its deadline; nothing interrupts a gather, so it goes on until they call too."""
     if keywords.pop("layerwise", False):
@@ -202,7 +199,7 @@ def ends_alone(source: MegatronTrainer) -> bool:
     return ended
 
 
-def probes(folder: Path, family: str, **keywords) -> None:
+def probes(folder: str, family: str, **keywords) -> None:
     """Numbers sent through Bridge's real collectives say the same as the trace, stand in where it cannot follow, and are not fooled by
     arithmetic."""
     from megatron.bridge.models.conversion import param_mapping
@@ -243,19 +240,9 @@ def probes(folder: Path, family: str, **keywords) -> None:
 
 
 def main(*cases: Callable[..., None]) -> None:
-    """Runs the case that the command line names on this rank, to its end."""
-    case, folder, arguments = sys.argv[1:]
-    try:
-        megatron_cpu.import_bridge()
-        megatron_cpu.init_world()
-        {f.__name__: f for f in cases}[case](Path(folder), **json.loads(arguments))
-        dist.barrier()
-        dist.destroy_process_group()
-    except BaseException:
-        traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)  # peers may wait in a collective for this rank; do not wait for them
+    megatron_cpu.import_bridge()
+    megatron_cpu.init_world()
+    obey(*cases)
 
 
 if __name__ == "__main__":
