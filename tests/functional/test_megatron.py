@@ -26,7 +26,7 @@ def case(family: str, *marks, **keywords):
 
 def run(name: str, folder: Path, module: str = "megatron_worker", **arguments) -> None:
     with Family(folder) as family:
-        ranks = family.ranks(module, 4, PYTHONWARNINGS="ignore")
+        ranks = family.ranks(module, 4, side="here", PYTHONWARNINGS="ignore")
         ranks.ask(name, timeout=420, folder=str(folder / "model"), **arguments)
 
 

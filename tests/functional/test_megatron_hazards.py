@@ -23,7 +23,7 @@ CASES = re.findall(r"^@case\ndef (\w+)", (ROOT / "tests/support/megatron_hazards
 @pytest.fixture(scope="module")
 def rank(tmp_path_factory):
     with Family(tmp_path_factory.mktemp("megatron-hazards")) as family:
-        (rank,) = family.ranks("megatron_hazards", 1, PYTHONWARNINGS="ignore")
+        (rank,) = family.ranks("megatron_hazards", 1, side="here", PYTHONWARNINGS="ignore")
         yield rank
 
 

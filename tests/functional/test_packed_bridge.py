@@ -14,7 +14,7 @@ pytestmark = pytest.mark.trainer
 
 def run(work, do: str, world: int = 2, module: str = "packed_bridge", **what) -> None:
     with Family(work) as family:
-        family.ranks(module, world, PYTHONWARNINGS="ignore").ask(do, timeout=420, **what)
+        family.ranks(module, world, side="here", PYTHONWARNINGS="ignore").ask(do, timeout=420, **what)
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "tensors"])

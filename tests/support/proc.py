@@ -23,7 +23,8 @@ ROOT = forge.ROOT
 MARK = "@xfer "
 PATIENCE = float(os.environ.get("XFER_TEST_PATIENCE", "1"))
 """Factor of all deadlines of tests for their children, for busy machines."""
-PYTHON = {side: str(ROOT / f".venvs/{side}/bin/python") for side in ("trainer", "engine")}
+PYTHON = {side: str(ROOT / f".venvs/{side}/bin/python") for side in ("trainer", "engine")} | {"here": sys.executable}
+"""By side. "here": in the test's own environment, whichever that is."""
 
 
 _emitted = 0
@@ -225,7 +226,7 @@ class Family:
         return child
 
     def ranks(self, module: str, world: int, name: str = "trainer", side: str = "trainer", **env: str) -> Children:
-        """Starts a job of torch.distributed as torchrun does, on the side of trainers or engines."""
+        """Starts a job of torch.distributed as torchrun does. side: key of PYTHON."""
         job = dict(WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), **env)
         numbers = [str(r) for r in range(world)]
         return Children(self.start(name + r, side, module, RANK=r, LOCAL_RANK=r, **job) for r in numbers)
