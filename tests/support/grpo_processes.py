@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import re
 import signal
 import subprocess
-import threading
 import time
 from pathlib import Path
 
@@ -16,24 +14,15 @@ from tests.support.proc import PATIENCE, PYTHON, ROOT, environment
 
 
 class Group:
-    """A process and all that it starts. Its output goes to a log and, line by line, to `lines`."""
+    """A process and all that it starts. Its output goes to a log."""
 
     def __init__(self, name: str, command: list[str], work: Path, **env: str):
         self.log = work / f"{name}.log"
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(ENGINE_PYTHON=PYTHON["engine"], **env), text=True, start_new_session=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        self.lines: queue.Queue = queue.Queue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
         with self.log.open("a") as log:
-            for line in self.process.stdout:
-                log.write(line)
-                log.flush()
-                self.lines.put(line)
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=environment(ENGINE_PYTHON=PYTHON["engine"], **env), start_new_session=True,
+                stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
 
     def kill(self) -> None:
         """Ends the process and all below it at once: torchrun gives each rank a session of its own."""
@@ -41,7 +30,6 @@ class Group:
             with contextlib.suppress(ProcessLookupError):
                 end(pid, signal.SIGKILL)
         self.process.wait(20)
-        self._reader.join(20)  # until all that it printed is in the log
 
 
 class Groups:
@@ -87,17 +75,15 @@ def until(condition, what: str, *groups: Group, seconds: float = 300) -> None:
 
 
 class Steps:
-    """What a loop printed: `seen` has (step, replicas away) of each line, in order."""
+    """What a loop printed."""
 
     def __init__(self, loop: Group):
         self.loop = loop
-        self.seen: list[tuple[int, int]] = []
 
     def read(self) -> list[tuple[int, int]]:
-        while not self.loop.lines.empty():
-            if found := re.match(r"step +(\d+) .*? ms(?:  (\d) replicas away)?", self.loop.lines.get()):
-                self.seen.append((int(found[1]), int(found[2] or 0)))
-        return self.seen
+        """(step, replicas away) of each line, in order."""
+        found = re.findall(r"^step +(\d+) .*? ms(?:  (\d) replicas away)?.*\n", self.loop.log.read_text(), re.M)
+        return [(int(step), int(away or 0)) for step, away in found]
 
     @property
     def numbers(self) -> list[int]:
