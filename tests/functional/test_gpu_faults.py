@@ -1,35 +1,40 @@
-"""Faults on GPUs in the middle of a refit, by pull and by NCCL: processes of a real vLLM and plain trainers are killed or stopped.
+"""Faults on GPUs in the middle of a refit, by pull, by NCCL and on the packed route (mapped over CUDA IPC, and broadcast by NCCL):
+processes of a real vLLM and plain trainers are killed, stopped, or fail.
 
 After each case every process that is left has raised a typed error in time, no other process has ended, the engine answers NaN
 or as before, and the next refit is right in every byte. A route's cases share an engine, which the last case kills.
+test_packed_deaths.py does this on the packed route over gloo and shared memory.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from tests.support.gpu_job import BESIDE, gpus
+from tests.support.gpu_job import BESIDE, gpus, nccl_host
 
 pytest.importorskip("vllm")
 
-from tests.support.gpu_faults import FAR, GRACE_S, SHORT, Bench, route
+from tests.support.gpu_faults import FAR, GRACE_S, SHORT, Bench, Route, route
 
 GPUS = gpus()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a GPU")]
 LATE = ("DeadlineExceeded", "PeerLost")
 """PeerLost where the rendezvous is silent: a trainer whose memory is read then cannot know that the readers have ended."""
-IN_THE_MIDDLE = {"peer": "moving", "nccl": "wave"}
-"""The point at which a trainer dies: a part of its bytes is then on the way."""
+BUCKETS = dict(route="packed", bucket_bytes=64 << 20)
+"""Some ten of them."""
+APART = dict(env=nccl_host("t"), engine_env=nccl_host("e"))
+WAYS = {
+    **{name: route(name, GPUS) for name in ("peer", "nccl")},
+    "mapped": Route("packed", (0, 0), connect=dict(BUCKETS, colocated=True)),
+    "broadcast": Route("packed", (0, 0), connect=BUCKETS, **APART),
+}
 LAST, FIRST = "last", "first"
 """Trainers; the first has the rendezvous in its process."""
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(r, marks=pytest.mark.xdist_group(f"faults {r}")) for r in ("peer", "nccl")]
-)
+@pytest.fixture(scope="module", params=[pytest.param(w, marks=pytest.mark.xdist_group(f"faults {w}")) for w in WAYS])
 def bench(request, tmp_path_factory):
-    way = route(request.param, GPUS)
-    b = Bench(tmp_path_factory.mktemp(f"faults_{way.name}"), way)
+    b = Bench(tmp_path_factory.mktemp(f"faults_{request.param}"), WAYS[request.param])
     with b.job:
         yield b
 
@@ -46,23 +51,35 @@ def rank_of(b: Bench, which: str) -> int:
     return 0 if which == FIRST else len(b.route.trainers) - 1
 
 
+def direct(b: Bench) -> None:
+    if b.packed:
+        pytest.skip("of the direct route")
+
+
 @pytest.mark.parametrize("which", [pytest.param(LAST, marks=pytest.mark.slow), FIRST])
 def test_a_trainer_that_is_killed(b, which):
-    """A new trainer in its place gets its memory, which the engine had mapped."""
+    """A part of its bytes is on the way. A new trainer in its place gets its memory, which the engine had mapped. On the packed route the
+    other trainer waits for it in a collective, or has mapped its storages."""
     rank = rank_of(b, which)
     mine, before = b.memory(rank)["allocated"], b.room(rank)
-    b.begin("trainers", f"trainer:{rank}:{IN_THE_MIDDLE[b.route.name]}:kill@1", deadline_s=FAR)
-    b.failed(b.others(rank), ("PeerLost",), f"trainer {rank}", within=FAR / 2, drained=rank > 0)
+    buckets = b.packed and not rank  # only the first sends them
+    point = "wave:kill@3" if buckets else "wave:kill@1" if b.route.name == "nccl" else "moving:kill@1"
+    b.begin("trainers", f"trainer:{rank}:{point}", deadline_s=FAR)
+    texts = [] if b.packed else [f"trainer {rank}"]
+    b.failed(b.others(rank), ("PeerLost",), *texts, within=FAR / 2, drained=rank > 0 and not b.packed)
     b.only_these_ended(b.trainers[rank])
-    b.torn_or_untouched()
+    if not b.packed or buckets:  # else nothing may have been sent yet
+        b.torn_or_untouched()
     b.meet_anew()
     b.right()
-    assert BESIDE or (after := b.room(rank)) >= before - mine // 2, (before, after, mine)
+    kept = BESIDE or b.packed and not b.route.connect.get("colocated")  # NCCL keeps some memory of its own
+    assert kept or (after := b.room(rank)) >= before - mine // 2, (before, after, mine)
 
 
 @pytest.mark.parametrize("which", [LAST, pytest.param(FIRST, marks=pytest.mark.slow)])
 def test_a_trainer_that_is_stopped_and_goes_on(b, which):
     """Nothing is started again: the same processes make the next refit."""
+    direct(b)
     rank = rank_of(b, which)
     b.begin("trainers", f"trainer:{rank}:moving:stop@1", deadline_s=SHORT)
     b.stopped(rank)
@@ -80,14 +97,28 @@ def test_a_trainer_that_is_stopped_and_goes_on(b, which):
     "give_back", [pytest.param(False, id="to torch", marks=pytest.mark.slow), pytest.param(True, id="to the device")]
 )
 def test_storages_made_again_where_they_lay(b, give_back):
+    direct(b)
     made = b.remade(give_back)
     assert give_back or all(m["same"] for m in made), made
     b.right()
 
 
+@pytest.mark.parametrize("who", [pytest.param("trainer", marks=pytest.mark.slow), "worker"])
+def test_who_fails_between_buckets_ends_the_refit_and_the_same_processes_make_the_next(b, who):
+    """The link is aborted under a broadcast, or under a worker that waits for the next bucket; all of it is opened anew."""
+    if not b.packed:
+        pytest.skip("of the packed route")
+    for _ in range(2):
+        b.begin("trainers" if who == "trainer" else "engine", f"{who}:0:wave:raise@3", deadline_s=FAR)
+        b.failed([0, 1], ("XferError", "RefitFailed"), "injected fault", within=FAR / 2)
+        b.torn_or_untouched()
+        b.only_these_ended()
+        b.right()
+
+
 def test_an_engine_that_is_killed_while_it_takes(b):
     """The trainers' session lives on, and so does the controller's process; another engine takes the replica's place."""
     before = b.memory(0, gpu=0)["free"]
-    b.begin("engine", "worker:0:wave:kill@1", deadline_s=FAR)
+    b.begin("engine", f"worker:0:wave:kill@{3 if b.packed else 1}", deadline_s=FAR)
     b.failed(list(range(len(b.trainers))), ("PeerLost", "EngineLost"), "replica 0", within=FAR / 2)
     b.replaced_engine(before)
