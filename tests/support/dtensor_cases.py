@@ -329,6 +329,17 @@ def kept_and_followed(rank, size, device, plans, peer):
 
 
 @case
+def message_buffers_are_kept_for_the_last_routes_only(rank):
+    mesh = MeshInfo.line("x", range(4))
+    dtensor.forget()
+    with patch.object(dtensor_routes, "KEPT_BUFFER_BYTES", 0):
+        for n in (8, 12, 16):
+            xferdtensor(values((n // 4, n)), mesh, [Shard(0)], torch.zeros(n, n // 4), mesh, [Shard(1)], peer=False)
+    *old, last = (r.routed for r in dtensor_routes.state_of(None).routes.values())
+    assert old == [None, None] and last.extra_bytes > 0
+
+
+@case
 def a_failed_read_is_told_to_every_rank(rank):
     broken = patch.object(peer_host, "_read", side_effect=OSError(3, "no such process"))
     with reading():
