@@ -126,9 +126,16 @@ class Trainer:
             dist.destroy_process_group(group)
 
     def regroup(self) -> None:
-        """Makes them again. Models keep those that they were built with, so they do not train any more."""
+        """Makes them again, and gives them to the models, which Bridge 0.6 asks for them. Layers keep those that they were built with,
+        so they do not train any more."""
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core.utils import unwrap_model
+
         self._groups = megatron_cpu.parallel(**self._layout)
         self._groups.__enter__()
+        for model in map(unwrap_model, self.chunks):
+            if getattr(model, "pg_collection", None) is not None:
+                model.pg_collection = ProcessGroupCollection.use_mpu_process_groups()
 
     # -- training ---------------------------------------------------------------------------------------------------
 

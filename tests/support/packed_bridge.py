@@ -232,15 +232,20 @@ def outcome(source: PackedSource, trainer: Trainer) -> list[str]:
 
 def ran_short(source: PackedSource) -> str:
     """A gather in which trainer 0 has no memory to stack the last of the experts that Bridge has kept for a tensor."""
-    real, failed = torch.cat, []
+    failed = []
 
-    def cat(*args, **kwargs):
-        if sys._getframe(1).f_globals["__name__"].endswith("gpt_oss_bridge") and not failed and dist.get_rank() == 0:
-            failed.append(1)
-            raise torch.OutOfMemoryError("tried to allocate")
-        return real(*args, **kwargs)
+    def short(real):
+        def joined(*args, **kwargs):
+            caller = sys._getframe(1).f_globals["__name__"]
+            if caller.endswith(("gpt_oss_bridge", "model_bridge")) and not failed and dist.get_rank() == 0:
+                failed.append(1)
+                raise torch.OutOfMemoryError("tried to allocate")
+            return real(*args, **kwargs)
 
-    with mock.patch.object(torch, "cat", cat):
+        return joined
+
+    # Bridge 0.3 joins them in the model's own module, 0.6 where it exports any model.
+    with mock.patch.multiple(torch, cat=short(torch.cat), stack=short(torch.stack)):
         try:
             gathered(source)
         except (torch.OutOfMemoryError, RuntimeError) as e:

@@ -19,10 +19,11 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from xfer.errors import LayoutError, RebindError
 from xfer.trace.fragment import TensorSpec
@@ -118,7 +119,7 @@ def process_groups(chunks: Sequence[torch.nn.Module]) -> list[object]:
     From 0.6 on Bridge asks the model for its groups, and before that Megatron-Core's `parallel_state`.
 
     Raises:
-        RebindError: There are none. Frameworks destroy them to free NCCL's memory.
+        RebindError: There are none, or the model has groups that are destroyed. Frameworks destroy them to free NCCL's memory.
     """
     from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
     from megatron.core import parallel_state
@@ -128,6 +129,13 @@ def process_groups(chunks: Sequence[torch.nn.Module]) -> list[object]:
     if hasattr(MegatronParamMapping, "set_process_groups_from_pg_collection"):
         of_model = getattr(unwrap_model(chunks[0]), "pg_collection", None)
     found = [getattr(of_model, name, None) for name in ("pp", "ep", "tp", "expt_tp")]
+    if gone := [g for g in found if g is not None and not _registered(g)]:
+        raise RebindError(
+            f"{len(gone)} process groups of the model are destroyed",
+            [
+                "initialize_model_parallel() on all ranks before the refit, and give the model's pg_collection the new groups"
+            ],
+        )
     if all(found):
         return found
     if not parallel_state.is_initialized():
@@ -141,6 +149,15 @@ def process_groups(chunks: Sequence[torch.nn.Module]) -> list[object]:
         parallel_state.get_expert_tensor_parallel_group(),
     )
     return [a or b for a, b in zip(found, mine, strict=True)]
+
+
+def _registered(group: object) -> bool:
+    """Whether torch.distributed knows the group. It forgets those that are destroyed."""
+    try:
+        dist.get_rank(cast(dist.ProcessGroup, group))
+    except ValueError:
+        return False
+    return True
 
 
 def owned_tasks(model_bridge, chunks: Sequence[torch.nn.Module], names: CheckpointNames) -> list:
