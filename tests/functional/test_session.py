@@ -26,7 +26,7 @@ from xfer.coordinator import messages as m
 from xfer.coordinator.deadlines import TOGETHER_S
 from xfer.errors import XferError
 
-EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "100"))
+EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "60"))
 SOON_S = 2 * TOGETHER_S
 """Longer than what anything waits for on purpose while every process answers; a fraction of any deadline."""
 WORKERS, TRAINERS = ("read", "arm", "commit", "look"), ("enter", "drain", "before", "after")
