@@ -1,4 +1,5 @@
-"""Real Megatron-Core + Bridge trainers refit a real vLLM, bit for bit, after the first and after a second optimizer step.
+"""Real Megatron-Core + Bridge trainers refit a real vLLM, bit for bit, after the first and after a second optimizer step, on both
+routes.
 
 The truth is a fresh vLLM that loads what Megatron-Bridge exported at that step: every parameter digest, every greedy token and
 its logprob must be equal. Between the two refits every live byte but the kept ones is overwritten with noise, so a refit that
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
@@ -22,7 +22,7 @@ from examples.common.ports import free_port
 from tests.support import block_fp8
 from tests.support.marks import BOTH
 from tests.support.proc import Children
-from tests.support.refit_stage import Stage, differ, stage_of, two_refits_are_fresh_loads
+from tests.support.refit_stage import differ, stage_of, two_refits_are_fresh_loads
 
 pytestmark = BOTH
 
@@ -48,8 +48,12 @@ class Case:
 
         lora = "-lora" if "lora" in self.layout else ""
         to = " > " if self.connect.get("relay") else " + "
-        fp8 = " in FP8" if self.fp8 else ""
-        return f"{self.family}: {flat(self.layout)}{lora} -> {to.join(flat(e) for e in self.engines)}{fp8}"
+        how = (
+            " in FP8" * self.fp8
+            + ", packed" * ("route" in self.connect)
+            + ", mapped" * self.connect.get("colocated", False)
+        )
+        return f"{self.family}: {flat(self.layout)}{lora} -> {to.join(flat(e) for e in self.engines)}{how}"
 
 
 PLAIN = dict(distopt=False, overlap=False)
@@ -59,6 +63,9 @@ UNADAPTED = ("*norm.weight", "*embed_tokens.weight", "*lm_head.weight", "*mlp.ga
 WIDE = dict(hidden_size=256, head_dim=128, num_attention_heads=4, num_key_value_heads=2, intermediate_size=512)
 """Sizes of each rank are multiples of 128."""
 WIDE_MOE = dict(WIDE, moe_intermediate_size=256, num_experts=16)
+PACKED = dict(connect=dict(route="packed", bucket_bytes=96 << 10, deadline_s=120.0, scramble=False))
+"""Buckets so small that there are many."""
+MAPPED = dict(connect=dict(PACKED["connect"], colocated=True))
 CASES = [
     Case("qwen3_moe", dict(tp=2, pp=2, ep=2, etp=1, distopt=True), (dict(tp=2),), WIDE_MOE, fp8=True),
     Case(  # two replicas, the second of which reads from the first
@@ -76,11 +83,16 @@ CASES = [
         (dict(tp=4),),
         dict(num_key_value_heads=2, vocab_size=250),
     ),
+    Case("qwen3", dict(tp=2, pp=2, **PLAIN), (dict(tp=2),), **PACKED),
 ]
 SLOW = [
     Case("qwen3", dict(tp=2, pp=2, distopt=True), (dict(tp=2),), WIDE, fp8=True),
     Case("qwen3_moe", dict(tp=2, pp=2, ep=2, etp=1, distopt=True), (dict(tp=2, ep=True),), WIDE_MOE, fp8=True),
     Case("qwen3_tied", dict(tp=2, pp=2, **PLAIN), (dict(tp=1), dict(tp=2)), WIDE, fp8=True),
+    Case("deepseek_v3", dict(tp=2, pp=2, ep=2, etp=1, distopt=True), (dict(tp=2),), **PACKED),
+    Case("qwen3_tied", dict(tp=2, pp=2, **PLAIN), (dict(tp=1),), **MAPPED),
+    Case("qwen3_moe", dict(tp=2, ep=2, etp=2, **PLAIN), (dict(tp=2), dict(tp=1)), **PACKED),
+    Case("qwen3_moe", dict(tp=2, pp=2, ep=2, etp=1, **PLAIN), (dict(tp=2, ep=True),), **MAPPED),
     Case("deepseek_v3", dict(tp=2, pp=2, ep=2, etp=1, distopt=True), (dict(tp=2),)),
     Case("qwen3", dict(pp=2, cp=2, **PLAIN), (dict(tp=2),)),
     Case("qwen3", dict(tp=2, pp=2, distopt=True, **LORA), (dict(tp=2),), frozen=UNADAPTED),
@@ -109,7 +121,10 @@ SLOW = [
 stage = stage_of()
 
 
-def run(case: Case, stage: Stage, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=lambda c: c.name
+)
+def test_refit_equals_a_fresh_load_of_the_export(case, stage, tmp_path):
     model = tmp_path / "model"
     toy.write_checkpoint(case.family, model, **case.model)
     engines = tuple({**how, **block_fp8.ENGINE} for how in case.engines) if case.fp8 else case.engines
@@ -123,13 +138,6 @@ def run(case: Case, stage: Stage, tmp_path: Path) -> None:
     how = dict(build=dict(layout=case.layout), engines=engines, frozen=case.frozen, watched=watched, **case.connect)
     as_served = block_fp8.serialize if case.fp8 else str
     two_refits_are_fresh_loads(stage, tmp_path, model=model, as_served=as_served, **how)
-
-
-@pytest.mark.parametrize(
-    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=lambda c: c.name
-)
-def test_refit_equals_a_fresh_load_of_the_export(case, stage, tmp_path):
-    run(case, stage, tmp_path)
 
 
 def test_what_bridge_gets_wrong_is_refused_on_every_rank_before_a_byte_moves(stage, tmp_path):
