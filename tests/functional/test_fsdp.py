@@ -106,3 +106,35 @@ def moved_shards_only(case: Case, checkpoint: dict[str, torch.Tensor], reports: 
     ]:
         assert n < WHOLE, f"{what} grew by {n} bytes in a refit; a whole parameter has {WHOLE}"
     assert max(r["extra"] for r in reports) < WHOLE // 2
+
+
+# ---- the packed route
+
+SMALL = dict(num_hidden_layers=2, vocab_size=1003, intermediate_size=198)
+"""Nothing that is cut divides evenly."""
+HOW = dict(engines=[dict(tp=1)], scramble=False, route="packed", bucket_bytes=64 << 10, deadline_s=180.0)
+
+
+loaded = stage_of("fsdp_main", 2, XFER_CPU_RESIDENT="1")
+processed = stage_of("fsdp_main", 2, XFER_CPU_RESIDENT="0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["loaded", "processed"])
+@pytest.mark.parametrize(
+    "dtype, colocated",
+    [("bfloat16", False), ("bfloat16", True), ("float32", False)],
+    ids=["bf16", "shared memory", "fp32"],
+)
+def test_packed_refits_equal_fresh_loads_also_where_vllm_processes_weights_after_loading(
+    request, engine, tmp_path, dtype, colocated
+):
+    """On CPUs vLLM packs such weights into other memory, so a refit goes through its layer-wise reload. The direct route refuses this
+    engine, since what it writes would never be read."""
+    toy.write_checkpoint("qwen3", tmp_path / "model", **SMALL)
+    build = dict(scheme="fsdp", dtype=dtype)
+    stage = request.getfixturevalue(engine)
+    frozen = ["*proj.weight"] * (engine == "processed")  # vLLM has emptied them; answers tell what lies elsewhere
+    two_refits_are_fresh_loads(
+        stage, tmp_path, model=tmp_path / "model", build=build, colocated=colocated, frozen=frozen, **HOW
+    )

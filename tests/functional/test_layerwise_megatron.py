@@ -12,7 +12,9 @@ from safetensors import safe_open
 
 from examples.common import toy
 from tests.support import layerwise_model as lm
+from tests.support.marks import BOTH
 from tests.support.proc import Family
+from tests.support.refit_stage import stage_of, two_refits_are_fresh_loads
 
 pytestmark = pytest.mark.trainer
 
@@ -291,3 +293,37 @@ def test_a_padded_vocabulary_is_loaded_where_the_padding_is_another(two, folders
             assert not again[k][moved:].any()
         if name == a and source == "first":  # other padding is other losses: Megatron's softmax counts it
             assert two.ask("step", "stepped", steps=2)[0]["losses"] == pytest.approx(want, rel=1e-3)
+
+
+# ---- refits right after a step: from the owners, before any gather; and, the plain way, from everybody after a drain
+
+# One bucket in flight and all others not even started: the state in which non-owners hold old bytes.
+LAYOUT = dict(ep=2, options=dict(bucket_bytes=50_000, prefetch_depth=1))
+
+
+stage = stage_of("layerwise_megatron")
+
+
+@pytest.mark.slow
+@BOTH
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("sources", ["owners", "all"])
+def test_refits_from_owners_and_after_a_drain(stage, tmp_path, sources, tp):
+    toy.write_checkpoint("qwen3_moe", tmp_path / "model", seed=3, num_hidden_layers=2, num_experts=4)
+
+    def watched(engines, refit) -> list[dict]:
+        reports = refit()
+        for r in reports:
+            stale = r["before"].count("stale")
+            assert stale, "the gather was over before the refit began"
+            assert r["sent"] > 0
+            if sources == "owners":
+                assert r["after"].count("stale") == stale, "the refit has gathered"
+            else:
+                assert set(r["after"]) == {"current"}
+        return reports
+
+    how = dict(build=dict(layout=LAYOUT), engines=[dict(tp=tp)], watched=watched)
+    how |= dict(frozen=["*norm.weight"])  # a step of Adam may be less than a bf16 norm can show
+    how |= dict(sources=sources, narrow=["*"], deadline_s=300.0)
+    two_refits_are_fresh_loads(stage, tmp_path, model=tmp_path / "model", **how)
