@@ -205,11 +205,29 @@ def settings_that_rearrange_live_weights(folder):
     """Megatron-Core 0.19 has them; an older config carries them as any other attribute."""
     from megatron.core.utils import get_model_config
 
-    settings = dict(moe_mlp_glu_interleave_size=32, moe_shared_expert_glu_interleave_size=32, gtp_weight_remat_size=2)
+    settings = dict(
+        moe_mlp_glu_interleave_size=32, moe_shared_expert_glu_interleave_size=32, moe_single_grouped_weight=True,
+        moe_single_grouped_bias=True, gtp_weight_remat_size=2,
+    )  # fmt: skip
     with built(folder, "qwen3_moe") as trainer:
         vars(get_model_config(trainer.chunks[0])).update(settings)
         lines = refused(Unsupported, adapter(trainer).read).violations
         assert [v.split(": ")[1] for v in lines] == [f"{name}={value}" for name, value in settings.items()]
+
+
+@case
+def megatron_fsdp(folder):
+    """By Megatron-Core's option, and by the wrapper of its package. The wrapper itself can be built on GPUs alone."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp import MegatronFSDP
+
+    with built(folder, distopt=True, overlap=True) as trainer:
+        chunk = trainer.chunks[0]
+        wrapper = MegatronFSDP.__new__(MegatronFSDP)
+        torch.nn.Module.__init__(wrapper)
+        wrapper.module = chunk
+        assert "Megatron-FSDP" in str(refused(Unsupported, MegatronTrainer([wrapper], trainer.bridge).read))
+        chunk.ddp_config.use_megatron_fsdp = True
+        assert "Megatron-FSDP" in str(refused(Unsupported, adapter(trainer).read))
 
 
 @case
@@ -273,6 +291,22 @@ def an_fp32_trainer_keeps_the_checkpoints_dtypes(folder):
     with built(folder, params_dtype=torch.float32, bf16=False) as trainer:
         traced = adapter(trainer).read().traced
         assert {s.dtype for s in traced.specs} == {"bfloat16"} and {f.dtype for f in traced.fragments} == {"float32"}
+
+
+@case
+def a_router_and_a_head_in_fp32_are_read_as_they_are(folder):
+    """Frameworks keep these two in float32 for RL; the checkpoint stays in bfloat16."""
+    with built(folder, "qwen3_moe") as trainer:
+        wide = {"TopKRouter", "ColumnParallelLinear"}
+        for module in trainer.chunks[0].modules():
+            if type(module).__name__ in wide:
+                module.weight.data = module.weight.data.float() + 2**-12
+        layout = adapter(trainer).read()
+        dtypes = {f.tensor: f.dtype for f in layout.traced.fragments}
+        in_fp32 = {name for name, kind in dtypes.items() if kind == "float32"}
+        assert in_fp32 == {n for n in dtypes if n == "lm_head.weight" or n.endswith("mlp.gate.weight")}
+        assert {s.dtype for s in layout.traced.specs} == {"bfloat16"}
+        assert same_as_export(trainer, layout, layout.tensors)
 
 
 def hazard(name: str, folder: str) -> None:

@@ -35,6 +35,8 @@ ALLOWED = {
     ("trainers/megatron.py", "share_embeddings_and_output_weights"),
     ("trainers/megatron.py", "moe_mlp_glu_interleave_size"),  # settings of Megatron-Core, which are refused
     ("trainers/megatron.py", "moe_shared_expert_glu_interleave_size"),
+    ("trainers/megatron.py", "moe_single_grouped_weight"),
+    ("trainers/megatron.py", "moe_single_grouped_bias"),
     ("trainers/bridge_export.py", "_should_skip_mtp_duplicate_embedding_export"),  # a method of Bridge
     ("trainers/megatron.py", "output_layer"),  # the module of a Megatron model, to cut a padded vocabulary
 }

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from math import prod
 from operator import is_
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -181,7 +183,9 @@ class MegatronTrainer:
             if self._probe:
                 failing = None if self._probe == "all" else set(seen.failed)
                 seen.replace(probe_export(model_bridge, self.chunks, names, slot_of, failing, device))
-        traced = _canonical(seen.result(self.rank), index, self._rows(seen.vocab), self.rank)
+        exported = seen.result(self.rank)
+        self._say_what_is_left(exported, slot_of.values())
+        traced = _canonical(exported, index, self._rows(seen.vocab), self.rank)
         computed = Computed(traced, device, self._scratch_bytes) if traced.recipes or traced.gathers else None
         found = [slot_of[id(t.param_weight)] for t in (*tasks, *factor_tasks(adapters))]
         slots = Slots(self.chunks, found, unmapped=unmapped)
@@ -306,8 +310,8 @@ class MegatronTrainer:
 
         bad = []
         for i, chunk in enumerate(self.chunks):
-            ddp = getattr(chunk, "ddp_config", None)
-            if getattr(ddp, "use_megatron_fsdp", False):
+            wrappers = {name for m in chunk.modules() for name in type(m).__module__.split(".")}
+            if "megatron_fsdp" in wrappers or getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False):
                 bad.append(f"chunk {i}: Megatron-FSDP keeps no whole parameter; use DDP with the distributed optimizer")
             config = get_model_config(chunk)
             bad += [
@@ -345,11 +349,28 @@ class MegatronTrainer:
         if bad:
             raise LayoutError(f"trainer {self.rank}: trained tensors that would never reach an engine", bad)
 
+    def _say_what_is_left(self, traced: Traced, slots: Iterable[Slot]) -> None:
+        """Log trained parameters that are exported in part. Bridge drops rows for which a checkpoint has no place."""
+        held = Counter[str]()
+        for f in traced.fragments:
+            held[f.root] += prod(f.extent)
+        held -= Counter({source: held[source] for r in traced.recipes for source in r.sources})
+        trained = {slot.name: slot.tensor().numel() for slot in slots if slot.tensor().requires_grad}
+        left = [f"{n} ({trained[n] - of} of {trained[n]} elements)" for n, of in held.items() if of < trained.get(n, 0)]
+        if left:
+            logger.warning(
+                f"xfer: trainer {self.rank}: Bridge exports only a part of {len(left)} trained parameters, and no engine "
+                f"gets the rest: {', '.join(left[:3])}{', ...' * (len(left) > 3)}"
+            )
+
 
 _INTERLEAVED = "gate and up rows alternate in the live weights, and Bridge's export does not undo it; leave it unset"
+_GROUPED = "one parameter holds all experts of a rank, for which Bridge has no conversion; leave it False"
 _CHANGES_WEIGHTS: dict[str, tuple[int | None, str]] = {
     "moe_mlp_glu_interleave_size": (None, _INTERLEAVED),
     "moe_shared_expert_glu_interleave_size": (None, _INTERLEAVED),
+    "moe_single_grouped_weight": (False, _GROUPED),
+    "moe_single_grouped_bias": (False, _GROUPED),
     "gtp_weight_remat_size": (1, "weights are cut over one more group, of which Bridge knows nothing; leave it at 1"),
 }
 """Settings of Megatron-Core 0.19 under which live weights are not those that Bridge exports: the harmless value, and why."""
