@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from importlib.metadata import version
 from pathlib import Path
 
 from tests.support.families import FAMILIES, Family, text
@@ -16,19 +17,47 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/architectures.md"
 Row = tuple[str, ...]
 HEADS: dict[str, Row] = {
     "engines": ("family", "vLLM class", "layouts", "direct", "staged", "filled", "kept"),
-    "trainers": ("family", "Bridge class", "layouts", "direct", "staged", "left out"),
+    "trainers": ("family", "Bridge class", "layouts", "direct", "staged", "left out", "Bridge from"),
+    "older trainers": ("family", "Bridge class", "layouts", "direct", "staged", "left out", "Bridge from"),
 }
+NEWEST, OLDER = ("0.19.2", "0.6.2"), ("0.16.1", "0.3.1")
+"""Megatron-Core and Megatron-Bridge of the two tables of trainers. The second has only the rows that differ."""
 
 
 def check(table: str, row: Row) -> None:
     """AssertionError, saying how to make the page anew, when it has another row for this family."""
-    if os.environ.get("XFER_WRITE_DOCS") == "1":
-        rows = {r[0]: r for r in read(table)} | {row[0]: row}
-        order = [f.name for f in FAMILIES]
-        write(table, sorted(rows.values(), key=lambda r: order.index(r[0]) if r[0] in order else len(order)))
+    if _writing():
+        _put(table, row[0], row)
         return
-    found = next((r for r in read(table) if r[0] == row[0]), None)
+    found = find(table, row[0])
     assert found == row, f"docs/architectures.md says {found}; it is {row}. scripts/architectures.sh writes it anew"
+
+
+def check_trainers(row: Row) -> None:
+    """`check` in the table of the installed pair of Megatron-Core and Megatron-Bridge, if it has one."""
+    installed = tuple(version(name) for name in ("megatron-core", "megatron-bridge"))
+    if installed == NEWEST:
+        check("trainers", row)
+    elif installed == OLDER:
+        same = find("trainers", row[0]) == row
+        if _writing():
+            _put("older trainers", row[0], None if same else row)
+        elif not same:
+            check("older trainers", row)
+
+
+def find(table: str, name: str) -> Row | None:
+    return next((r for r in read(table) if r[0] == name), None)
+
+
+def _writing() -> bool:
+    return os.environ.get("XFER_WRITE_DOCS") == "1"
+
+
+def _put(table: str, name: str, row: Row | None) -> None:
+    rows = {r[0]: r for r in read(table)} | {name: row}
+    order = [f.name for f in FAMILIES]
+    write(table, sorted((r for r in rows.values() if r and r[0] in order), key=lambda r: order.index(r[0])))
 
 
 def read(table: str) -> list[Row]:
@@ -90,7 +119,8 @@ def trainer_row(family: Family, bridge: str, world, layouts, left: Iterable[str]
         ", ".join(text(p) for p in family.trainer),
         f"{len(world.catalog.specs)} tensors, {boxes} boxes on {len(world.class_of)} ranks",
         f"{', '.join(sorted({starred(r.target) for r in recipes}))}: {', '.join(ops)}" if recipes else "-",
-        ", ".join(map(starred, left)) or "-",
+        ", ".join(dict.fromkeys(map(starred, left))) or "-",
+        family.since or "0.3",
     )
 
 

@@ -7,8 +7,12 @@ tensor-parallel sizes, and the vocabulary is padded by vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.version import Version
 
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 
@@ -18,9 +22,18 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Family:
-    """`fp32`: globs of the tensors that checkpoints keep in float32. `engine`, `trainer`: the layouts that are tested;
-    the first of each is the one whose figures stand in docs/architectures.md. No trainer layout: Bridge 0.3.1 has no
-    bridge for it. No engine layout: vLLM imports such a model only beside torchvision, of which there is no build here.
+    """What both sides of a family need.
+
+    Attributes:
+        engine, trainer: The layouts that are tested; the figures of the first of each stand in docs/architectures.md. No
+            engine layout: the row is about what only trainers have, or vLLM has no class of it for the CPU.
+        fp32: Globs of the tensors that checkpoints keep in float32.
+        names: The checkpoint's tensors, where transformers has no model of the family.
+        published: From transformers' names to those of the published checkpoint.
+        partly: Globs of Megatron's parameters of which Bridge exports only some rows.
+        provider: Fields of Bridge's model provider.
+        since: The oldest Megatron-Bridge that has it; default: every one that is tested.
+        slow: Even its first engine layout takes long.
     """
 
     name: str
@@ -29,8 +42,10 @@ class Family:
     trainer: tuple[TrainerParallel, ...] = ()
     fp32: tuple[str, ...] = ()
     names: Shapes = field(default_factory=dict)
-    drafter: Shapes = field(default_factory=dict)
+    partly: tuple[str, ...] = ()
+    published: Callable[[Shapes], Shapes] = dict
     provider: Config = field(default_factory=dict)
+    since: str = ""
     slow: bool = False
 
 
@@ -69,6 +84,10 @@ _GLM_45: Config = dict(
     n_group=1, topk_group=1, first_k_dense_replace=1, norm_topk_prob=True, use_qk_norm=True, partial_rotary_factor=0.5,
     routed_scaling_factor=1.0, attention_bias=True,
 )  # fmt: skip
+_HUNYUAN: Config = dict(
+    **_EXPERTS, expert_hidden_dim=64, num_shared_experts=1, first_k_dense_replace=1, qk_norm=True, route_norm=True,
+    router_scaling_factor=2.5,
+)  # fmt: skip
 _GATED_DELTA: Config = dict(
     layer_types=["linear_attention", "full_attention"], linear_num_key_heads=4, linear_num_value_heads=8,
     linear_key_head_dim=32, linear_value_head_dim=32, linear_conv_kernel_dim=4,
@@ -89,6 +108,8 @@ _QWEN3_5_TOWER: Config = dict(
     ),
     vision_start_token_id=3, vision_end_token_id=4, image_token_id=5, video_token_id=6,
 )  # fmt: skip
+_INDEXER: Config = dict(index_topk=16, index_head_dim=64, index_n_heads=4, indexer_rope_interleave=True)
+_NO_PADDING: Config = dict(make_vocab_size_divisible_by=4)
 _BIAS = ("*.e_score_correction_bias",)
 
 E, T = EngineParallel, TrainerParallel
@@ -112,7 +133,7 @@ def _family(
     name: str, kind: str, architecture: str, engine: tuple, trainer: tuple = (), fp32: tuple = (), **more: object
 ) -> Family:
     """`more`: fields of the config, and the other ones of Family."""
-    rest = {k: more.pop(k) for k in ("names", "drafter", "provider", "slow") if k in more}
+    rest = {k: more.pop(k) for k in ("names", "partly", "published", "provider", "since", "slow") if k in more}
     made = {**_BASE, "model_type": kind, "architectures": [architecture], **more}
     return Family(name, {k: v for k, v in made.items() if v is not _ABSENT}, engine, trainer, fp32, **rest)
 
@@ -124,6 +145,10 @@ def _mlp(at: str, width: int) -> Shapes:
 
 def _below(at: str, shapes: Shapes) -> Shapes:
     return {at + name: shape for name, shape in shapes.items()}
+
+
+def _part(shapes: Shapes, at: str) -> Shapes:
+    return {name.removeprefix(at): shape for name, shape in shapes.items() if name.startswith(at)}
 
 
 def _experts(at: str) -> Shapes:
@@ -142,20 +167,31 @@ def _norms(at: str, *names: str) -> Shapes:
 _BLOCK_NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
-def _glm_drafter() -> Shapes:
-    """GLM-4.5's layer after the last of four, which predicts one more token."""
-    out = _norms("", *_BLOCK_NORMS, "enorm", "hnorm", "shared_head.norm") | _attention("self_attn.")
-    out |= {"self_attn.q_proj.bias": (128,), "self_attn.k_proj.bias": (64,), "self_attn.v_proj.bias": (64,)}
-    out |= {"mlp.gate.weight": (8, 128), "mlp.gate.e_score_correction_bias": (8,), "eh_proj.weight": (128, 256)}
-    return _below("model.layers.4.", out | _experts("mlp.experts.") | _mlp("mlp.shared_experts.", 64))
+def _next_layer(known: Shapes, norm: str = "shared_head.norm") -> Shapes:
+    """Has a layer after the last one, with the tensors of that, which predicts one more token."""
+    last = max(int(name.split(".")[2]) for name in known if name.startswith("model.layers."))
+    out = _norms("", "enorm", "hnorm", norm) | {"eh_proj.weight": (128, 256)}
+    return {**known, **_below(f"model.layers.{last + 1}.", out | _part(known, f"model.layers.{last}."))}
 
 
-def _qwen_drafter() -> Shapes:
-    """Qwen3-Next's, outside of the model's layers; half of its queries are gates."""
-    out = _norms("layers.0.", *_BLOCK_NORMS) | _attention("layers.0.self_attn.", 256)
-    out |= _norms("", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden") | {"fc.weight": (128, 256)}
-    out |= {"layers.0.mlp.gate.weight": (8, 128), "layers.0.mlp.shared_expert_gate.weight": (1, 128)}
-    return _below("mtp.", out | _experts("layers.0.mlp.experts.") | _mlp("layers.0.mlp.shared_expert.", 96))
+def _outside(known: Shapes) -> Shapes:
+    """Has the same outside of the model's layers, as Qwen's."""
+    at = max(name[: name.index("self_attn.")] for name in known if "layers." in name and "self_attn." in name)
+    out = _norms("", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden") | {"fc.weight": (128, 256)}
+    return {**known, **_below("mtp.", out | _below("layers.0.", _part(known, at)))}
+
+
+def _nemotron_mtp(known: Shapes) -> Shapes:
+    """Has the attention layer and the last MoE layer again, outside of the model's layers."""
+    attention, experts = (_part(known, f"backbone.layers.{i}.") for i in (2, 3))
+    first = attention | _norms("", "enorm", "hnorm") | {"eh_proj.weight": (128, 256)}
+    last = experts | _norms("", "final_layernorm")
+    return {**known, **_below("mtp.layers.0.", first), **_below("mtp.layers.1.", last)}
+
+
+def _minimax(known: Shapes) -> Shapes:
+    """transformers also gives MLPs that have no experts the name of those that have."""
+    return {re.sub(r"block_sparse_moe(?=\.(\w+_proj|fc\d)\.)", "mlp", name): shape for name, shape in known.items()}
 
 
 def _step() -> Shapes:
@@ -186,15 +222,16 @@ def _ling() -> Shapes:
                 "attention.query_layernorm.weight": (32,), "attention.key_layernorm.weight": (32,),
             },
         )  # fmt: skip
-    out |= _mlp("layers.0.mlp.", 192) | _mlp("layers.1.mlp.shared_experts.", 96) | _experts("layers.1.mlp.experts.")
+    out |= _mlp("layers.0.mlp.", 192) | _mlp("layers.1.mlp.shared_experts.", 64) | _experts("layers.1.mlp.experts.")
     out |= {"layers.1.mlp.gate.weight": (8, 128), "layers.1.mlp.gate.expert_bias": (8,)}
     return {"lm_head.weight": (252, 128), **_below("model.", out)}
 
 
 def _tower(name: str, kind: str, architecture: str, engine: tuple, trainer: tuple, inner: Config, **outer) -> Family:
     """A language model below a `text_config`, beside a vision tower."""
+    rest = {k: outer.pop(k) for k in ("fp32", "published", "since") if k in outer}
     made = {"model_type": kind, "architectures": [architecture], "torch_dtype": _BASE["torch_dtype"]}
-    return Family(name, {**made, "text_config": {**_BASE, **inner}, **outer}, engine, trainer)
+    return Family(name, {**made, "text_config": {**_BASE, **inner}, **outer}, engine, trainer, **rest)
 
 
 _ABSENT = object()
@@ -217,8 +254,20 @@ FAMILIES = (
         activation_sparsity_pattern=[0.95, 0.0, 0.0, 0.0],
     ),
     _family(
-        "Gemma4", "gemma4_text", "Gemma4ForCausalLM", _TP, **{**_GEMMA, **_ALTERNATING}, vocab_size_per_layer_input=252,
-        hidden_size_per_layer_input=16,
+        "Gemma4", "gemma4_text", "Gemma4ForCausalLM", _TP, _DENSE[1:], provider=_NO_PADDING, **{**_GEMMA, **_ALTERNATING},
+        vocab_size_per_layer_input=252,
+        hidden_size_per_layer_input=16, since="0.6",
+    ),
+    _family(
+        "Gemma4, K is V (31B)", "gemma4_text", "Gemma4ForCausalLM", _TP, _DENSE[1:], provider=_NO_PADDING,
+        partly=("*.linear_qkv.weight",), **{**_GEMMA, **_ALTERNATING}, hidden_size_per_layer_input=0,
+        attention_k_eq_v=True, num_global_key_value_heads=1, global_head_dim=64, since="0.6",
+    ),
+    _family(
+        "Gemma4 MoE (26B-A4B)", "gemma4_text", "Gemma4ForCausalLM", _EP, _SPARSE, partly=("*.linear_qkv.weight",),
+        **{**_GEMMA, **_ALTERNATING}, hidden_size_per_layer_input=0, attention_k_eq_v=True,
+        num_global_key_value_heads=1, global_head_dim=64, enable_moe_block=True, num_experts=8, top_k_experts=2,
+        moe_intermediate_size=64, since="0.6",
     ),
     _family("Phi-3", "phi3", "Phi3ForCausalLM", _TP),
     _family("OLMo2", "olmo2", "Olmo2ForCausalLM", _TP_ONE_STAGE),
@@ -237,6 +286,7 @@ FAMILIES = (
             original_max_position_embeddings=256,
         ),
     ),
+    _family("Jais 2", "jais2", "Jais2ForCausalLM", _TP_ONE_STAGE, hidden_act="relu2", layer_norm_eps=1e-5),
     _family("GLM-4", "glm4", "Glm4ForCausalLM", _TP, attention_bias=True, partial_rotary_factor=0.5),
     _family(
         "StarCoder2", "starcoder2", "Starcoder2ForCausalLM", _TP_ONE_STAGE, hidden_act="gelu_pytorch_tanh",
@@ -270,19 +320,24 @@ FAMILIES = (
     ),
     _family(
         "GLM-4.5 with its MTP layer", "glm4_moe", "Glm4MoeForCausalLM", (), _DRAFTED, _BIAS, **_GLM_45,
-        num_nextn_predict_layers=1, drafter=_glm_drafter(),
+        num_nextn_predict_layers=1, published=_next_layer,
     ),
     _family(
         "DeepSeek-V2", "deepseek_v2", "DeepseekV2ForCausalLM", _EP, _SPARSE,
         **{**_DEEPSEEK, "scoring_func": "softmax", "topk_method": "greedy", "n_group": 1},
     ),
     _family("DeepSeek-V3", "deepseek_v3", "DeepseekV3ForCausalLM", _EP, _SPARSE, _BIAS, **_DEEPSEEK),
+    _family("Kimi-K2", "kimi_k2", "DeepseekV3ForCausalLM", _EP, _SPARSE, _BIAS, **_DEEPSEEK),
     _family(
-        "GLM-4.7-Flash", "glm4_moe_lite", "Glm4MoeLiteForCausalLM", _EP[:5], fp32=_BIAS, **{**_DEEPSEEK, "n_group": 1}
+        "DeepSeek-V3 with its MTP layer", "deepseek_v3", "DeepseekV3ForCausalLM", (), _DRAFTED, _BIAS,
+        **{**_DEEPSEEK, "num_nextn_predict_layers": 1}, published=_next_layer, since="0.6",
     ),
     _family(
-        "EXAONE MoE", "exaone_moe", "ExaoneMoeForCausalLM", _EP, fp32=_BIAS, **_ALTERNATING, **_EXPERTS,
-        num_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1, routed_scaling_factor=2.5,
+        "GLM-4.7-Flash", "glm4_moe_lite", "Glm4MoeLiteForCausalLM", _EP[:5], _SPARSE, _BIAS, **{**_DEEPSEEK, "n_group": 1}, since="0.6",
+    ),
+    _family(
+        "EXAONE MoE", "exaone_moe", "ExaoneMoeForCausalLM", _EP, _SPARSE, _BIAS, **_ALTERNATING, **_EXPERTS,
+        num_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1, routed_scaling_factor=2.5, since="0.6",
     ),
     _family(
         "dots.llm1", "dots1", "Dots1ForCausalLM", _EP, fp32=_BIAS, n_routed_experts=8, n_shared_experts=1,
@@ -290,16 +345,24 @@ FAMILIES = (
         norm_topk_prob=True, routed_scaling_factor=2.5, sliding_window=None, slow=True,
     ),
     _family(
-        "Hunyuan 3", "hy_v3", "HYV3ForCausalLM", _EP[:5], fp32=_BIAS, **_EXPERTS, expert_hidden_dim=64,
-        num_shared_experts=1, first_k_dense_replace=1, qk_norm=True, route_norm=True, router_scaling_factor=2.5,
+        "Hunyuan 3", "hy_v3", "HYV3ForCausalLM", _EP[:5], _SPARSE, _BIAS, **_HUNYUAN, since="0.6",
     ),
     _family(
-        "MiMo-V2", "mimo_v2_flash", "MiMoV2FlashForCausalLM", _EP, fp32=_BIAS, n_routed_experts=8, num_experts_per_tok=2,
+        "Hunyuan 3 with its MTP layer", "hy_v3", "HYV3ForCausalLM", (), _DRAFTED, _BIAS, **_HUNYUAN,
+        num_nextn_predict_layers=1, published=lambda known: _next_layer(known, "final_layernorm"), since="0.6",
+    ),
+    _family(
+        "MiMo-V2", "mimo_v2_flash", "MiMoV2FlashForCausalLM", _EP, _SPARSE, _BIAS, n_routed_experts=8, num_experts_per_tok=2,
         moe_intermediate_size=64, n_group=1, topk_group=1, norm_topk_prob=True, scoring_func="sigmoid",
         topk_method="noaux_tc", moe_layer_freq=[0, 1], hybrid_layer_pattern=[0, 1], layernorm_epsilon=1e-5,
-        v_head_dim=16, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=32, swa_v_head_dim=16,
+        v_head_dim=16, swa_num_attention_heads=4, swa_num_key_value_heads=4, swa_head_dim=32, swa_v_head_dim=16,
         sliding_window_size=64, sliding_window=64, attention_bias=False, add_swa_attention_sink_bias=True,
         add_full_attention_sink_bias=False, partial_rotary_factor=0.5, attention_value_scale=0.707,
+        rope_theta=5e6, swa_rope_theta=10000.0, since="0.6",
+    ),
+    _family(
+        "Mellum", "mellum", "MellumForCausalLM", _EP[:5], **_EXPERTS, sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"], mlp_layer_types=["dense", "sparse"],
     ),
     _family(
         "LFM2-MoE", "lfm2_moe", "Lfm2MoeForCausalLM", _EP[:4], layer_types=["conv", "full_attention"], conv_L_cache=3,
@@ -316,29 +379,29 @@ FAMILIES = (
         lm_head_bias=True, rope_parameters=dict(rope_type="default", rope_theta=10000.0),
     ),
     _family(
-        "Step-3.5", "step3p5", "Step3p5ForCausalLM", _EP[:5], fp32=("*.router_bias",), num_attention_groups=2,
+        "Step-3.5", "step3p5", "Step3p5ForCausalLM", _EP[:5], _SPARSE, ("*.router_bias",), partly=("*.linear_qkv.weight",),
+        num_attention_groups=2,
         moe_num_experts=8, moe_top_k=2, moe_intermediate_size=64, share_expert_dim=96, moe_layers_enum="1",
-        use_head_wise_attn_gate=True, use_moe_router_bias=True, need_fp32_gate=True, norm_expert_weight=True,
+        use_head_wise_attn_gate=True, use_moe_router_bias=True, need_fp32_gate=True, num_nextn_predict_layers=0, use_qk_norm=True,
+        norm_expert_weight=True,
         moe_router_activation="sigmoid", sliding_window=64, rope_theta=10000.0,
         layer_types=["full_attention", "sliding_attention"],
         attention_other_setting=dict(
             attention_type="sliding_attention", num_attention_heads=8, num_attention_groups=2, head_dim=32
-        ), names=_step(),
+        ), names=_step(), since="0.6",
     ),
     _family(
-        "Ling 2 (Bailing V2)", "bailing_moe", "BailingMoeV2ForCausalLM", _EP, fp32=("*.expert_bias",), **_EXPERTS,
-        num_shared_experts=1, moe_shared_expert_intermediate_size=96, first_k_dense_replace=1, n_group=1,
+        "Ling 2 (Bailing V2)", "bailing_moe", "BailingMoeV2ForCausalLM", _EP, _SPARSE, ("*.expert_bias",), **_EXPERTS,
+        num_shared_experts=1, moe_shared_expert_intermediate_size=64, first_k_dense_replace=1, n_group=1,
         topk_group=1, score_function="sigmoid", moe_router_enable_expert_bias=True, router_dtype="fp32",
         use_bias=False, use_qkv_bias=False, use_qk_norm=True, use_rmsnorm=True, embedding_dropout=0.0,
-        rope_parameters=dict(rope_type="default", rope_theta=10000.0), names=_ling(),
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0), names=_ling(), since="0.6",
     ),
     _family(
-        "DeepSeek-V3.2", "deepseek_v32", "DeepseekV32ForCausalLM", _EP, fp32=_BIAS, **_DEEPSEEK, index_topk=16,
-        index_head_dim=64, index_n_heads=4,
+        "DeepSeek-V3.2", "deepseek_v32", "DeepseekV32ForCausalLM", _EP, fp32=_BIAS, **_DEEPSEEK, **_INDEXER,
     ),
     _family(
-        "GLM-5", "glm_moe_dsa", "GlmMoeDsaForCausalLM", _EP, fp32=_BIAS, **{**_DEEPSEEK, "n_group": 1}, index_topk=16,
-        index_head_dim=64, index_n_heads=4,
+        "GLM-5", "glm_moe_dsa", "GlmMoeDsaForCausalLM", _EP, _SPARSE, _BIAS, **{**_DEEPSEEK, "n_group": 1}, **_INDEXER, since="0.6",
     ),
     _family(
         "gpt-oss", "gpt_oss", "GptOssForCausalLM", (*_EP[:3], E(tp=2, dp=2, ep=True), E(tp=2, pp=2)), _SPARSE[:2],
@@ -350,13 +413,13 @@ FAMILIES = (
         ),
     ),
     _family(
-        "MiniMax-M2", "minimax_m2", "MiniMaxM2ForCausalLM", _EP[:3], num_local_experts=8, num_experts_per_tok=2,
-        intermediate_size=64, use_qk_norm=True, rotary_dim=16, scoring_func="sigmoid", use_routing_bias=True,
+        "MiniMax-M2", "minimax_m2", "MiniMaxM2ForCausalLM", _EP[:3], _SPARSE, num_local_experts=8, num_experts_per_tok=2,
+        intermediate_size=64, use_qk_norm=True, rotary_dim=16, scoring_func="sigmoid", use_routing_bias=True, since="0.6",
     ),
     _family(
-        "ERNIE 4.5 MoE", "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", _EP[:3], moe_num_experts=8, moe_k=2,
+        "ERNIE 4.5 MoE", "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", _EP[:3], _SPARSE, moe_num_experts=8, moe_k=2,
         moe_intermediate_size=64, moe_num_shared_experts=1, moe_layer_start_index=1, moe_layer_end_index=1,
-        moe_layer_interval=1,
+        moe_layer_interval=1, since="0.6",
     ),
     _family(
         "Mamba2", "mamba2", "Mamba2ForCausalLM", _TP2, num_heads=8, head_dim=32, state_size=16, n_groups=2, expand=2,
@@ -371,13 +434,23 @@ FAMILIES = (
         ("*.A_log", *_BIAS), **_NEMOTRON_MOE,
     ),
     _family(
+        "Nemotron-H MoE, latent experts (Super 3)", "nemotron_h", "NemotronHForCausalLM", _EP, (*_SPARSE[:1], _SPARSE[2]),
+        ("*.A_log", *_BIAS), **_NEMOTRON_MOE, moe_latent_size=80, since="0.6",
+    ),
+    _family(
+        "Nemotron-H MoE, latent experts, with its MTP layers", "nemotron_h", "NemotronHForCausalLM", (), _DRAFTED,
+        ("*.A_log", *_BIAS), **_NEMOTRON_MOE, moe_latent_size=80, num_nextn_predict_layers=1,
+        mtp_hybrid_override_pattern="*E", published=_nemotron_mtp, since="0.6",
+    ),
+    _family(
         "LFM2", "lfm2", "Lfm2ForCausalLM", _TP2, layer_types=["conv", "full_attention"], conv_L_cache=3, conv_dim=128,
         block_dim=128, conv_bias=False, block_multiple_of=32, block_ff_dim=192, block_auto_adjust_ff_dim=False,
         norm_eps=1e-5,
     ),
     _family(
-        "Falcon-H1", "falcon_h1", "FalconH1ForCausalLM", _TP2, mamba_n_heads=8, mamba_d_head=32, mamba_d_ssm=256,
-        mamba_d_state=16, mamba_n_groups=2, mamba_d_conv=4, mamba_chunk_size=16, mamba_expand=2,
+        "Falcon-H1", "falcon_h1", "FalconH1ForCausalLM", _TP2, (_DENSE[0], _DENSE[2]), mamba_n_heads=8, mamba_d_head=32, mamba_d_ssm=256,
+        mamba_d_state=16, mamba_n_groups=2, mamba_d_conv=4, mamba_chunk_size=16, mamba_expand=2, mamba_rms_norm=True,
+        mamba_norm_before_gate=False, since="0.6",
     ),
     _family(
         "Zamba2", "zamba2", "Zamba2ForCausalLM", _TP2, head_dim=_ABSENT, num_key_value_heads=4, num_hidden_layers=4,
@@ -395,7 +468,7 @@ FAMILIES = (
     ),
     _family(
         "Qwen3-Next with its MTP layer", "qwen3_next", "Qwen3NextForCausalLM", (), _DRAFTED, **_QWEN3_NEXT,
-        drafter=_qwen_drafter(), provider=dict(mtp_num_layers=1),
+        published=_outside, provider=dict(mtp_num_layers=1),
     ),
     _family(
         "Granite 4 hybrid", "granitemoehybrid", "GraniteMoeHybridForCausalLM", _EP[:4],
@@ -425,33 +498,72 @@ FAMILIES = (
         ),
         vision_start_token_id=3, vision_end_token_id=4, image_token_id=5, video_token_id=6,
     ),
-    _tower(
-        "Qwen3.5", "qwen3_5", "Qwen3_5ForConditionalGeneration", _TP, (), dict(_QWEN3_5, model_type="qwen3_5_text"),
-        **_QWEN3_5_TOWER,
+    _family(
+        "Qwen3.5, text", "qwen3_5_text", "Qwen3_5ForCausalLM", _TP, (_DENSE[0], _DENSE[2]), **_QWEN3_5, since="0.6",
+    ),
+    _family(
+        "Qwen3.5, text, with its MTP layer", "qwen3_5_text", "Qwen3_5ForCausalLM", (), (_DENSE[2], _DENSE[0]), **_QWEN3_5,
+        published=_outside, mtp_num_hidden_layers=1, since="0.6",
+    ),
+    _family(
+        "Qwen3.5-MoE, text, with its MTP layer", "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", (), _DRAFTED, **_QWEN3_5,
+        **_EXPERTS, shared_expert_intermediate_size=96, published=_outside, mtp_num_hidden_layers=1, since="0.6",
+    ),
+    _family(
+        "Qwen3.5-MoE, text", "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _EP, (*_SPARSE[:1], _SPARSE[2]), **_QWEN3_5,
+        **_EXPERTS, shared_expert_intermediate_size=96, since="0.6",
     ),
     _tower(
-        "Qwen3.5-MoE", "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", _EP, (),
-        dict(_QWEN3_5, **_EXPERTS, model_type="qwen3_5_moe_text", shared_expert_intermediate_size=96), **_QWEN3_5_TOWER,
+        "MiniMax-M3", "minimax_m3_vl", "MiniMaxM3SparseForConditionalGeneration", (), _SPARSE,
+        dict(
+            model_type="minimax_m3_vl_text", intermediate_size=64, dense_intermediate_size=192,
+            shared_intermediate_size=96, num_local_experts=8, num_experts_per_tok=2, rotary_dim=16,
+            moe_layer_freq=[0, 1], layer_types=["full_attention", "minimax_m3_sparse"], index_n_heads=4,
+            index_head_dim=64,
+        ),
+        vision_config=dict(
+            hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, image_size=56
+        ),
+        projector_hidden_size=128, fp32=("*.gate.weight", *_BIAS), published=_minimax, since="0.6",
+    ),
+    _tower(
+        "Qwen3.5", "qwen3_5", "Qwen3_5ForConditionalGeneration", _TP, (_DENSE[0], _DENSE[2]), dict(_QWEN3_5, model_type="qwen3_5_text"),
+        **_QWEN3_5_TOWER, since="0.6",
+    ),
+    _tower(
+        "Qwen3.5-MoE", "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", _EP, (*_SPARSE[:1], _SPARSE[2]),
+        dict(_QWEN3_5, **_EXPERTS, model_type="qwen3_5_moe_text", shared_expert_intermediate_size=96), **_QWEN3_5_TOWER, since="0.6",
     ),
 )  # fmt: skip
-
-_WITH_CODE_OF_THEIR_OWN = {"nemotron_h": "NemotronHForCausalLM"}
+BY_NAME = {f.name: f for f in FAMILIES}
 
 
 def register() -> None:
-    """transformers 4 does not know these families."""
+    """The trainers' transformers does not know all families."""
     from xfer.cli.layouts.megatron import make_known
 
-    for kind, architecture in _WITH_CODE_OF_THEIR_OWN.items():
-        make_known({"model_type": kind, "architectures": [architecture]})
+    for family in FAMILIES:
+        make_known(family.config)
 
 
 def register_configs() -> None:
-    """This transformers does not know the configs of these families either; vLLM asks for no more than what they say."""
-    from transformers import AutoConfig, PretrainedConfig
+    """The engines' transformers does not know these families; vLLM asks for no more than what their configs say."""
+    from transformers import AutoConfig, DeepseekV3Config, PretrainedConfig
+    from transformers import conversion_mapping as names
 
-    kind = "bailing_moe"
-    AutoConfig.register(kind, type("BailingConfig", (PretrainedConfig,), {"model_type": kind}), exist_ok=True)
+    for kind, base in {"bailing_moe": PretrainedConfig, "kimi_k2": DeepseekV3Config}.items():
+        AutoConfig.register(kind, type(f"{kind}_config", (base,), {"model_type": kind}), exist_ok=True)
+    of_deepseek = names.get_checkpoint_conversion_mapping("deepseek_v3")
+    names.register_checkpoint_conversion_mapping("kimi_k2", of_deepseek, overwrite=True)
+
+
+def too_new(since: str) -> bool:
+    """Whether the installed Megatron-Bridge is older than that. False where none is installed."""
+    try:
+        installed = version("megatron-bridge")
+    except PackageNotFoundError:
+        return False
+    return Version(installed) < Version(since or "0")
 
 
 def text(p: EngineParallel | TrainerParallel) -> str:

@@ -5,9 +5,13 @@ asserts what must be true.
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 
@@ -15,16 +19,21 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support import architectures
-from tests.support.families import FAMILIES, register
-from tests.support.layouts import TIED, left_out, region
-from tests.support.one_process import random_weights
+from tests.support.families import BY_NAME, Family, register
+from tests.support.layouts import TIED, by_parameter, left_out, region
+from tests.support.one_process import Trainers, random_weights
 from tests.support.one_process_megatron import Build, Checkpoint, Whole, bridge_of, chunks_of, import_bridge, trainers
 from tests.support.proc import PYTHON, ROOT, emit, environment, obey
+from tests.support.trainer_layouts import LAYOUTS
+from xfer.errors import XferError
 from xfer.mesh.parallel import TrainerParallel
 from xfer.trace.fragment import TensorSpec
+from xfer.trace.traced import TrainerLayout
 from xfer.trainers.bridge_export import hf_config, model_bridge_of
+from xfer.trainers.megatron import MegatronTrainer
 
-BY_NAME = {f.name: f for f in FAMILIES}
+TRIED = {layout.name: layout for layout in LAYOUTS}
+FOUND = {layout.family.name: layout.family for layout in LAYOUTS} | BY_NAME
 
 
 @dataclass(frozen=True)
@@ -51,11 +60,17 @@ WORK = tempfile.TemporaryDirectory()
 
 
 @cache
-def made(name: str) -> Made:
-    folder, family = Path(tempfile.mkdtemp(dir=WORK.name)), BY_NAME[name]
-    (folder / "config.json").write_text(json.dumps(family.config))
-    tensors = random_weights(specs()[name], 0)
+def written(name: str) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A checkpoint on disk, and its tensors."""
+    folder, tensors = Path(tempfile.mkdtemp(dir=WORK.name)), random_weights(specs()[name], 0)
+    (folder / "config.json").write_text(json.dumps(FOUND[name].config))
     save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    return folder, tensors
+
+
+@cache
+def made(name: str) -> Made:
+    (folder, tensors), family = written(name), FOUND[name]
     whole = Whole.imported(folder, tensors, family.provider)
     build = Build(TrainerParallel(world=1), distopt=False, provider=family.provider)
     with build.playing(0), torch.no_grad():
@@ -71,12 +86,45 @@ def made(name: str) -> Made:
 
 def layout(name: str, number: int) -> None:
     """The world's fragments are what Bridge exports from one rank. Answers the layout's row for the docs."""
-    family, m = BY_NAME[name], made(name)
-    seen: list[tuple[list[str], object]] = []
-    build = Build(family.trainer[number], provider=family.provider)
-    world = trainers(
-        m.folder, build, [m.whole], look=lambda rank, chunks, layout: seen.append((left_out(chunks, layout), layout))
-    )
+    family = BY_NAME[name]
+    parts: list[dict[str, list]] = []
+    world, layouts, left = traced(family, family.trainer[number], {}, parts)
+    emit("layout", parts=parts, row=architectures.trainer_row(family, made(name).bridge, world, layouts, left))
+
+
+def tried(name: str) -> None:
+    """The same of a layout of trainer_layouts.py. Answers the error by which xfer refuses it, or nothing."""
+    one = TRIED[name]
+    if not one.refused:
+        traced(one.family, one.parallel, one.split)
+        return emit("tried", error="")
+    build = Build(one.parallel, provider={**one.family.provider, **one.split})
+    with build.playing(0):
+        bridge = bridge_of(written(one.family.name)[0])
+        trainer = MegatronTrainer(chunks_of(bridge, build), bridge)
+        try:
+            trainer.read()
+        except XferError as e:
+            return emit("tried", error=str(e))
+    raise AssertionError(f"{name}: was read")
+
+
+def traced(
+    family: Family, parallel: TrainerParallel, split: Mapping[str, object], parts: list[dict[str, list]] | None = None
+) -> tuple[Trainers, list[TrainerLayout], list[str]]:
+    """The world, the layout of each class of its ranks, and what no fragment holds. `split`: further provider fields.
+    `parts`: takes `by_parameter` of each class."""
+    m = made(family.name)
+    seen: list[tuple[list[str], TrainerLayout]] = []
+    build = Build(parallel, provider={**family.provider, **split})
+    parts = [] if parts is None else parts
+
+    def look(rank: int, chunks: Sequence[torch.nn.Module], layout: TrainerLayout) -> None:
+        seen.append((left_out(chunks, layout), layout))
+        parts.append(by_parameter(chunks, layout))
+
+    with warnings_of_xfer() as said:
+        world = trainers(m.folder, build, [m.whole], look=look)
     assert sorted(s.name for s in world.catalog.specs) == sorted(m.exported) == sorted(m.tensors)
     truth = grouped(world.catalog, m.exported)
     held = {n: torch.zeros(t.shape, dtype=torch.bool) for n, t in truth.items()}
@@ -90,8 +138,23 @@ def layout(name: str, number: int) -> None:
     changed = {n for n, t in m.tensors.items() if not same(t, m.exported[n])}
     assert changed <= computed, "the checkpoint comes back, but for what the export computes"
     left = sorted({name for names, _ in seen for name in names})
-    assert all(name.endswith(TIED) for name in left), left
-    emit("layout", row=architectures.trainer_row(family, m.bridge, world, [x for _, x in seen], left))
+    assert all(name.endswith(TIED) or any(fnmatchcase(name, p) for p in family.partly) for name in left), left
+    dropped = [name for name in left if not name.endswith(TIED)]
+    assert bool(dropped) == any("no engine gets the rest" in line for line in said), (dropped, said)
+    return world, [x for _, x in seen], left
+
+
+@contextmanager
+def warnings_of_xfer() -> Iterator[list[str]]:
+    """The lines that xfer's logger gets inside."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("xfer").addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger("xfer").removeHandler(handler)
 
 
 def grouped(catalog, tensors) -> dict[str, torch.Tensor]:
@@ -105,11 +168,11 @@ def grouped(catalog, tensors) -> dict[str, torch.Tensor]:
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Bit for bit, after the cast to the wider dtype where a trainer holds a float32 tensor in bfloat16."""
-    b = b.to(a.dtype)
-    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    a, b = (t.to(a.dtype).clone(memory_format=torch.contiguous_format) for t in (a, b))
+    return a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 if __name__ == "__main__":
     import_bridge()  # patches this process
     register()
-    obey(layout)
+    obey(layout, tried)

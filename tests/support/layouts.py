@@ -37,6 +37,26 @@ def differing(one: Traced, other: Traced) -> list[str]:
     return sorted(n for n in a.keys() | b.keys() if n not in a or n not in b or not torch.equal(a[n], b[n]))
 
 
+def by_parameter(chunks: Iterable[torch.nn.Module], layout: TrainerLayout) -> dict[str, list]:
+    """Per live parameter its shape, its dtype and what fragments say of it, wherever it lies in its storage."""
+    root_at = {t.data_ptr(): root for root, t in layout.tensors.items()}
+    out = {}
+    for i, chunk in enumerate(chunks):
+        for name, t in chunk.state_dict(keep_vars=True).items():
+            root = root_at.get(t.untyped_storage().data_ptr()) if isinstance(t, torch.Tensor) else None
+            if root is None:
+                continue
+            start = t.storage_offset() * t.element_size()
+            inside = range(start, start + t.numel() * t.element_size())
+            parts = [
+                (f.tensor, f.origin, f.extent, f.offset - start, f.strides)
+                for f in layout.traced.fragments
+                if f.root == root and f.offset in inside
+            ]
+            out[f"{i}:{bare(name)}"] = [list(t.shape), str(t.dtype), sorted(parts)]
+    return out
+
+
 TIED = " (tied copy)"
 
 

@@ -8,11 +8,14 @@ if xfer read a layout wrongly, what it moves would be wrong bytes.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import torch
 
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
 
 
 CPU = torch.device("cpu")
+REAL_TE = os.environ.get("XFER_TEST_TE") == "real"
+"""Build the layers of TransformerEngine itself instead of those that gpu_packages.py declares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,8 @@ class Build:
 
 def import_bridge() -> type:
     """Returns AutoBridge, in a process in which optimizers, too, can be built without a GPU. Must come first."""
+    if REAL_TE:
+        _build_without_gpu()
     gpu_packages.declare()
     # `sharded_state_dict` of grouped experts asks TransformerEngine for its state of fp8, of which there is none.
     grouped = gpu_packages.GroupedLinear
@@ -64,6 +71,21 @@ def import_bridge() -> type:
     grouped.fp8, grouped.fp8_calibration, grouped.fp8_meta = False, False, {"fp8_checkpoint": False}
     megatron_cpu.install()
     return megatron.import_bridge()
+
+
+@cache
+def _build_without_gpu() -> None:
+    """TransformerEngine's layers are its own. All that keeps them from being built here is one question in a constructor."""
+    gpu_packages.PACKAGES.remove("transformer_engine")
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule as Base
+
+    build = Base.__init__
+
+    def built(self, *args, **kwargs):
+        with mock.patch.object(torch.cuda, "is_available", lambda: True):
+            build(self, *args, **kwargs)
+
+    Base.__init__ = built
 
 
 def bridge_of(folder: str | Path):

@@ -3,10 +3,10 @@ shape, dtype], …]}. The trainers' transformers does not know all of them."""
 
 import json
 import sys
-from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from tests.support.families import FAMILIES, Family
+from tests.support.families import FAMILIES, Family, register_configs
+from tests.support.trainer_layouts import LAYOUTS
 from xfer.engines.hf_spec import canonical_specs
 from xfer.trace.fragment import TensorSpec
 
@@ -15,10 +15,13 @@ def specs_of(family: Family) -> tuple[TensorSpec, ...]:
     def wide(name: str) -> bool:
         return any(fnmatchcase(name, p) for p in family.fp32)
 
-    known = () if family.names else canonical_specs(family.config)
-    named = (TensorSpec(name, shape, "bfloat16") for name, shape in {**family.names, **family.drafter}.items())
-    return tuple(replace(s, dtype="float32") if wide(s.name) else s for s in sorted((*known, *named)))
+    specs = () if family.names else canonical_specs(family.config)
+    shapes, dtypes = family.names or {s.name: s.shape for s in specs}, {s.name: s.dtype for s in specs}
+    named = sorted(family.published(shapes).items())
+    return tuple(TensorSpec(n, s, "float32" if wide(n) else dtypes.get(n, "bfloat16")) for n, s in named)
 
 
 if __name__ == "__main__":
-    json.dump({f.name: [(s.name, s.shape, s.dtype) for s in specs_of(f)] for f in FAMILIES}, sys.stdout)
+    register_configs()
+    every = [*FAMILIES, *(layout.family for layout in LAYOUTS)]
+    json.dump({f.name: [(s.name, s.shape, s.dtype) for s in specs_of(f)] for f in every}, sys.stdout)

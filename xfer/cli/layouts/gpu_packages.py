@@ -29,6 +29,10 @@ TE_VERSION = "2.9.0"
 """The oldest TransformerEngine that Megatron-Core 0.16 asks for; it decides which arguments Megatron-Core passes."""
 
 
+PACKAGES = ["transformer_engine", "mamba_ssm", "fla"]
+"""What is declared. A test that builds real layers of one of them takes it out first."""
+
+
 class _LinearBase(torch.nn.Module):
     """Common part of linear layers: sizes of one rank, and marks of parameters.
 
@@ -171,7 +175,7 @@ def declare() -> None:
     # torch asks for triton when this is imported, and must not find a declared one.
     import torch._dynamo  # noqa: F401
 
-    packages = ["transformer_engine", "mamba_ssm", "fla"]
+    packages = list(PACKAGES)
     if importlib.util.find_spec("triton") is None:
         packages.append("triton")
     if early := [p for p in ("megatron.core", *packages) if p in sys.modules]:
