@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -16,8 +17,9 @@ from tests.support.simulation import Simulation
 from xfer.coordinator import deadlines
 from xfer.coordinator import messages as m
 from xfer.coordinator.commit import Phase
+from xfer.coordinator.coordinator import Coordinator
 from xfer.coordinator.events import Connected, Received, Send, Unproven
-from xfer.coordinator.state import ReplicaPhase
+from xfer.coordinator.state import Options, ReplicaPhase, differences, told
 from xfer.errors import PlanMismatch
 from xfer.participants.controller import ControllerPhase
 
@@ -359,3 +361,27 @@ def test_hellos_that_cannot_be_right_are_refused_with_the_reason_and_listed():
             first, second = job.coordinator.rejected.lines()
             assert first.startswith("rejected: ") and why in first
             assert "rejected: a caller with another token, last from 10.0.0.9" in second
+
+
+def test_a_trainer_that_was_refused_for_its_arguments_is_not_waited_for_by_the_closing_rendezvous():
+    """It has its error. connect() of trainer 0 once raised five seconds later than that of the others."""
+    options = Options(2, 1, 20.0, 4096, settings=(("deadline_s", "20"),))
+    co = Coordinator(options, "session", 0.0)
+    for i, seconds in enumerate(("20", "19")):
+        co.handle(Connected(i), 0.0)
+        co.handle(Received(i, m.Hello("trainer", i, 2, 0, "host", 7, settings=(("deadline_s", seconds),))), 0.0)
+    assert "deadline_s is '19', trainer 0 has '20'" in str(co.failure) and co.met == {0, 1}
+
+
+def test_all_arguments_in_which_ranks_differ_are_named():
+    here = Options(2, 1, 20.0, 4096)
+    here = replace(here, settings=told(here))
+    other = Options(2, 2, 19.0, 8192, drop=("vision.*",), narrow=tuple(f"layer.{i}.*" for i in range(99)))
+    lines = differences(replace_settings(told(other)), here)
+    for name in ("replicas", "deadline_s", "bucket_bytes", "drop", "narrow"):
+        assert any(line.startswith(f"{name} is ") and "trainer 0 has " in line for line in lines), (name, lines)
+    assert all(len(line) < 600 for line in lines)
+
+
+def replace_settings(settings) -> m.Hello:
+    return m.Hello("trainer", 1, 2, 0, "elsewhere", 7, settings=settings)

@@ -1,13 +1,14 @@
 """Processes that are killed or stopped at every point of a refit: calls end in time, and engines serve no mix.
 
 Every trainer, controller and worker is a process of its own (tests/support/world_processes.py), and two replicas take part. Orders
-of events are searched in test_session.py; the same points with a real vLLM are in test_refit_errors.py.
+of messages alone are searched in tests/unit/test_coordinator.py; the same points with a real vLLM are in test_refit_errors.py.
 
 Three things hold after every case. The processes that are left have ended their calls with an error that names the one that is
 gone, or with a commit. An engine that serves holds one whole version on all its workers. Once what died was started again, the
 next refit is right everywhere.
 """
 
+import random
 import time
 
 import pytest
@@ -270,6 +271,38 @@ def test_a_worker_of_a_relay_chain_takes_along_those_behind_it_if_bytes_moved(tm
         w.restart(1)
         good(w.refit(4))
         right(w, 4)
+
+
+@pytest.mark.parametrize("seed", cases([0, 1], list(range(2, 60))))
+def test_a_process_that_is_killed_at_any_moment(world, seed):
+    w, dice = world, random.Random(seed)
+    if dice.random() < 0.5:
+        w.trainers[dice.randrange(3)].value("change")
+    victim = dice.choice([*w.trainers, *w.replicas[0].workers])
+    trains = victim in w.trainers
+    name = f"trainer {w.trainers.index(victim)}" if trains else "replica 0"
+    begin(w, 2, deadline_s=FAR, min_replicas=1)
+    time.sleep(dice.random() * 0.1)
+    victim.signal(KILL)
+    assert victim.dead()  # it may have answered before
+    answers = w.answers([i for i, t in enumerate(w.trainers) if t is not victim])
+    assert len({a["kind"] for a in answers}) == 1 or victim is w.trainers[0], answers
+    for a in answers:
+        assert a["seconds"] < FAR / 2, a
+        if a["kind"] == "raised":
+            assert trains and a["type"] in ("PeerLost", "EngineLost") and name in a["text"], a
+        else:
+            committed, errors = a["value"]["committed"], a["value"]["errors"]
+            assert any(committed) and all(c or name in e for c, e in zip(committed, errors)), a
+            assert committed[1] or trains, a  # of a trainer's death each replica hears when it happens
+    if trains:
+        no_mix(w)
+        return starts_again(w)
+    until_true(lambda: not w.replicas[0].controller.value("state")["serves"])  # its controller has heard of it
+    no_mix(w)
+    w.restart(0)
+    good(w.refit(4))
+    right(w, 4)
 
 
 @pytest.mark.parametrize("world", [True], indirect=True)

@@ -17,6 +17,7 @@ from xfer.coordinator import deadlines as bounds
 from xfer.coordinator import messages as m
 from xfer.coordinator import state
 from xfer.participants import refit
+from xfer.rendezvous import client
 from xfer.rendezvous.client import RendezvousClient
 from xfer.transport.p2p import P2P
 
@@ -151,3 +152,34 @@ def test_a_trainer_that_lost_the_hub_before_its_go_does_not_take_its_parameters_
         cpu_peer.Hold.clear()
         out = results(30)
         assert isinstance(out[1], e.PeerLost) and not out[1].drained
+
+
+def test_a_trainer_that_gave_up_on_a_hub_that_stood_still_says_so(monkeypatch):
+    """It has broken its links. The coordinator saw that refit commit, and once started the next one over them."""
+    monkeypatch.setattr(client, "SILENCE_S", 0.5)
+    with World(trainers=2, workers=1) as w:
+        w.commits(1)
+        engine, go_on = w.engines[0], threading.Event()
+        resume = engine.resume
+        engine.resume = lambda t: (w.later(lambda: go_on.wait(30)), resume(t))
+        w.fails(2, e.DeadlineExceeded, deadline_s=1.0)
+        engine.resume = resume
+        go_on.set()
+        until_true(lambda: w.coordinator.refit is None)
+        w.commits(3)
+
+
+def test_an_outcome_that_came_while_a_trainer_trained_is_heard_however_late(monkeypatch):
+    monkeypatch.setattr(refit, "CALL_GRACE_S", 0.2)
+    with World(trainers=2) as w:
+        w.commits(1)
+        returned = threading.Event()
+        w.engines[0].takers[0].installs_after(returned)
+        assert all(r.pending for r in w.refit(2, wait="sources"))
+        returned.set()
+        for s in w.sessions:
+            until_true(lambda s=s: any(isinstance(x, m.Outcome) for x in list(s.party.inbox.queue)))
+            # As if the optimizer step took longer than the deadline of the refit before it and its grace.
+            s.pending.until = s.pending.ends = time.monotonic() - 1.0
+        for version in (3, 4):
+            w.commits(version, deadline_s=5.0)

@@ -1,6 +1,6 @@
 """Replicas that join during refits, changes and failures, with real participants as threads.
 
-Each test was a defect once. Orders of messages alone are in tests/functional/test_session.py and test_session_cases.py.
+Each test was a defect once. Orders of messages alone are in tests/unit/test_coordinator.py and test_coordinator_cases.py.
 """
 
 import threading
@@ -9,14 +9,140 @@ import time
 import pytest
 
 from examples.common.ports import free_port
+from tests.functional.test_session_changes import export
 from tests.support import world
 from tests.support.cpu_peer import peers
-from tests.support.world import TOKEN, ToySource, World, raised, right
+from tests.support.world import TOKEN, ToyEngine, ToySource, ToyTaker, World, good, raised, right, until_true
 from xfer import errors as e
+from xfer.direct import sums
+from xfer.direct import trainer as direct_trainer
+from xfer.direct.plane import DirectPlane
+from xfer.participants import lane, refit
 from xfer.participants.worker import WorkerSession
+from xfer.rendezvous import client
 from xfer.transport import routes
 
 pytestmark = pytest.mark.usefixtures(peers.__name__)
+
+
+@pytest.mark.parametrize("host_pull", [True, False])
+def test_a_trainer_that_gives_up_on_a_silent_coordinator_leaves_links_of_joiners_alone(monkeypatch, host_pull):
+    """It once stopped them without a word, so that the workers of the replica that joined could never take part."""
+    monkeypatch.setattr(world, "HOST_PULL", host_pull)
+    monkeypatch.setattr(client, "SILENCE_S", 0.5)
+    link, link_on, silent = lane.Lane._open, threading.Event(), threading.Event()
+
+    def late(self, message):
+        assert self.replica != 1 or self._role == "trainer" or link_on.wait(20)
+        link(self, message)
+
+    with World(trainers=2, replicas=2) as w:
+        w.commits(1)
+        w.leave(1)
+        monkeypatch.setattr(lane.Lane, "_open", late)
+        w.come(1)
+        until_true(lambda: w.phase(1) == "linking")
+        until_true(lambda: all(s.lanes[1]._now is s.lanes[1]._stop for s in w.sessions))  # begun
+        epoch = w.epochs()[1]
+        w.later(lambda: silent.wait(20))
+        w.fails(2, e.PeerLost if host_pull else e.DeadlineExceeded, min_replicas=1, deadline_s=0.5)
+        silent.set()
+        link_on.set()
+        w.controllers[1].wait_ready(10.0)
+        assert w.epochs()[1] == epoch
+        for version in (3, 4):
+            assert w.commits(version).committed == 2
+
+
+HELD = {
+    "sums are bound": (sums.Sums, "__init__"),
+    "a trainer has opened": (direct_trainer.DirectTrainer, "opened"),
+    "routes are found": (routes, "find_ways"),
+}
+
+
+@pytest.mark.parametrize(
+    ("held", "change"),
+    [
+        ("sums are bound", "move"),
+        ("routes are found", "move"),
+        *(("a trainer has opened", c) for c in ("move", "turn", "export")),
+    ],
+)
+def test_what_trainers_hold_may_change_while_a_replica_links(monkeypatch, held, change):
+    """The change comes while a thread that links stands at `held`. What was made for the old storages was kept for the new ones;
+    where they had another form, the replica could never take part again."""
+    monkeypatch.setattr(world, "HOST_PULL", False)  # where bytes are sent trainers sum in a lane's thread
+    where, name = HELD[held]
+    real, opening = getattr(where, name), threading.Event()
+
+    def late(*a, **k):
+        opening.set()
+        until_true(lambda: all(s.side._binding > b for s, b in zip(w.sessions, bindings)))
+        return real(*a, **k)
+
+    with World(trainers=2, replicas=2, drop=("extra",)) as w:
+        w.commits(1)
+        w.leave(1)
+        bindings = [s.side._binding for s in w.sessions]
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, late)
+            w.come(1)
+            assert opening.wait(10)
+            for source in w.sources:
+                {"move": source.move, "turn": source.turn, "export": lambda s=source: export(s)}[change]()
+            # The coordinator hears of it when the link is open: else it plans anew at once.
+            patch.setattr(refit.computing, "compute", lambda *a: until_true(lambda: w.phase(1) != "linking") and 0.0)
+            assert w.commits(2).committed == 2
+        assert [s.error for s in w.engines[1].sessions] == [None] * 2
+        assert w.commits(3).committed == 2
+
+
+@pytest.mark.parametrize("host_pull", [True, False])
+@pytest.mark.parametrize("released", [(0,), (0, 1)])
+def test_a_replica_that_joins_while_weights_are_released_is_refitted_when_they_are_back(
+    monkeypatch, host_pull, released
+):
+    """Engines restart while they sample; colocated trainers have released their weights by then."""
+    monkeypatch.setattr(world, "HOST_PULL", host_pull)
+    with World(trainers=2, replicas=2) as w:
+        w.commits(1)
+        w.leave(0)
+        for rank in released:
+            w.sessions[rank].release()
+        w.come(0).wait_ready(15.0)
+        for version in (2, 3):
+            assert w.commits(version).committed == 2
+
+
+@pytest.mark.parametrize("fails", ["compute", "inventory"])
+def test_a_trainer_that_failed_before_it_told_of_changed_exports_tells_them_later(monkeypatch, fails):
+    """A replica that joins meanwhile gets them too."""
+    made, failed = direct_trainer.trainer_inventory, []
+
+    def once(*a, **k):
+        if k["rank"] == 1 and not failed:
+            failed.append(True)
+            raise MemoryError("once")
+        return made(*a, **k)
+
+    with World(trainers=2, replicas=2, drop=("extra",)) as w:
+        w.commits(1)
+        w.leave(1)
+        for s in w.sources:
+            export(s)
+        with monkeypatch.context() as patch:
+            if fails == "compute":
+                patch.setattr(refit.computing, "compute", lambda *a: 1 / 0)
+            else:
+                patch.setattr(direct_trainer, "trainer_inventory", once)
+            w.fails(2, e.XferError, "once" if fails == "inventory" else "division", min_replicas=1)
+        controller = w.come(1)
+        if fails == "compute":
+            controller.wait_ready(10.0)
+        else:  # the next call tells what there is to plan from
+            until_true(lambda: w.phase(1) == "joining" and len(w.coordinator.replicas[1].workers) == 2)
+        assert w.commits(3).committed == 2
 
 
 def test_a_replica_that_could_not_be_linked_costs_the_others_nothing_when_storages_move(monkeypatch):
@@ -34,6 +160,66 @@ def test_a_replica_that_could_not_be_linked_costs_the_others_nothing_when_storag
         for version in (3, 4):
             w.commits(version, [0], min_replicas=1)
             assert w.epochs()[0] == opened
+
+
+def test_a_call_does_not_take_the_link_of_an_engine_that_joins_for_a_transfer_that_does_not_stop(monkeypatch):
+    """The replica was lost in the same refit, in which its lane had begun to move bytes."""
+    moved, linking, go_on, begun = (threading.Event() for _ in range(4))
+    open_routes = DirectPlane._open_routes
+
+    def slow(one, *a):
+        if one.side.role == "worker" and one.replica == 0 and begun.is_set():
+            linking.set()
+            go_on.wait(30)
+        return open_routes(one, *a)
+
+    monkeypatch.setattr(DirectPlane, "_open_routes", slow)
+    monkeypatch.setattr(world, "HOST_PULL", False)
+    with World(1, 1, 2) as w:
+        w.commits(1)
+        begun.set()
+        for engine in w.engines:
+            run_recipes = engine.takers[0].run_recipes
+            engine.takers[0].run_recipes = lambda run=run_recipes: (moved.wait(30), run())
+        results = w.start(2, min_replicas=1)
+        parts = until_true(lambda: w.coordinator.refit).parts
+        until_true(lambda: [r.phase.value for r in parts.values()] == ["moving"] * 2, 20)
+        w.lose(0)
+        w.come(0)
+        assert linking.wait(10)
+        moved.set()
+        report = good(results(30))
+        go_on.set()
+        assert [o.committed for o in report.outcomes] == [False, True]
+        w.commits(3)
+
+
+class SlowToRead(ToyTaker):
+    def read(self, catalog):
+        time.sleep(0.5)
+        return super().read(catalog)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_sources_are_not_free_while_a_replica_that_is_waited_for_has_yet_to_join(replicas):
+    """Its workers still read their layout, so it has no lane on any trainer. A caller that went by lanes would train on, and the
+    replica would commit the next weights under this version, with every checksum right."""
+    engines = [ToyEngine(2) for _ in range(replicas)]
+    engines[-1].takers = [SlowToRead(i, 2) for i in range(2)]
+    with World(trainers=2, replicas=replicas, wait=False, engines=engines) as w:
+        for c in w.controllers[:-1]:
+            c.wait_ready(20.0)
+        until_true(lambda: w.coordinator.replicas[replicas - 1].controller is not None)
+        returned = threading.Event()
+        w.engines[0].takers[0].installs_after(returned)  # no commit before the calls have returned
+        assert all(r.pending for r in w.refit(1, wait="sources"))
+        returned.set()
+        for s in w.sources:
+            s.set(2)  # the next optimizer step
+        for c in w.controllers:  # the one that joined is not the last to commit
+            c.wait_version("1", 15.0)
+        right(w, 1)
+        w.commits(3)
 
 
 @pytest.mark.parametrize(("wait", "together"), [(False, False), (False, True), (True, False)])

@@ -1,6 +1,6 @@
 """Refits that succeed, over real sockets: versions, reports, labels, arguments, and leaving.
 
-The engine and the trainers are small stand-ins (tests/support/world.py). Orders of events: test_session.py.
+The engine and the trainers are small stand-ins (tests/support/world.py). Orders of messages: tests/unit/test_coordinator.py.
 Faults: test_session_faults.py and test_session_deaths.py.
 """
 
@@ -124,6 +124,56 @@ def test_what_became_of_a_refit_whose_caller_did_not_wait_stands_in_the_next_rep
             assert all(k.replace("/", "_").isidentifier() for k in told), "some loggers take no other names"
             assert pickle.loads(pickle.dumps(report)).before.version == 2
         assert good(w.refit(4)).before is None
+
+
+def test_engines_serve_until_the_first_trainer_enters_and_prepare_arms_them_early():
+    """A prepare that no refit followed ends at its deadline, and uses up neither a number nor a label."""
+    with World(trainers=2) as w:
+        w.commits(1)
+        engine, n = w.engines[0], len(w.engines[0].log)
+        time.sleep(0.3)
+        assert len(engine.log) == n and not engine.paused
+        w.shorten(1.0)
+        w.sessions[0].prepare()
+        until_true(lambda: engine.paused)
+        until_true(lambda: w.coordinator.refit is None and not engine.paused, 15)
+        assert engine.label == "1"
+        w.sessions[1].prepare()
+        until_true(lambda: engine.paused)
+        assert w.commits(2, deadline_s=20.0).version == 2
+
+
+@pytest.mark.parametrize("by", ["prepare", "refit"])
+def test_trainer_0_leaves_an_engine_that_was_armed_in_service(by):
+    """Also when the coordinator reads the Leave late."""
+    w = World(1, 1, deadline_s=10.0).connect()
+    w.commits(1)
+    go_on, results = threading.Event(), None
+    if by == "prepare":
+        for s in w.engines[0].sessions:
+            s._stopped = lambda a, stopped=s._stopped: (time.sleep(0.3), stopped(a))[1]
+        w.sessions[0].prepare()
+    else:
+        w.sources[0].drain = lambda: go_on.wait(20)
+        results = w.start()
+    until_true(w.armed)
+    w.later(lambda: time.sleep(0.5))
+    w.sessions[0].close()
+    go_on.set()
+    if results:
+        raised(results(), e.XferError)
+    until_true(lambda: not w.engines[0].paused)
+    assert w.engines[0].label == "1" and w.controllers[0].version == 1
+    right(w, 1)
+    w.close()
+
+
+def test_no_thread_is_left_behind():
+    before = threading.active_count()
+    for _ in range(2):
+        with World() as w:
+            w.commits(1)
+    until_true(lambda: threading.active_count() <= before + 2, 15)
 
 
 # ---- arguments and labels

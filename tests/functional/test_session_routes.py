@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import time
 import weakref
 
 import pytest
@@ -17,13 +18,16 @@ from tests.support import cpu_peer
 from tests.support.cpu_peer import MAPPED, REFUSED, Hold, peers
 from tests.support.memory import Watched
 from tests.support.packed_world import PackedWorld
-from tests.support.world import SHAPES, ToySource, World, until_true
+from tests.support.proc import PATIENCE
+from tests.support.world import SHAPES, ToyEngine, ToySource, World, good, right, until_true
 from xfer import Declared, MeshInfo, TensorTrainer
+from xfer.coordinator import messages as m
 from xfer.direct.plane import DirectPlane
 from xfer.errors import DeadlineExceeded, PeerLost
 from xfer.mesh.placement import Shard
 from xfer.packed.plane import PackedPlane
 from xfer.participants import readers
+from xfer.participants.lane import Lane
 from xfer.transport import peer_host, routes
 
 pytestmark = pytest.mark.usefixtures(peers.__name__)
@@ -81,6 +85,21 @@ def test_what_cannot_be_mapped_is_sent_and_the_reason_is_told():
         REFUSED.add((1, 0))
         w.sources[1].move()  # routes are opened again, with less to pull, over the link that stands
         assert by_route(w.commits(2))["gloo"] > sent["gloo"]
+
+
+def test_verified_refits_change_from_pulls_to_the_link_and_back():
+    """Sums that began while bytes were pulled are of that refit, and routes that were opened anew hold nothing."""
+    with World(2, 2) as w:
+        assert by_route(w.commits(1)).keys() == {"peer"}
+        old = []
+        for version, way in ((2, "gloo"), (3, "peer")):
+            refuse_all(2) if way == "gloo" else REFUSED.clear()
+            old += [weakref.ref(s._lane_.plane._routed) for s in w.engines[0].sessions]
+            w.sources[0].move()
+            report = w.commits(version)
+            assert report.verified and by_route(report).keys() == {way}
+        gc.collect()
+        assert [r() for r in old] == [None] * 4
 
 
 def test_moved_storages_are_mapped_again_by_all_ranks_together():
@@ -160,6 +179,21 @@ def test_release_unmaps_and_lets_go_and_the_next_refit_maps_again():
         w.commits(4)
 
 
+@pytest.mark.parametrize("state", ["lost", "failed"])
+def test_release_unmaps_what_workers_of_lost_and_failed_replicas_have_mapped(state):
+    w = World(trainers=1, engines=[ToyEngine(2)])
+    if state == "failed":
+        w.engines[0].takers[0].choose_lock = lambda: 1 / 0
+    with w:
+        if state == "lost":
+            w.commits(1)
+            assert MAPPED
+            w.controllers[0].close()
+        until_true(lambda: w.phase(0) == state)
+        w.sessions[0].release()
+        assert not MAPPED
+
+
 def given_up(w: World, deadline_s: float, match: str = "unmap") -> None:
     """A release that is not answered in time."""
     w.sessions[0].deadline_s = deadline_s
@@ -195,7 +229,73 @@ def test_release_needs_nothing_of_a_replica_that_has_not_come():
     w.close()
 
 
+def test_an_answer_to_a_release_that_was_given_up_is_none_to_the_next(monkeypatch):
+    """It comes late and lies in the inbox, while a refit has opened routes again: the trainer freed what was still mapped."""
+    close, seconds = Lane._close_routes, [0.8]
+    monkeypatch.setattr(Lane, "_close_routes", lambda lane: (time.sleep(seconds[0]), close(lane)))
+    with World(trainers=1, workers=1, deadline_s=10.0) as w:
+        w.commits(1)
+        given_up(w, 0.4)
+        until_true(lambda: any(isinstance(x, m.Released) for x in list(w.sessions[0].party.inbox.queue)))
+        seconds[0], returned = 0.3, threading.Event()
+        w.engines[0].takers[0].installs_after(returned)
+        assert all(r.pending for r in w.refit(2, wait="sources")), "it takes nothing from the inbox"
+        returned.set()
+        assert MAPPED
+        w.sessions[0].release()
+        assert not MAPPED
+        w.commits(3)
+
+
+def test_a_release_that_was_given_up_while_a_replica_was_planned_closes_nothing_of_a_later_refit(monkeypatch):
+    plan, post, go_on, asked = Lane._plan, Lane.post, threading.Event(), []
+    with World(trainers=1, workers=1, replicas=2) as w:
+        w.commits(1)
+        w.leave(1)
+        monkeypatch.setattr(Lane, "_plan", lambda lane, x: (lane._role == "trainer" or go_on.wait(60), plan(lane, x)))
+        monkeypatch.setattr(Lane, "post", lambda lane, x: (asked.append(x), post(lane, x)))
+        w.come(1)
+        until_true(lambda: w.phase(1) == "planning" and w.sessions[0].lanes[1].wait_idle(0.0))
+        given_up(w, 0.3)
+        good(w.refit(2, min_replicas=1, deadline_s=1.0 * PATIENCE))  # the replica that joins is waited for so long
+        go_on.set()
+        w.controllers[1].wait_ready(20.0)
+        time.sleep(0.2)
+        assert not any(isinstance(x, m.CloseRoutes) for x in asked)
+        assert w.commits(3).committed == 2
+
+
 # ---- pulls that end badly
+
+
+def test_sources_are_free_only_when_no_destination_reads():
+    with World(2, 2) as w:
+        w.commits(1)
+        Hold.begin()
+        returned = threading.Event()
+        for t in w.engines[0].takers:
+            t.installs_after(returned)
+        results = w.start(2, wait="sources")
+        assert Hold.reached.wait(10)
+        time.sleep(0.3)
+        assert results.running(), "the trainers were let go while their storages were being read"
+        Hold.held.clear()
+        assert good(results(20)).pending
+        for s in w.sources:
+            s.set(9)  # must not be seen
+        returned.set()
+        until_true(lambda: not any(t.locked for t in w.engines[0].takers), 20)
+        right(w, 2)
+        w.commits(3)
+
+
+def test_a_pull_is_stopped_when_its_replica_fails_and_the_next_refit_is_whole():
+    with World(2, 2) as w:
+        w.commits(1)
+        Hold.begin()
+        w.fails(2, DeadlineExceeded, within=8, deadline_s=1.0)
+        Hold.held.clear()
+        w.commits(3)
 
 
 def not_drained(results: list) -> None:
