@@ -15,10 +15,12 @@ from __future__ import annotations
 import contextlib
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from tests.support import cpu_peer
 from tests.support.simulated_job import DEADLINE_S, Job
 from tests.support.simulation import Simulation
 from xfer.coordinator import messages as m
@@ -34,6 +36,13 @@ FAILURES = st.tuples(
     st.sampled_from(POINTS), st.integers(0, 20), st.sampled_from(["raise", "raise", "raise", "kill", "stop"])
 )
 LATE = (m.Armed, m.Done, m.Committed, m.Stopped, m.Settled, m.Planned, m.LinkOpen, m.RoutesClosed)
+
+
+EVENTS = (
+    "prepare release release a_trainer_changes an_engine_changes a_call_to_an_engine_fails a_storage_cannot_be_mapped "
+    "a_process_of_an_engine_dies a_connection_breaks a_trainer_dies a_process_is_stopped a_process_is_stopped "
+    "stopped_processes_go_on stopped_processes_go_on a_message_is_said_again a_replica_is_served_again"
+).split()
 
 
 class Cluster(RuleBasedStateMachine):
@@ -65,11 +74,7 @@ class Cluster(RuleBasedStateMachine):
         some = [w for w in some if w not in self.sim.dead]
         return some[n % len(some)] if some else None
 
-    # ---- what callers do
-
-    @rule(turns=st.integers(1, 300))
-    def things_happen(self, turns: int) -> None:
-        self.sim.let(turns)
+    # ---- calls
 
     @rule(seconds=st.sampled_from([0.3, 2.0, 6.0, 20.0, 70.0]))
     def time_passes(self, seconds: float) -> None:
@@ -82,11 +87,15 @@ class Cluster(RuleBasedStateMachine):
         wait=st.sampled_from(["commit", "commit", "sources"]),
         short=st.booleans(),
         fails=st.lists(FAILURES, max_size=2),
-        then=st.sampled_from([0.0, 0.0, 0.0, 0.1, 7.0]),
+        then=st.sampled_from([0.0, 0.0, 0.1, 1.0, 7.0]),
         turns=st.integers(1, 300),
+        slow=st.sampled_from([0.0, 0.0, 0.0, 0.05, 6.0]),
     )
-    def call(self, ranks, verify: bool, wait: str, short: bool, fails, then: float, turns: int) -> None:
-        """Some ranks call; others may follow. Processes fail at some points, perhaps in a later refit only."""
+    def call(self, ranks, verify: bool, wait: str, short: bool, fails, then: float, turns: int, slow: float) -> None:
+        """Some ranks call; others may follow. Processes fail at some points, perhaps in a later refit only. `slow`: seconds for which
+        pulls stand in their middle."""
+        if slow:
+            self.job.hold(slow)
         for where, n, action in fails:
             some = "w" if action == "kill" or where in WORKERS else "t" if where in TRAINERS else "tw"
             if (who := self.who(n, some)) is not None:
@@ -101,6 +110,7 @@ class Cluster(RuleBasedStateMachine):
     def all_call_and_none_waits_for_a_deadline(self, order, turns: int) -> None:
         """Whatever fails: while no process is stopped, only waits of a few seconds lie between the last call and the outcome."""
         job = self.job
+        job.faults = {at: action for at, action in job.faults.items() if action == "raise"}
         self.level()
         for i in order:
             if i < job.trainers:
@@ -109,73 +119,73 @@ class Cluster(RuleBasedStateMachine):
         self.sim.block(lambda: not job.running, self.sim.now + SOON_S)
         assert not job.running, job.coordinator.refit and job.coordinator.refit.waiting_for()
 
-    @rule(n=st.integers(0, 2))
-    def prepare(self, n: int) -> None:
+    # ---- what happens to processes meanwhile
+
+    @rule(what=st.sampled_from(EVENTS), n=st.integers(0, 20), which=st.integers(0, 50), turns=st.integers(0, 100))
+    def meanwhile(self, what: str, n: int, which: int, turns: int) -> None:
+        getattr(self, what)(n, which)
+        self.sim.let(turns)
+
+    def prepare(self, n: int, _: int) -> None:
         if n in self.job.free():
             with contextlib.suppress(XferError):
                 self.job.sessions[n].prepare()
 
-    @rule(n=st.integers(0, 2))
-    def release(self, n: int) -> None:
+    def release(self, n: int, _: int) -> None:
         if n in self.job.free():
             self.job.release(n)
 
-    @rule(n=st.integers(0, 2), what=st.sampled_from(["move", "turn", "export"]))
-    def a_trainer_changes(self, n: int, what: str) -> None:
+    def a_trainer_changes(self, n: int, which: int) -> None:
+        n %= self.job.trainers
         if n in self.job.free():
-            getattr(self.job.sources[n], what)()
+            source = self.job.sources[n]
+            (source.move, source.turn, source.export)[which % 3]()
 
-    @rule(r=st.integers(0, 2), n=st.integers(0, 1), what=st.sampled_from(["moves", "turns"]))
-    def an_engine_changes(self, r: int, n: int, what: str) -> None:
-        self.job.engines[r % self.job.replicas].takers[n % self.job.workers].changes = what
+    def an_engine_changes(self, n: int, which: int) -> None:
+        takers = [t for e in self.job.engines for t in e.takers]
+        takers[n % len(takers)].changes = ("moves", "turns")[which % 2]
 
-    # ---- what goes wrong
+    def a_call_to_an_engine_fails(self, n: int, which: int) -> None:
+        what = "pause start update finish reset resume".split()[which % 6]
+        self.job.engines[n % self.job.replicas].fail[what] = RuntimeError("boom")
 
-    @rule(r=st.integers(0, 2), what=st.sampled_from("pause start update finish reset resume".split()))
-    def a_call_to_an_engine_will_fail(self, r: int, what: str) -> None:
-        self.job.engines[r % self.job.replicas].fail[what] = RuntimeError("boom")
+    def a_storage_cannot_be_mapped(self, n: int, which: int) -> None:
+        """From the next opening of routes on; or all can be again."""
+        cpu_peer.REFUSED.clear()
+        cpu_peer.REFUSED.update({(n % self.job.trainers, i) for i in range(which % 5)})
 
-    @rule(n=st.integers(0, 20), dead=st.booleans())
-    def an_engine_loses_a_process(self, n: int, dead: bool) -> None:
-        """It dies, or its connection breaks."""
-        who = self.who(n, "cw")
-        if who is not None and dead:
+    def a_process_of_an_engine_dies(self, n: int, _: int) -> None:
+        if who := self.who(n, "cw"):
             self.job.die(who)
+
+    def a_connection_breaks(self, n: int, _: int) -> None:
+        who = self.who(n, "cw")
         for c in self.sim.channels:
             if c.who == who and not c.closed:
                 c.break_("connection reset by peer")
 
-    @precondition(lambda self: self.job.trainers > 1)
-    @rule(n=st.integers(0, 9), certain=st.integers(0, 9))
-    def a_trainer_dies(self, n: int, certain: int) -> None:
-        who = self.who(n, "t")
-        if who is not None and not certain:
-            self.job.die(who)
+    def a_trainer_dies(self, n: int, which: int) -> None:
+        if self.job.trainers > 1 and which % 5 == 0:
+            self.job.die(self.who(n, "t"))
 
-    @rule(n=st.integers(0, 20))
-    def a_process_is_stopped(self, n: int) -> None:
-        who = self.who(n)
-        if who is not None:
+    def a_process_is_stopped(self, n: int, _: int) -> None:
+        if who := self.who(n):
             self.job.stop(who)
 
-    @rule()
-    def stopped_processes_go_on(self) -> None:
+    def stopped_processes_go_on(self, _: int, __: int) -> None:
         self.sim.stopped.clear()
 
-    @rule(n=st.integers(0, 20), which=st.integers(0, 50))
     def a_message_is_said_again(self, n: int, which: int) -> None:
-        co = self.job.coordinator
-        some = [c for c in self.sim.channels if not c.closed and not c.finished and c.who == self.who(n)]
+        co, who = self.job.coordinator, self.who(n)
+        some = [c for c in self.sim.channels if not c.closed and not c.finished and c.who == who]
         old = [x for c in some for x in c.said if isinstance(x, LATE)]
         old = [x for x in old if co.refit is None or getattr(x, "attempt", 0) != co.refit.number]
         old = [x for x in old if not getattr(x, "inventory", b"")]  # a connection keeps the order of layouts
         if old:
             some[0].sent.append(old[which % len(old)])
 
-    @rule(r=st.integers(0, 2))
-    def a_replica_is_served_again(self, r: int) -> None:
-        if r < self.job.replicas:
-            self.job.again(r)
+    def a_replica_is_served_again(self, n: int, _: int) -> None:
+        self.job.again(n % self.job.replicas)
 
     # ---- the end
 
@@ -229,9 +239,12 @@ class Cluster(RuleBasedStateMachine):
             assert e.takers[0].held(last + 1) == last + 1
         if not sim.dead:
             job.close()
+            sim.wait(20.0)
+            left = [t.name for t in sim.threads if t.name.startswith("xfer-")]
+            assert not left, "threads of closed sessions"
 
 
-TestSession = Cluster.TestCase
+TestSession = pytest.mark.slow(Cluster.TestCase)
 TestSession.settings = settings(
     max_examples=EXAMPLES,
     stateful_step_count=20,

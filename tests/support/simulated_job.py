@@ -16,7 +16,7 @@ from tests.support import cpu_peer
 from tests.support.simulation import Simulation
 from tests.support.world import REFIT, Meets, ToyEngine, ToySource, ToyTaker, World
 from xfer.coordinator.deadlines import CALL_GRACE_S, HOLD_S
-from xfer.errors import XferError
+from xfer.errors import VerificationError, XferError
 from xfer.participants import faults
 from xfer.participants.controller import ControllerPhase
 from xfer.transport import routes
@@ -131,7 +131,7 @@ class Engine(ToyEngine):
             raise (raised or [RuntimeError("the engine does not answer")])[0]
 
     def init(self, info, timeout) -> None:
-        self.core(lambda: self._init(info), timeout)
+        self.core(lambda: super(Engine, self).init(info, timeout), timeout)
 
     def update(self, info, timeout) -> None:
         self.core(lambda: super(Engine, self).update(info, timeout), timeout)
@@ -165,6 +165,8 @@ class Job(World):
         self.calls, self.running = [0] * self.trainers, {}
         self.ends: dict[tuple[int, int], object] = {}
         self.excused: set[tuple[int, int]] = set()
+        self.differ: set[tuple[int, int]] = set()
+        self.answers = True  # the coordinator's process, which is trainer 0's, was never stopped
         self.wrong: set[tuple[int, int]] = set()  # (replica, version) of which a checksum differed
         self.sources = [Source(i, self.trainers) for i in range(self.trainers)]
         for source in self.sources:
@@ -201,14 +203,23 @@ class Job(World):
     def stop(self, who: str) -> None:
         """SIGSTOP. A call of a rank that was stopped in it may take as long as that."""
         self.sim.stopped.add(who)
+        self.answers = self.answers and who != "trainer 0"
         self.excused |= {(i, self.calls[i]) for i in range(self.trainers) if who == f"trainer {i}"}
 
     def wants(self, role: str, rank: int, what: str) -> bool:
         who = self.sim.running.who
         flip = self.faults.pop((who, what), "") != ""
         if flip and what == "checksum" and role == "worker":
-            self.wrong.add((int(who.split()[1]), self.last))
+            self.differ.add((int(who.split()[1]), self.last))
+        if flip and what == "checksum":
+            some = [int(who.split()[1])] if role == "worker" else range(self.replicas)
+            self.wrong |= {(r, self.last) for r in some}
         return flip
+
+    def hold(self, seconds: float) -> None:
+        """Pulls stand in their middle for so long."""
+        cpu_peer.Hold.begin()
+        threading.Timer(seconds, cpu_peer.Hold.clear).start()
 
     def die(self, who: str) -> None:
         """SIGKILL. An engine does not outlive a worker."""
@@ -232,7 +243,9 @@ class Job(World):
         version = self.calls[i]
         self.last = max(self.last, version)
         options = REFIT | dict(version=version, deadline_s=DEADLINE_S) | how
-        began = self.sim.now
+        began, bound = self.sim.now, options["deadline_s"] + CALL_GRACE_S + 0.01
+        if self.sessions[i].pending is not None:  # it first waits for the outcome of the call before
+            bound += DEADLINE_S + CALL_GRACE_S
 
         def run() -> None:
             self.sources[i].set(version)
@@ -241,9 +254,8 @@ class Job(World):
             except XferError as e:
                 end = e
             took = self.sim.now - began
-            assert took < options["deadline_s"] + CALL_GRACE_S + 0.01 or (i, version) in self.excused, (
-                f"{took} s: {end}"
-            )
+            self.plausible(i, version, end)
+            assert took < bound or (i, version) in self.excused, f"{took} s: {end}"
             if getattr(end, "drained", True):
                 self.sources[i].set(10_000 + version)
             self.ends[i, version] = end
@@ -266,6 +278,14 @@ class Job(World):
         assert not any(isinstance(e, XferError) for e in ends), ends
         self.agree()
         return [o.committed for o in ends[0].outcomes]
+
+    def plausible(self, i: int, version: int, end: object) -> None:
+        """A coordinator that lives is not given up on, and bytes differ only if a test made them differ."""
+        told = str(end) if isinstance(end, XferError) else ""
+        heard = not self.answers or f"[trainer {i}] no answer in time" not in told or (i, version) in self.excused
+        self.sim.must(heard, f"trainer {i} gave up on a coordinator that lives: {told}")
+        right = not isinstance(end, VerificationError) or bool(self.wrong)  # of this call, or of a pending one
+        self.sim.must(right, f"bytes differ: {told}")
 
     def again(self, replica: int) -> None:
         """The owner of an engine serves it again, or a new one in its place."""
@@ -309,5 +329,6 @@ class Job(World):
             if not isinstance(end, XferError) and not end.pending:
                 told[version].add(tuple(o.committed for o in end.outcomes))
                 for o in end.outcomes:
-                    assert not (o.committed and (o.replica, version) in self.wrong), "bytes were committed that differ"
+                    whole = not (o.committed and o.verified and (o.replica, version) in self.differ)
+                    assert whole, "bytes were committed that differ"
         assert all(len(x) == 1 for x in told.values()), told

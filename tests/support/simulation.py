@@ -2,8 +2,8 @@
 
 Inside `Simulation(seed)`, the modules of xfer and of the tests find this module's locks, queues, events, threads and clock in
 place of Python's. A thread that would wait gives its turn to another one, which the seed chooses. The clock stands while some
-thread can go on, and then jumps to the end of the next wait. So an hour costs nothing, a run can be repeated, and an order that
-happens once in a million runs of a machine is one seed.
+thread can go on, and then jumps to the end of the next wait. So an hour costs nothing, and orders come up that a machine
+shows once in a million runs. A run repeats itself but for the order of sets of objects, which follows their addresses.
 
 Messages travel through queues instead of sockets, in order per connection, in any order between connections; they are encoded as
 on the wire. Sends travel through `Link` instead of gloo, pulls through cpu_peer.py. All else is the real code. Threads of one
@@ -23,6 +23,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from xfer.coordinator import messages as m
@@ -33,8 +34,12 @@ from xfer.rendezvous import client, server
 from xfer.transport import group, routes
 
 FOREVER = float("inf")
-STEPS = 3_000_000
+STEPS = 1_000_000
 """Turns of one simulation. More are a livelock."""
+
+
+POLL_S = 0.01
+"""The shortest sleep: loops that look again after less would fill minutes of the clock with turns."""
 
 
 class Killed(BaseException):
@@ -67,6 +72,7 @@ class Simulation:
         me = self.running
         me.ready, me.until = ready, until
         self.hand_over(me)
+        me.ready = _true  # holds nothing of what it waited for
         return ready()
 
     def turn(self) -> None:
@@ -97,7 +103,8 @@ class Simulation:
         if self.turns > STEPS:
             self.why = self.why or "the threads go round and round"
         while not self.why or self.ending:
-            able = [t for t in self.threads if t.who not in self.stopped and t.who not in self.dead]
+            idle = self.stopped | self.dead
+            able = [t for t in self.threads if t.who not in idle]
             if self.first is not None and self.first():
                 return self.main
             some = [t for t in able if t.until <= self.now or t.ready()]
@@ -205,6 +212,12 @@ class Simulation:
             Simulation.now_running = None
 
 
+@pytest.fixture
+def simulated() -> Iterator[Simulation]:
+    with Simulation() as sim:
+        yield sim
+
+
 def _true() -> bool:
     return True
 
@@ -227,7 +240,8 @@ class Thread:
     def __init__(self, group=None, target=None, name=None, args=(), kwargs=None, *, daemon=None):
         self.name, self.daemon = name or f"Thread-{next(self.numbers)}", daemon
         self._call = target, args, kwargs or {}
-        self.baton = real_threading.Semaphore(0)
+        self.baton = real_threading.Lock()
+        self.baton.acquire()
         self.ready, self.until, self.killed, self.who = _true, FOREVER, False, ""
         self._started = self._over = False
         self.ident = id(self)
@@ -408,7 +422,7 @@ class Queue:
 
 
 def _sleep(seconds: float) -> None:
-    _sim().block(lambda: False, _sim().now + max(seconds, 1e-6))
+    _sim().block(lambda: False, _sim().now + max(seconds, POLL_S))
 
 
 def _now() -> float:
