@@ -4,11 +4,14 @@ numpy that quantizes each whole matrix (tests/support/block_fp8.py)."""
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
-from tests.support.fp8_engine import MATRICES, SHAPES, fp8_engine
+from tests.functional.test_session_changes import export
+from tests.support.fp8_engine import MATRICES, SHAPES, Fp8Taker, fp8_engine
 from tests.support.world import ToyEngine, ToySource, World, good, raised, right, until_true
+from xfer.coordinator import refit
 from xfer.errors import Unsupported
 from xfer.kernels.block_fp8 import ScaleRule
 
@@ -84,3 +87,33 @@ def test_ranks_that_share_a_block_are_told_which():
     with pytest.raises(Unsupported) as error:
         world.connect()
     raised([error.value], Unsupported, "layers.0.w: this rank holds 0:85 x 0:512 of [256, 512]", "ignored_layers")
+
+
+def test_an_engine_that_wants_another_form_once_exports_change_gets_it_in_that_refit():
+    engines = [ToyEngine(2, dict(SHAPES)), fp8_engine()]
+    with fp8_world(engines, drop=("extra",)).connect() as world:
+        assert world.commits(1).rules == ("ieee",)
+        for taker in engines[1].takers:
+            taker.rule = ScaleRule.POW2
+            taker.read = lambda catalog, taker=taker: (time.sleep(0.5), Fp8Taker.read(taker, catalog))[1]
+        for source in world.sources:
+            export(source)
+        assert "pow2" in world.commits(2).rules
+
+
+def test_an_engine_that_hangs_while_it_reads_new_exports_holds_up_no_other(monkeypatch):
+    monkeypatch.setattr(refit, "TOGETHER_S", 0.3)
+    engines, end = [ToyEngine(2, dict(SHAPES)), fp8_engine()], threading.Event()
+    with fp8_world(engines, drop=("extra",)).connect() as world:
+        world.commits(1)
+        taker = engines[1].takers[0]
+        taker.read = lambda catalog: (end.wait(20), Fp8Taker.read(taker, catalog))[1]
+        for source in world.sources:
+            export(source)
+        results = world.start(2, min_replicas=1)
+        until_true(lambda: not any(t.wrong(2) for t in engines[0].takers))
+        end.set()
+        good(results())
+        right(world, 2, {0})
+        del taker.read
+        world.commits(3)

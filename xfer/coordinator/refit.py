@@ -216,6 +216,8 @@ class Refit:
             for r in co.replicas.values():
                 co.plan_if_complete(r)  # a replica that joins is planned from what trainers have now
             self._arm_all()
+            if any(r.derives for r in co.replicas.values()):
+                co.at(co.now + TOGETHER_S, self.advance, of=self)
             self.advance()
 
     def _compare_samples(self) -> None:
@@ -276,8 +278,9 @@ class Refit:
         co = self.coordinator
         if co.refit is not self or len(self.drained) < co.options.trainers:
             return
-        if any(p.replica.derives and p.armed and not p.replica.complete for p in self.arming.values()):
-            return  # its workers read a new catalog, and may ask for one more: nothing may move by this one before
+        reading = [p for p in self.arming.values() if p.replica.derives and p.armed and not p.replica.complete]
+        if reading and co.now < self.ready_at + TOGETHER_S:
+            return  # a timer is set; these workers may ask for one more catalog, which cannot be made while bytes move
         held = co.now < self._go_at and not co.options.gathers
         if held and not all(len(p.armed) == p.replica.size for p in self.arming.values()):
             return  # a timer is set
