@@ -22,7 +22,7 @@ def fp8_world(engines: list[ToyEngine], **more) -> World:
 
 @pytest.mark.parametrize("rule", ScaleRule)
 def test_engines_hold_what_the_oracle_makes_of_each_version(rule):
-    with fp8_world([fp8_engine(rule)]).connect() as world:
+    with fp8_world([fp8_engine(rule)]) as world:
         for version in (1, 2):
             report = world.commits(version)
             assert report.verified and report.rules == (rule.value,)
@@ -38,7 +38,7 @@ def test_engines_hold_what_the_oracle_makes_of_each_version(rule):
 
 def test_engines_in_bf16_and_in_fp8_by_both_rules_in_one_session():
     engines = [ToyEngine(2, dict(SHAPES)), fp8_engine(), fp8_engine(ScaleRule.POW2)]
-    with fp8_world(engines).connect() as world:
+    with fp8_world(engines) as world:
         for version in (1, 2):
             report = world.commits(version)
         assert report.rules == ("ieee", "pow2")
@@ -46,7 +46,7 @@ def test_engines_in_bf16_and_in_fp8_by_both_rules_in_one_session():
 
 def test_an_engine_that_needs_fp8_joins_a_session_of_bf16_engines_later():
     """Between two refits: the catalog changes then, and all ranks read it in the next one."""
-    with fp8_world([ToyEngine(2, dict(SHAPES)), ToyEngine(2, dict(SHAPES))]).connect() as world:
+    with fp8_world([ToyEngine(2, dict(SHAPES)), ToyEngine(2, dict(SHAPES))]) as world:
         world.commits(1)
         world.leave(1)
         world.come(1, fp8_engine())
@@ -56,7 +56,7 @@ def test_an_engine_that_needs_fp8_joins_a_session_of_bf16_engines_later():
 
 
 def test_an_engine_that_needs_fp8_comes_while_bytes_move_by_the_old_catalog():
-    with fp8_world([ToyEngine(2, dict(SHAPES)), ToyEngine(2, dict(SHAPES))]).connect() as world:
+    with fp8_world([ToyEngine(2, dict(SHAPES)), ToyEngine(2, dict(SHAPES))]) as world:
         world.leave(1)
         installs = threading.Event()
         world.engines[0].takers[0].installs_after(installs)
@@ -72,7 +72,7 @@ def test_an_engine_that_needs_fp8_comes_while_bytes_move_by_the_old_catalog():
 
 
 def test_trainers_that_moved_or_released_their_weights_quantize_what_they_have_now():
-    with fp8_world([fp8_engine()]).connect() as world:
+    with fp8_world([fp8_engine()]) as world:
         for version, change in ((1, lambda s: s.move()), (2, lambda s: None)):
             for source in world.sources:
                 change(source)
@@ -91,7 +91,7 @@ def test_ranks_that_share_a_block_are_told_which():
 
 def test_an_engine_that_wants_another_form_once_exports_change_gets_it_in_that_refit():
     engines = [ToyEngine(2, dict(SHAPES)), fp8_engine()]
-    with fp8_world(engines, drop=("extra",)).connect() as world:
+    with fp8_world(engines, drop=("extra",)) as world:
         assert world.commits(1).rules == ("ieee",)
         for taker in engines[1].takers:
             taker.rule = ScaleRule.POW2
@@ -104,7 +104,7 @@ def test_an_engine_that_wants_another_form_once_exports_change_gets_it_in_that_r
 def test_an_engine_that_hangs_while_it_reads_new_exports_holds_up_no_other(monkeypatch):
     monkeypatch.setattr(refit, "TOGETHER_S", 0.3)
     engines, end = [ToyEngine(2, dict(SHAPES)), fp8_engine()], threading.Event()
-    with fp8_world(engines, drop=("extra",)).connect() as world:
+    with fp8_world(engines, drop=("extra",)) as world:
         world.commits(1)
         taker = engines[1].takers[0]
         taker.read = lambda catalog: (end.wait(20), Fp8Taker.read(taker, catalog))[1]
