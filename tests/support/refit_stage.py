@@ -136,8 +136,9 @@ def _fresh_loads(
             assert [k["kept"] for k in running.ask("kept", "kept")] == [k["kept"] for k in kept]
         stage.trainers.ask("close", "closed")
         layouts = [how for i, how in enumerate(engines) if how not in engines[:i]]
+        folders = [as_served(e) for e in exports]
         for how in layouts:  # fresh engines load while the others end
-            stage.truth.say(do="truth", folders=[as_served(e) for e in exports], layout=how)
+            stage.truth.say(do="truth", folders=folders, layout=how)
     finally:
         stop_all(running)
     truth = [[stage.truth.expect("observed", timeout=240) for _ in exports] for _ in layouts]
