@@ -50,14 +50,17 @@ DEEPSEEK_V3 = published(
     "deepseek-v3", num_hidden_layers=16, moe_intermediate_size=32, q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=8,
     qk_rope_head_dim=8, v_head_dim=8, n_routed_experts=32,  # of 256: the fewest of which EP16 gives each rank more than one
 )  # fmt: skip
-WIDE = dict(hidden_size=320, head_dim=128, intermediate_size=512, moe_intermediate_size=256)
+WIDE = dict(hidden_size=320, head_dim=128, intermediate_size=512)
 CONFIGS: dict[str, tuple[dict, list[str]]] = {
     "4B": (published("qwen3-4b", num_hidden_layers=4, intermediate_size=128), []),
     "30B-A3B": (published("qwen3-30b-a3b", num_hidden_layers=4, moe_intermediate_size=32), []),
     "235B-A22B": (published("qwen3-235b-a22b", num_hidden_layers=14, moe_intermediate_size=32), []),
     "DeepSeek-V3": (DEEPSEEK_V3, FP32),
     "4B FP8": (published("qwen3-4b", num_hidden_layers=4, **WIDE), []),
-    "30B-A3B FP8": (published("qwen3-30b-a3b", num_hidden_layers=2, num_experts=16, **WIDE), []),
+    "30B-A3B FP8": (
+        published("qwen3-30b-a3b", num_hidden_layers=2, num_experts=16, moe_intermediate_size=256, **WIDE),
+        [],
+    ),
     "nano-v3": (NANO, [*FP32, "*.A_log"]),
     "super-v3": (SUPER, [*FP32, "*.A_log"]),
 }
