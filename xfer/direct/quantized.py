@@ -71,7 +71,7 @@ class Quantized:
     """
 
     def __init__(self, catalog: Catalog, fragments: Iterable[Fragment], device: torch.device, who: str):
-        self._device = device
+        self._device, self._who = device, who
         self._storage: torch.Tensor | None = None
         self._quantizers: list[Quantizer] = []
         forms = sorted({(s.of, s.rule) for s in catalog.specs if s.of})
@@ -106,9 +106,7 @@ class Quantized:
             raise Unsupported(f"is {', '.join(odd)}; only {' and '.join(FROM)} are quantized")
         boxes = _disjoint((Box(f.origin, f.extent), f) for f in held)
         blocks = _blocks_of([box for box, _ in boxes], spec.shape)
-        pieces = []
-        for box, f in boxes:
-            pieces.append(_MatrixPart(box, f, self._room(box.size)))
+        pieces = [_MatrixPart(box, f, self._room(box.size)) for box, f in boxes]
         bounds = _bounding(blocks)
         matrix = _InScratch(rule, tuple(pieces), bounds, self._room(bounds.size * ITEMSIZE[SCALES]))
         self._matrices.append(matrix)
@@ -133,6 +131,8 @@ class Quantized:
 
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Read weights from these storages from now on. Returns the binding table with scratch in it."""
+        if not self._matrices:
+            return dict(tensors)
         if self._storage is None:
             self._storage = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
         scratch, spaces = Space(self._storage), {name: Space(t) for name, t in tensors.items()}
@@ -162,12 +162,12 @@ class Quantized:
         """Free scratch and drop the storages until `bind`."""
         self._storage, self._quantizers = None, []
 
-    def explain(self, who: str) -> str:
+    def explain(self) -> str:
         """Two lines for a person to read; empty if nothing is quantized."""
         if not self._matrices:
             return ""
         return (
-            f"{who} quantizes {len(self._matrices)} matrices to FP8 before each refit (e4m3, a scale per {BLOCK}x{BLOCK} block, rule "
+            f"{self._who} quantizes {len(self._matrices)} matrices to FP8 before each refit (e4m3, a scale per {BLOCK}x{BLOCK} block, rule "
             f"{' and '.join(self.rules)}), into {self._nbytes:,} bytes of scratch.\nEngines then hold, bit for bit, what they would "
             "load from a checkpoint that this rule wrote from the exported weights in bfloat16."
         )
@@ -193,14 +193,9 @@ def _disjoint(held: Iterable[tuple[Box, T]]) -> list[tuple[Box, T]]:
     for box, f in held:
         left = [box]
         for other, _ in out:
-            left = [rest for b in left for rest in _without(b, other)]
+            left = [rest for b in left for rest in b.without(other)]
         out += [(b, f) for b in left]
     return out
-
-
-def _without(box: Box, other: Box) -> list[Box]:
-    common = box.intersect(other)
-    return [*box.subtract(common)] if common else [box]
 
 
 def _bounding(boxes: Sequence[Box]) -> Box:

@@ -20,6 +20,7 @@ from xfer.plan.part import PlanPart
 from xfer.plan.table import padded_shapes
 from xfer.rendezvous.client import RendezvousClient, host_identity
 from xfer.trace.catalog import Catalog
+from xfer.trace.fragment import Fragment
 from xfer.trace.traced import TrainerLayout
 from xfer.transport.routes import Routed
 
@@ -46,7 +47,7 @@ class DirectTrainer:
         self._cache = PlanCache(cache_dir) if cache_dir else None
         self._unsent = Unsent(drop)
         self._made: Inventory | None = None
-        self._quantized: Quantized | None = None
+        self._quantized = self._quantizing(Catalog(()))
         self._names: list[str] = []
         self._roots: list[torch.Tensor] = []
         self._binding = 0
@@ -57,8 +58,8 @@ class DirectTrainer:
     # ---- for the session
 
     def read(self, catalog: Catalog, layout: TrainerLayout) -> None:
-        quantized = Quantized(catalog, layout.traced.fragments, self.device, f"trainer {self.index}")
-        self.catalog, self._quantized = catalog, quantized if quantized.roots else None
+        quantized = self._quantizing(catalog, layout.traced.fragments)
+        self.catalog, self._quantized = catalog, quantized
         made = trainer_inventory(
             catalog,
             rank=self.index,
@@ -72,14 +73,17 @@ class DirectTrainer:
         self._unsent.expect(layout.trained)
         self.rebind(layout.tensors)
 
+    def _quantizing(self, catalog: Catalog, held: Sequence[Fragment] = ()) -> Quantized:
+        return Quantized(catalog, held, self.device, f"trainer {self.index}")
+
     def forget_layout(self) -> None:
-        self._made, self._quantized, self._names, self.inventory = None, None, [], b""
+        self._made, self._names, self.inventory = None, [], b""
+        self._quantized = self._quantizing(Catalog(()))
         self.rebind({})
 
     def rebind(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._sums.end()
-        if self._quantized is not None:
-            tensors = self._quantized.bind(tensors)
+        tensors = self._quantized.bind(tensors)
         self._roots = [tensors[name] for name in self._names]
         self._binding += 1  # after `_roots`: a lane must never read old storages with a newer number
         self._sums = SourceSums(self.index, self._roots, padded_shapes(self.catalog) if self._names else [])
@@ -92,21 +96,18 @@ class DirectTrainer:
         return True
 
     def quantize(self) -> None:
-        if self._quantized is not None:
-            self._quantized.run()
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()  # lanes have streams of their own
+        self._quantized.run()
 
     @property
     def scratch_bytes(self) -> int:
-        return self._quantized.nbytes if self._quantized is not None else 0
+        return self._quantized.nbytes
 
     @property
     def rules(self) -> tuple[str, ...]:
-        return self._quantized.rules if self._quantized is not None else ()
+        return self._quantized.rules
 
     def explain(self) -> str:
-        return self._quantized.explain(f"trainer {self.index}") if self._quantized is not None else ""
+        return self._quantized.explain()
 
     def news(self, committed: bool) -> News:
         """Until the first commit, hash a sample of the bytes, to be compared with other ranks (holders.py). Also report whether the
@@ -131,8 +132,7 @@ class DirectTrainer:
 
     def release(self) -> None:
         self._sums.end()
-        if self._quantized is not None:
-            self._quantized.release()
+        self._quantized.release()
         self._roots = []
         self._sums = SourceSums(self.index, [], [])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -31,16 +30,21 @@ class Box:
         ext = tuple(h - low for h, low in zip(map(min, self.end, other.end), lo))
         return Box(lo, ext) if min(ext, default=1) > 0 else None
 
-    def subtract(self, hole: Box) -> Iterator[Box]:
-        """Disjoint boxes that cover `self` minus `hole`; `hole` lies inside `self`."""
+    def without(self, other: Box) -> list[Box]:
+        """Disjoint boxes that cover what `other` leaves of this box."""
+        hole = self.intersect(other)
+        if hole is None:
+            return [self]
+        out = []
         o, e = self.origin, self.extent
         for k, (ho, he) in enumerate(zip(hole.origin, hole.extent)):
             if ho > o[k]:
-                yield Box(o, (*e[:k], ho - o[k], *e[k + 1 :]))
+                out.append(Box(o, (*e[:k], ho - o[k], *e[k + 1 :])))
                 o, e = (*o[:k], ho, *o[k + 1 :]), (*e[:k], e[k] - (ho - o[k]), *e[k + 1 :])
             if ho + he < o[k] + e[k]:
-                yield Box((*o[:k], ho + he, *o[k + 1 :]), (*e[:k], o[k] + e[k] - ho - he, *e[k + 1 :]))
+                out.append(Box((*o[:k], ho + he, *o[k + 1 :]), (*e[:k], o[k] + e[k] - ho - he, *e[k + 1 :])))
                 e = (*e[:k], he, *e[k + 1 :])
+        return out
 
 
 def whole(shape: Ints) -> Box:

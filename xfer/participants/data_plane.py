@@ -194,8 +194,8 @@ class TrainerSide(Protocol):
         """Take a layout under a catalog, and set `inventory`."""
 
     def quantize(self) -> None:
-        """Bring the quantized form of the weights up to date, from storages that hold the new ones. Engines that serve them so
-        may read it next."""
+        """Bring the quantized form of the weights up to date, from storages that hold the new ones. On GPUs the current stream does
+        it, and this returns before it has; engines may read the result when it has."""
 
     def explain(self) -> str:
         """Describe what `quantize` does, for a person to read; empty if it does nothing."""

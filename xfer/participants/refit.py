@@ -314,7 +314,7 @@ class RefitCall:
     def _answer(self, message: m.CatalogMsg) -> None:
         """Answer a new catalog, or the same one again after this rank's exports changed."""
         try:
-            self.session.follow(message)
+            self.session.follow(message, self.until)
         except Exception as e:
             self.party.try_send(m.Failed(m.WireError.of(e, self.label), self.number))
 

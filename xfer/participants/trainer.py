@@ -35,6 +35,7 @@ from xfer.rendezvous.client import RendezvousClient, data_plane
 from xfer.rendezvous.server import Server
 from xfer.trace.catalog import Catalog
 from xfer.trace.traced import TrainerLayout
+from xfer.transport.group import wait_for_stream
 
 logger = logging.getLogger("xfer")
 
@@ -438,12 +439,18 @@ class TrainerSession:
         catalog = Catalog.union([(self._party.label, self.layout.traced.specs)])
         return pack_specs(catalog.to_bytes(), self.layout.trained)
 
-    def follow(self, message: m.CatalogMsg) -> None:
-        """Take a new catalog, or the same one again after this rank's exports changed, and answer with the inventory."""
+    def follow(self, message: m.CatalogMsg, until: float) -> None:
+        """Take a new catalog, or the same one again after this rank's exports changed, and answer with the inventory.
+
+        Args:
+            until: Monotonic time until which the GPU may take to quantize what the catalog asks for.
+        """
         # The coordinator's answer has come, even if this rank's answer to it fails.
         self._stale, self._told = True, (self._told[0], b"")
         self._take_catalog(message)
         self.side.quantize()
+        if self.side.rules and self.device.type == "cuda":
+            wait_for_stream(self.device, until, self._party.label)  # lanes have streams of their own
         self._stale = False
         self._party.send(m.InventoryMsg(self.side.inventory, self.generation))
         self.has_told(b"", self.side.inventory)

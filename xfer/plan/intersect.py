@@ -189,7 +189,7 @@ def missing(pieces: Pieces, wanted: Stack) -> list[tuple[int, list[Box]]]:
         left = [_box(wanted.table.origin[row], wanted.table.extent[row])]
         for o, e in zip(pieces.origin[mine], pieces.extent[mine]):
             hole = _box(o, e)
-            left = [part for box in left for part in _without(box, hole)]
+            left = [part for box in left for part in box.without(hole)]
         out.append((int(row), left))
     return out
 
@@ -304,8 +304,8 @@ def _atomised(
                 rest = [box]
                 for c in common:
                     after.append((c, {**mine, **held}))  # a class that holds both keeps its earlier row
-                    rest = [r for part in rest for r in _without(part, c)]
-                    todo = [r for part in todo for r in _without(part, c)]
+                    rest = [r for part in rest for r in part.without(c)]
+                    todo = [r for part in todo for r in part.without(c)]
                 after += [(r, held) for r in rest]
             atoms = after + [(part, mine) for part in todo]
         done += [(int(t), box, held) for box, held in atoms]
@@ -326,8 +326,3 @@ def _holders(i: int, bounds: np.ndarray, rows: np.ndarray, cls: np.ndarray) -> d
 
 def _box(origin: np.ndarray, extent: np.ndarray) -> Box:
     return Box(tuple(origin.tolist()), tuple(extent.tolist()))
-
-
-def _without(box: Box, hole: Box) -> list[Box]:
-    common = box.intersect(hole)
-    return list(box.subtract(common)) if common else [box]
