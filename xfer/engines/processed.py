@@ -21,7 +21,9 @@ _AS_LOADED = (
     "Fp8KVCacheMethod", "CompressedTensorsKVCacheMethod",  # scales of the KV cache, which are buffers of the attention
 )  # fmt: skip
 _MOE_AS_LOADED = ("TRITON", "BATCHED_TRITON")
-_FP8 = ("Fp8LinearMethod", "Fp8MoEMethod", "CompressedTensorsLinearMethod", "CompressedTensorsW8A8Fp8MoEMethod")
+_IN_SCHEME = "CompressedTensorsLinearMethod"
+"""Has its settings in the scheme of the module."""
+_FP8 = ("Fp8LinearMethod", "Fp8MoEMethod", _IN_SCHEME, "CompressedTensorsW8A8Fp8MoEMethod")
 """Methods that may serve block FP8 as a quantized checkpoint has it. Which kernel runs decides about the layout."""
 _FP8_AS_LOADED = (
     "CutlassFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel", "BlockWiseTorchFP8ScaledMMLinearKernel",
@@ -59,7 +61,7 @@ def refuse_processed(model: torch.nn.Module, prefix: str = "") -> ScaleRule | No
         method = getattr(method, "old_quant_method", method)  # wrapped around another for LoRA and elastic experts
         kind = type(method).__name__
         if kind in _FP8:
-            verdict = _block_fp8(kind, getattr(module, "scheme", method) if kind == _FP8[2] else method)
+            verdict = _block_fp8(kind, getattr(module, "scheme", method) if kind == _IN_SCHEME else method)
             if isinstance(verdict, ScaleRule):
                 rules.add(verdict)
             else:
@@ -80,7 +82,7 @@ def refuse_processed(model: torch.nn.Module, prefix: str = "") -> ScaleRule | No
     bad += _copies_in_attention(model)
     if bad:
         raise Unsupported("this engine processed its weights after loading them", bad)
-    return ScaleRule.POW2 if ScaleRule.POW2 in rules else next(iter(rules), None)
+    return ScaleRule.of_all(rules)
 
 
 def _block_fp8(kind: str, method: Any) -> ScaleRule | str:

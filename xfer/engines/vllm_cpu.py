@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from xfer.errors import Unsupported
+from xfer.trace.derived import BLOCK
 
 _installed = False
 
@@ -101,7 +102,7 @@ def _block_fp8() -> list[tuple[type, str, object]]:
 def _dequantized(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`weight` [..., R, C] in e4m3 times its scales [..., ceil R/128, ceil C/128], in `dtype`."""
     rows, cols = weight.shape[-2:]
-    spread = scale.repeat_interleave(128, dim=-2)[..., :rows, :].repeat_interleave(128, dim=-1)[..., :cols]
+    spread = scale.repeat_interleave(BLOCK, dim=-2)[..., :rows, :].repeat_interleave(BLOCK, dim=-1)[..., :cols]
     return (weight.to(torch.float32) * spread).to(dtype)
 
 

@@ -166,7 +166,7 @@ class EngineModel:
         rules = [refuse_processed(self.model)]
         if self.draft is not None:
             rules.append(refuse_processed(self.draft, DRAFT))
-        rule = ScaleRule.POW2 if ScaleRule.POW2 in rules else next(filter(None, rules), None)
+        rule = ScaleRule.of_all(rules)
         expected = self._expected()
         built = Watch()
         twin, drafter = self._twin(built), self._twin_drafter(built)

@@ -20,14 +20,14 @@ This file has what callers bind and the torch twin. Not here: the kernel for GPU
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
 
-BLOCK = 128
-"""Rows and columns of a block."""
+from xfer.trace.derived import BLOCK, block_grid
+
 FLOOR = 1e-4
 """The least amax of a block, so that blocks of zeros have a scale."""
 LARGEST = 448.0
@@ -42,6 +42,11 @@ class ScaleRule(Enum):
 
     IEEE = "ieee"
     POW2 = "pow2"
+
+    @staticmethod
+    def of_all(rules: Iterable[ScaleRule | None]) -> ScaleRule | None:
+        """The one rule that suits parts of a model: POW2 where some part needs it. None if no part is in FP8."""
+        return max((r for r in rules if r is not None), key=lambda r: r is ScaleRule.POW2, default=None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +78,7 @@ class WeightBox:
 
 def grid(shape: Sequence[int], row0: int = 0, col0: int = 0) -> tuple[int, int]:
     """Blocks that a box touches, (down, across): the shape of its scales."""
-    down, across = (-(-(start + n) // BLOCK) if n else 0 for start, n in zip((row0, col0), shape, strict=True))
+    down, across = block_grid(tuple(start + n if n else 0 for start, n in zip((row0, col0), shape, strict=True)))
     return down, across
 
 

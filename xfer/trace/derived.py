@@ -11,6 +11,7 @@ from xfer.mesh.box import Ints
 from xfer.trace.fragment import TensorSpec
 
 BLOCK = 128
+"""Rows and columns of a block."""
 VALUES, SCALES = "float8_e4m3fn", "float32"
 
 
