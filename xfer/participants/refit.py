@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 from xfer.background import LOOK_S, BackgroundCall
 from xfer.coordinator import messages as m
 from xfer.coordinator.deadlines import CALL_GRACE_S, STOP_GRACE_S
@@ -23,6 +21,7 @@ from xfer.participants import computing, faults, readers
 from xfer.participants.arguments import Arguments
 from xfer.participants.report import RefitReport
 from xfer.participants.timeline import mark
+from xfer.transport.group import wait_for_stream
 
 if TYPE_CHECKING:
     from xfer.participants.lane import Lane
@@ -117,7 +116,7 @@ class RefitCall:
                 news = session.side.news(session.version is not None)
                 if session.device.type == "cuda":
                     # Copies that a source makes when it is checked (of a callable) run on this thread's stream; lanes have others.
-                    torch.cuda.current_stream(session.device).synchronize()
+                    wait_for_stream(session.device, self.until, self.label)
                     if call.verify:
                         session.begin_sums(self.number)
                 mark(self.label, "ready")
