@@ -8,8 +8,10 @@ where `index` is its linear index in the canonical tensor. So the sum over all s
 over the taker's own fragments, however either side cuts the tensors and in whatever order it walks them, while an
 element that is wrong, missing, doubled or in the wrong place changes it.
 
-bits: of the destination-typed value. 1 and 2 bytes: extended to 32 (bytes with zeros, others with their sign), for both
-k. 4 bytes: b ^ (b >> 16), for both. 8 bytes: low and high half of splitmix64's finalizer.
+bits: of the destination-typed value. 2 bytes: extended to 32 with their sign, for both k. 4 bytes: b ^ (b >> 16), for both.
+8 bytes: low and high half of splitmix64's finalizer. 1 byte: elements 2i and 2i + 1 are element i of a tensor of 2 bytes. So the
+first adds weight[k](tensor, i) * (byte + PLUS[k]), the byte extended with zeros, and the second weight[k](tensor, i) * 256 * byte,
+extended with its sign. Pairs that lie as such are read as 2 bytes.
 weight: (h[k](index // 8 + salt[k](tensor)) | 1) * FACTORS[k][index % 8], with h[k] a mixing bijection of 32-bit words. Weights
 are odd, so a single wrong element always changes the number; any other set of changes passes with a chance of about one
 in 2**62, or in 2**32 where all of them are swaps of signs in bf16 (differences of 2**15 leave 16 bits of either sum).
@@ -38,6 +40,8 @@ CHUNK = 1 << 18
 """Elements worked on at once: the scratch is a few int32 arrays of this length, whatever the tensors' sizes."""
 
 GROUP = 8
+PAIR = "int16"
+"""Dtype as which two bytes of a tensor are read."""
 _G, _C1, _C2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _WORD, _HALF = 1 << 64, 1 << 32
 MIXES = (((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 0)), ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 0)))
@@ -110,6 +114,8 @@ class Sums:
         for r, slot in zip(self._rows, self._slot.tolist()):
             if (where := placed(r, self._side, self._shapes)) is not None:
                 own, final = DTYPES[r[f"{self._side}_dtype"]], DTYPES[r["dst_dtype"]]
+                if ITEMSIZE[own] == ITEMSIZE[final] == 1 and (pairs := where.in_pairs()) is not None:
+                    own, final, where = PAIR, PAIR, pairs
                 mixer.add(slot, own, final, int(r[f"{self._side}_root"]), where)
         return mixer.values()
 
@@ -131,6 +137,17 @@ class Placed:
             return False
         n, _, step = self.dims[-1]
         return step == 1 and n % GROUP == 0 and all(c % GROUP == 0 for _, _, c in self.dims[:-1])
+
+    def in_pairs(self) -> Placed | None:
+        """This row of bytes as one of pairs (dtype PAIR). None if it cuts a pair."""
+        if not self.dims or self.index % 2:
+            return None
+        *outer, (n, s, step) = self.dims
+        if (s, step) != (1, 1) or n % 2 or any(c % 2 for _, _, c in outer):
+            return None
+        return Placed(
+            self.offset, self.index // 2, self.salts, (*((m, t, c // 2) for m, t, c in outer), (n // 2, 2, 1))
+        )
 
     def part(self, start: int, count: int) -> Placed:
         """Of the outermost dim, `count` places from `start` on."""
@@ -233,12 +250,12 @@ class _Mixer:
                 word.bitwise_xor_(torch.bitwise_right_shift(word, 16).bitwise_and_(0xFFFF))
             words = [word, word]
         for k in range(2):
-            totals[k] += self._sum(k, words[k], where)
+            totals[k] += self._sum(k, words[k], where, single=value.element_size() == 1)
 
-    def _sum(self, k: int, words: torch.Tensor, where: Placed) -> torch.Tensor:
-        """int64, to be taken modulo 2**32."""
+    def _sum(self, k: int, words: torch.Tensor, where: Placed, single: bool) -> torch.Tensor:
+        """int64, to be taken modulo 2**32. single: the words are bytes."""
         out = self.work[1]
-        if where.grouped:
+        if where.grouped and not single:
             count = words.numel() // GROUP
             w, sums = words.reshape(-1, GROUP), out[:count]
             if w.is_cuda:  # which has no product of integer matrices
@@ -251,7 +268,13 @@ class _Mixer:
         else:
             count = words.numel()
             sums = torch.add(words.reshape(-1), _signed(PLUS[k], 32), out=out[:count])
-            index = self._index(where.index % (GROUP * _HALF), [(n, c) for n, _, c in where.dims], count, torch.int64)
+            index = self._index(
+                where.index % (2 * GROUP * _HALF), [(n, c) for n, _, c in where.dims], count, torch.int64
+            )
+            if single:
+                second = words.reshape(-1).to(torch.int8).to(torch.int32).mul_(256)
+                torch.where(index % 2 == 1, second, sums, out=sums)
+                index.bitwise_right_shift_(1)
             sums.mul_(self.factors[k][index & (GROUP - 1)])
             group = self.work[2][:count].copy_(index.bitwise_right_shift_(GROUP.bit_length() - 1))
         group.add_(_signed(where.salts[k], 32))

@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from xfer.kernels.checksum import FACTORS, GROUP, MIXES, PLUS, Placed, _signed
-from xfer.kernels.triton_impl import _BITS, _TL, CASTS, _aligned, _to_bfloat16, multiprocessors
+from xfer.kernels.checksum import FACTORS, GROUP, MIXES, PAIR, PLUS, Placed, _signed
+from xfer.kernels.triton_impl import _BITS, _TL, CASTS, _to_bfloat16, multiprocessors
 from xfer.plan.checksum import joined
 from xfer.plan.program import DTYPES, ITEMSIZE
 
@@ -148,6 +148,12 @@ def _sum_tiles(
             else:
                 x, y = _words(tl.load(src + (r * row + c * unit), mask=keep, other=0), OWN, FINAL, AS)
                 index = first + r * row_step + c * unit_step
+                if AS == tl.uint8:  # the second byte of a pair; PLUS is added below
+                    second = x.to(tl.uint8).to(tl.int8, bitcast=True).to(tl.int32) * 256
+                    odd = (index & 1) == 1
+                    x = tl.where(odd, (second.to(tl.uint32) - PLUS0).to(tl.int32), x)
+                    y = tl.where(odd, (second.to(tl.uint32) - PLUS1).to(tl.int32), y)
+                    index = index >> 1
                 x = (x.to(tl.uint32) + PLUS0) * tl.load(factors + (index & 7)).to(tl.uint32)
                 y = (y.to(tl.uint32) + PLUS1) * tl.load(factors + 8 + (index & 7)).to(tl.uint32)
                 group = (index >> 3).to(tl.uint32)
@@ -189,11 +195,16 @@ class TritonSums:
             own, final = DTYPES[r[f"{side}_dtype"]], DTYPES[r["dst_dtype"]]
             if where is None:
                 continue
-            if own != final and (own, final) not in CASTS or not _aligned(r, side, roots, ITEMSIZE[own]):
+            root = int(r[f"{side}_root"])
+            base = roots[root].data_ptr()
+            if own != final and (own, final) not in CASTS or not _aligned(where, base, ITEMSIZE[own]):
                 odd[i] = True
                 continue
-            root = int(r[f"{side}_root"])
-            whole = _in_groups(where, roots[root].data_ptr(), ITEMSIZE[own], ITEMSIZE[final])
+            if ITEMSIZE[own] == ITEMSIZE[final] == 1:
+                pairs = where.in_pairs()
+                if pairs is not None and _aligned(pairs, base, ITEMSIZE[PAIR]):
+                    own, final, where = PAIR, PAIR, pairs
+            whole = _in_groups(where, base, ITEMSIZE[own], ITEMSIZE[final])
             tiles = _tiles(int(slot[i]), root, where, ITEMSIZE[own], whole, tile)
             kinds.setdefault((own, final, whole), []).append(tiles)
         self.odd = odd
@@ -263,9 +274,13 @@ class TritonSums:
         return load, final_tl, as_tl, GROUP if whole else 1, *plus, *MIXES
 
 
+def _aligned(where: Placed, base: int, item: int) -> bool:
+    return (base + where.offset) % item == 0 and all(s % item == 0 for _, s, _ in where.dims)
+
+
 def _in_groups(where: Placed, base: int, own: int, final: int) -> bool:
     """Can the kernel take this row in whole groups, each of them dense and where loads of 16 bytes may begin?"""
-    if final == 8 or not where.grouped or where.dims[-1][1] != own or (base + where.offset) % 16:
+    if final in (1, 8) or not where.grouped or where.dims[-1][1] != own or (base + where.offset) % 16:
         return False
     if where.dims[-1][0] == GROUP:  # one to a row: `_tiles` would step over them
         return False
