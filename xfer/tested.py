@@ -52,16 +52,25 @@ class Cell:
 CPUS = "CPUs"
 _NEWEST = Trainer("0.19.2", "0.6.2", "3.12", "2.13.0", "transformers>=5.8,<=5.12.1")
 _OLDEST = Trainer("0.16.1", "0.3.1", "3.11", "2.13.0", "transformers<5")
-_ON_GPUS = Trainer("0.16.1", "0.3.1", "3.12", "2.11.0+cu130", transformer_engine="2.11.0")
+_NEWEST_ON_GPUS = Trainer("0.19.2", "0.6.2", "3.12", "2.11.0+cu130", transformer_engine="2.20.2")
+_OLDEST_ON_GPUS = Trainer("0.16.1", "0.3.1", "3.12", "2.11.0+cu130", transformer_engine="2.11.0")
 _CPU_ENGINE = Engine("0.32.0", "3.11", "2.13.0")
+_GPU_ENGINE = Engine("0.25.1", "3.12", "2.11.0+cu130")
 
 MATRIX = (
     Cell(CPUS, _NEWEST, _CPU_ENGINE, "scripts/test.sh", "all that needs no GPU; what CI runs"),
     Cell(CPUS, _OLDEST, _CPU_ENGINE, "TRAINER=0.16.1 scripts/test.sh", "the same"),
     Cell(
+        "H100s",
+        _NEWEST_ON_GPUS,
+        _GPU_ENGINE,
+        "python -m pytest -m gpu tests/functional/test_gpu_megatron.py tests/functional/test_gpu_layerwise.py",
+        "training, export and refits of Megatron-Core: [GPU tests](benchmarks/RESULTS.md#tests-on-gpus)",
+    ),
+    Cell(
         "H100s and H200s",
-        _ON_GPUS,
-        Engine("0.25.1", "3.12", "2.11.0+cu130"),
+        _OLDEST_ON_GPUS,
+        _GPU_ENGINE,
         "python -m pytest -m gpu tests",
         "[GPU tests](benchmarks/RESULTS.md#tests-on-gpus) and [whole refits](benchmarks/RESULTS.md#whole-refits)",
     ),
