@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.gpu_job import BESIDE, gpus, nccl_host
+from tests.support.gpu_job import BESIDE, BLOCK_FP8, gpus, nccl_host
 
 pytest.importorskip("vllm")
 
@@ -25,6 +25,7 @@ BUCKETS = dict(route="packed", bucket_bytes=64 << 20)
 APART = dict(env=nccl_host("t"), engine_env=nccl_host("e"))
 WAYS = {
     **{name: route(name, GPUS) for name in ("peer", "nccl")},
+    "block FP8": Route("peer", (GPUS - 1,) * 2, served=BLOCK_FP8),
     "mapped": Route("packed", (0, 0), connect=dict(BUCKETS, colocated=True)),
     "broadcast": Route("packed", (0, 0), connect=BUCKETS, **APART),
 }
@@ -69,11 +70,20 @@ def test_a_trainer_that_is_killed(b, which):
     b.failed(b.others(rank), ("PeerLost",), *texts, within=FAR / 2, drained=rank > 0 and not b.packed)
     b.only_these_ended(b.trainers[rank])
     if not b.packed or buckets:  # else nothing may have been sent yet
-        b.torn_or_untouched()
+        b.torn()
     b.meet_anew()
     b.right()
     kept = BESIDE or b.packed and not b.route.connect.get("colocated")  # NCCL keeps some memory of its own
     assert kept or (after := b.room(rank)) >= before - mine // 2, (before, after, mine)
+
+
+def test_a_worker_that_fails_before_it_says_done_leaves_an_engine_that_answers_nan(b):
+    """All bytes are written by then, so nothing but the lock keeps the engine from plausible answers."""
+    b.begin("engine", "worker:0:done:raise", deadline_s=FAR)
+    b.failed(list(range(len(b.trainers))), ("XferError", "RefitFailed"), "injected fault", within=FAR / 2)
+    assert b.torn()
+    b.only_these_ended()
+    b.right()
 
 
 @pytest.mark.parametrize("which", [LAST, pytest.param(FIRST, marks=pytest.mark.slow)])
@@ -85,7 +95,7 @@ def test_a_trainer_that_is_stopped_and_goes_on(b, which):
     b.stopped(rank)
     try:
         b.failed(b.others(rank), LATE, f"trainer {rank}", within=SHORT + GRACE_S, drained=rank > 0)
-        b.torn_or_untouched()
+        b.torn()
     finally:
         b.let_go_on(rank)
     b.failed([rank], LATE, within=FAR, drained=False)
@@ -111,7 +121,7 @@ def test_who_fails_between_buckets_ends_the_refit_and_the_same_processes_make_th
     for _ in range(2):
         b.begin("trainers" if who == "trainer" else "engine", f"{who}:0:wave:raise@3", deadline_s=FAR)
         b.failed([0, 1], ("XferError", "RefitFailed"), "injected fault", within=FAR / 2)
-        b.torn_or_untouched()
+        b.torn()
         b.only_these_ended()
         b.right()
 

@@ -29,13 +29,15 @@ MODEL = config(
 
 @dataclass(frozen=True)
 class Route:
-    """`name`: as in reports. `trainers`: GPU of each; the engine's is 0. `env`, `connect`: of the trainers. `engine_env`: of the engine."""
+    """`name`: as in reports. `trainers`: GPU of each; the engine's is 0. `env`, `connect`: of the trainers. `engine_env`: of the engine.
+    `served`: what the engine's config has beside the trainers'."""
 
     name: str
     trainers: tuple[int, ...]
     env: dict[str, str] = field(default_factory=dict)
     engine_env: dict[str, str] = field(default_factory=dict)
     connect: dict = field(default_factory=dict)
+    served: dict = field(default_factory=dict)
 
 
 def route(name: str, gpus: int) -> Route | None:
@@ -54,7 +56,7 @@ class Bench:
     """All at the weights of `seed` after `right()`. A test that fails leaves `whole` False: the next starts everything anew."""
 
     def __init__(self, work: Path, route: Route):
-        self.job, self.route, self.work = Job(work, MODEL), route, Path(work)
+        self.job, self.route, self.work = Job(work, MODEL | route.served), route, Path(work)
         self.engine: Engine | None = None
         self.whole, self.seed, self.tokens = False, 0, []
 
@@ -155,13 +157,14 @@ class Bench:
     def given_up(self) -> None:
         until(lambda: any(self.state()[k] for k in ("error", "lost")), 40, "the engine's controller has heard of it")
 
-    def torn_or_untouched(self) -> None:
-        """Checks that the engine answers NaN and its controller has an error, or that it answers as before."""
+    def torn(self) -> bool:
+        """Whether the engine answers NaN and its controller has an error. Checks that it answers as before otherwise."""
         self.given_up()
         now = self.engine.ask("force", "forced")["outputs"]
         torn = all(math.isnan(x) for _, logprobs in now for x in logprobs)
         assert torn or [t for t, _ in now] == self.tokens, now
         assert not torn or self.state()["error"]
+        return torn
 
     def remade(self, give_back: bool) -> list[dict]:
         """Other memory under all parameters of all trainers; see gpu_trainer.Plain.remake."""
