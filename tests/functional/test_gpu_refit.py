@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from examples.common.ports import free_port
 from tests.support.gpu_job import (
     BESIDE,
     BLOCK_FP8,
@@ -85,6 +86,9 @@ NOT_DECODED_BY = ("kv_b_proj.weight",)
 """MLA decodes with tensors that it made of this one after loading."""
 FP8_MOE = {**BLOCK_FP8, "num_experts": 16}
 """vLLM quantizes the router, too, whose kernel wants multiples of 16."""
+FLASHINFER = dict(moe_backend="flashinfer_cutlass", flashinfer=True, enable_flashinfer_autotune=False)
+"""Lays experts out anew after loading. Where FlashInfer is not installed, its kernel is a stand-in (tests/support/kernels); what vLLM
+does to weights for it is vLLM's own."""
 CASES = [
     Case("one GPU for both", "qwen3", (0,), ((0,),)),
     Case("dense, side by side", "qwen3_tied", (1,), ((0,),)),
@@ -93,6 +97,16 @@ CASES = [
     Case("block FP8, dense", "qwen3", (1,), ((0,),), config=BLOCK_FP8),
     Case(
         "block FP8, experts, one GPU for both", "qwen3_moe", (0,), ((0,),), dict(moe_backend="triton"), config=FP8_MOE
+    ),
+    Case("experts laid out anew, one GPU for both", "qwen3_moe", (0,), ((0,),), FLASHINFER),
+    Case("block FP8, experts laid out anew, one GPU for both", "qwen3_moe", (0,), ((0,),), FLASHINFER, config=FP8_MOE),
+    Case(
+        "block FP8, experts over two GPUs laid out anew",
+        "qwen3_moe",
+        (0, 1),
+        ((0, 1),),
+        {**EAGER, **FLASHINFER, "ep": True},
+        config={**FP8_MOE, "head_dim": 128},  # keys of one head are a block
     ),
     Case("dense, TP4, colocated", "qwen3", (0, 1, 2, 3), ((0, 1, 2, 3),)),
     Case("experts cut, colocated", "qwen3_moe", (0, 1, 2, 3), ((0, 1, 2, 3),), dict(ep=True)),
@@ -155,6 +169,21 @@ def test_refits_are_bit_exact_and_tokens_follow(case: Case, tmp_path):
             offloaded = job.good("offload", "offloaded")
             assert BESIDE or all(o["back"] >= 0.9 * o["bytes"] - (4 << 20) for o in offloaded), offloaded
             assert check(job, engines, 2, job.refit(2, verify=True), case.route) == second
+
+
+def test_experts_that_a_backend_repacks_are_refused_by_name(tmp_path):
+    """Marlin's repacking is an operator of its own, of which no trace knows where it moves bytes."""
+    with Job(tmp_path, config("qwen3_moe", **FP8_MOE)) as job:
+        engine = job.engine("engine", [0], moe_backend="marlin", eager=True)
+        job.start_trainers([0])
+        job.plain()
+        engine.started()
+        rendezvous = f"tcp://127.0.0.1:{free_port()}"
+        engine.ask("serve", "serving", rendezvous=rendezvous, replica=0)
+        (got,) = job.all("connect", "connected", rendezvous=rendezvous, replicas=1)
+        assert got["kind"] == "raised" and got["type"] == "Unsupported", got
+        assert "MoE backend MARLIN lays FP8 experts out anew, and" in got["text"]
+        assert "start vLLM with moe_backend='triton'" in got["text"]
 
 
 def test_samples_are_of_the_version_that_they_are_labelled_with(tmp_path):

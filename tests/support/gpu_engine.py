@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import threading
 import time
 from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
 
 from benchmarks.lib.gpu_profile import noop
 from tests.support import vllm_main
@@ -23,8 +27,16 @@ def start(
     load_format: str = "dummy",
     eager: bool = False,
     asynchronous: bool = False,
+    flashinfer: bool = False,
     **more,
 ):
+    """Start vLLM.
+
+    Args:
+        flashinfer: Give vLLM FlashInfer's kernel for experts in torch, if FlashInfer is not installed.
+    """
+    if flashinfer and find_spec("flashinfer") is None:
+        _stand_in()
     if not entry_points(group="vllm.general_plugins", name="xfer"):
         raise RuntimeError("xfer is not installed, so vLLM does not find it: pip install --no-deps .")
     from vllm import LLM
@@ -42,6 +54,14 @@ def start(
     if dp > 1 or asynchronous:
         return InLoop(**{**options, "data_parallel_size": dp, **more})
     return LLM(**{**options, **more})
+
+
+def _stand_in() -> None:
+    """Let this process and vLLM's own import tests/support/kernels/flashinfer."""
+    folder = str(Path(__file__).parent / "kernels")
+    sys.path.append(folder)
+    os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (os.environ.get("PYTHONPATH"), folder) if p)
+    os.environ["VLLM_HAS_FLASHINFER_CUBIN"] = "1"  # without it vLLM wants a compiler, too
 
 
 def greedy(tokens: int):

@@ -16,6 +16,7 @@ from benchmarks.lib.gpu_profile import Profile
 from examples.common import toy
 from tests.support import block_fp8, engine_bytes
 from tests.support.gpu_watch import Watch
+from xfer.engines.processed import read_processed
 from xfer.engines.vllm_layout import EngineModel
 from xfer.kernels.block_fp8 import ScaleRule, TorchQuantizer, WeightBox, grid
 
@@ -37,6 +38,7 @@ class Probe:
 
     def xfer_wrong(self, config=None, seed=0, folder=""):
         """[(name, wrong elements, elements)] of live parameters and tensors derived from them that differ from vLLM's loader."""
+        from vllm.config import set_current_vllm_config
         from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
         from xfer.engines.meta_model import make_model
@@ -57,6 +59,10 @@ class Probe:
                 module.process_weights_after_loading(self.vllm_config.model_config.dtype)
             if isinstance(method := getattr(module, "quant_method", None), BaseKVCacheMethod):
                 method.process_weights_after_loading(module)  # makes buffers of its parameters
+        for r in read_processed(self.model_runner.get_model()).relaid:
+            module = twin.get_submodule(r.name)
+            with set_current_vllm_config(self.vllm_config, check_compile=False):
+                module.quant_method.process_weights_after_loading(module)
         live, bad, seen = tensors(self.model_runner.get_model()), [], 0
         assert bool(derived(twin)) == self.vllm_config.model_config.use_mla
         for name, want in tensors(twin).items():

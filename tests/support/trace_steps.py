@@ -112,6 +112,8 @@ MOVES = {
     "step": lambda x, d, i, j: along(x, d, slice(j % x.shape[d], None, 1 + i % 3)),
     "expand": lambda x, d, i, j: x.unsqueeze(0).expand(1 + j % 3, *x.shape),
     "repeat": lambda x, d, i, j: x.repeat(*(1 + j % 2 if k == d else 1 for k in range(x.dim()))),
+    "flip": lambda x, d, i, j: x.flip(d - x.dim() * (j % 2)),
+    "itself": lambda x, d, i, j: in_place(x, d, j, lambda s, *part: s.narrow(*part).copy_(s.narrow(*part))),
     "put": put,
     "copyin": copyin,
     "fill": lambda x, d, i, j: in_place(x, d, j, lambda s, d, at, n: s.narrow(d, at, 1).fill_(2.0)),

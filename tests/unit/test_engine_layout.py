@@ -15,7 +15,7 @@ from xfer.engines.asleep import LeftAlone
 from xfer.engines.layout import joined, read_layout, refuse_kept_in_vain, renamed, run_recipes
 from xfer.engines.live import LiveStorages
 from xfer.engines.lock import candidates, choose
-from xfer.engines.processed import refuse_processed
+from xfer.engines.processed import Processed, Relaid, read_processed
 from xfer.engines.quantized import with_quantized
 from xfer.engines.vllm_layout import EmptyIsZero
 from xfer.errors import LayoutError, RebindError, Unsupported, XferError
@@ -287,7 +287,8 @@ def test_loader_arithmetic_runs_from_scratch():
 
 
 def test_processed_weights_are_refused_by_module(monkeypatch):
-    """Some post-load processing keeps shapes, so methods are allowed by name and nothing else is."""
+    """Some post-load processing keeps shapes, so methods are allowed by name and nothing else is. What other backends did to experts
+    is read from their own code (tests/functional/test_engine_relaid.py)."""
     net = nn.ModuleDict()
     for name, kind, backend in (
         ("plain", "UnquantizedLinearMethod", None),
@@ -300,13 +301,15 @@ def test_processed_weights_are_refused_by_module(monkeypatch):
         method = net[name].quant_method = type(kind, (), {})()
         if backend:
             method.unquantized_backend = SimpleNamespace(name=backend)
-    for resident, names in ((False, ["fp8", "swapped", "packed"]), (True, ["fp8", "swapped"])):
+    for resident, names in ((False, ["fp8", "packed"]), (True, ["fp8"])):
         monkeypatch.setattr(vllm_cpu, "_installed", resident)
         with pytest.raises(Unsupported) as error:
-            refuse_processed(net)
+            read_processed(net)
         assert [v.split(":")[0] for v in error.value.violations] == names
-        assert all("connect(route=xfer.Packed())" in v for v in error.value.violations[:2])
-        assert resident or "XFER_CPU_RESIDENT=1" in error.value.violations[2]
+        assert "connect(route=xfer.Packed())" in error.value.violations[0]
+        assert resident or "XFER_CPU_RESIDENT=1" in error.value.violations[1]
+    del net["fp8"]
+    assert read_processed(net) == Processed(None, (Relaid("swapped", "FLASHINFER_CUTLASS", fp8=False),))
 
 
 BLOCKS = dict(weight_block_size=[128, 128])
@@ -321,6 +324,7 @@ BLOCKS = dict(weight_block_size=[128, 128])
         ("CompressedTensorsW8A8Fp8MoEMethod", dict(BLOCKS, backend="VLLM_CUTLASS"), ScaleRule.IEEE),
         ("CompressedTensorsLinearMethod", dict(BLOCKS, kernel="CutlassFp8BlockScaledMMKernel"), ScaleRule.IEEE),
         ("Fp8KVCacheMethod", {}, None),
+        ("Fp8MoEMethod", dict(BLOCKS, backend="FLASHINFER_CUTLASS"), Relaid("layer", "FLASHINFER_CUTLASS", fp8=True)),
         # DeepGEMM: by what it is set to, and by the GPU.
         ("Fp8LinearMethod", dict(BLOCKS, kernel="DeepGemmFp8BlockScaledMMKernel"), ScaleRule.IEEE),
         ("Fp8LinearMethod", dict(BLOCKS, kernel="DeepGemmFp8BlockScaledMMKernel", e8m0=True), ScaleRule.POW2),
@@ -332,7 +336,6 @@ BLOCKS = dict(weight_block_size=[128, 128])
         ("Fp8LinearMethod", dict(BLOCKS, kernel="MarlinFP8ScaledMMLinearKernel"), "repacks FP8 weights; start vLLM with linear_backend="),
         ("Fp8LinearMethod", dict(BLOCKS, kernel="OfTomorrow"), "OfTomorrow repacks FP8 weights"),
         ("Fp8LinearMethod", dict(BLOCKS, kernel="CPUFp8BlockScaledMMKernel"), "packed for the CPU; set XFER_CPU_RESIDENT=1"),
-        ("Fp8MoEMethod", dict(BLOCKS, backend="FLASHINFER_CUTLASS"), "FLASHINFER_CUTLASS lays FP8 experts out anew; start vLLM with"),
         ("Fp8MoEMethod", dict(BLOCKS, backend="TRITON", weight_scale_refine=(2, 2)), "scales of finer blocks"),
         ("Fp8PerBlockOnlineLinearMethod", BLOCKS, "need scales and layouts that xfer does not move"),
         ("ModelOptMxFp8LinearMethod", {}, "it moves bf16, and block FP8 [128, 128] as a checkpoint has it"),
@@ -356,11 +359,12 @@ def test_block_fp8_is_taken_as_it_was_loaded_and_nothing_else_is(monkeypatch, ki
         net["layer"].scheme = what
     if isinstance(said, str):
         with pytest.raises(Unsupported) as error:
-            refuse_processed(net, "draft.")
+            read_processed(net, "draft.")
         (line,) = error.value.violations
         assert line.startswith("draft.layer: ") and said in line
     else:
-        assert refuse_processed(net) is said
+        relaid = isinstance(said, Relaid)
+        assert read_processed(net) == (Processed(ScaleRule.IEEE, (said,)) if relaid else Processed(said, ()))
 
 
 class Fp8Net(nn.Module):
@@ -423,8 +427,8 @@ def test_one_layer_that_requantizes_makes_the_rule_for_all(monkeypatch):
     net = nn.ModuleDict({n: nn.Module() for n in ("a", "b", "c")})
     for name, kernel in (("a", "TritonFp8BlockScaledMMKernel"), ("b", "DeepGemmFp8BlockScaledMMKernel")):
         net[name].quant_method = type("Fp8LinearMethod", (), dict(BLOCKS, fp8_linear=type(kernel, (), {})()))()
-    assert refuse_processed(net) is ScaleRule.POW2
-    assert refuse_processed(net["c"]) is None
+    assert read_processed(net).rule is ScaleRule.POW2
+    assert read_processed(net["c"]).rule is None
 
 
 def test_what_attention_computed_for_itself_is_refused_and_what_it_shares_is_not():
@@ -449,7 +453,7 @@ def test_what_attention_computed_for_itself_is_refused_and_what_it_shares_is_not
     for name, (impl, tensor) in held.items():
         net[name].impl, impl.sinks = impl, tensor
     with pytest.raises(Unsupported) as error:
-        refuse_processed(net)
+        read_processed(net)
     assert [v.split(":")[0] for v in error.value.violations] == ["copies"] and "sinks" in error.value.violations[0]
 
 

@@ -161,7 +161,7 @@ class Single(torch.nn.Module):
         ("other element size afterwards", lambda p, w: bytewise(p.data.copy_(w["a"][:4, :4]), p)),
         ("computed in place from a half", lambda p, w: (p.data[:2].copy_(w["a"][:2, :4]), p.data.mul_(2))),
         ("computed from a half", lambda p, w: p.data.copy_(half(w["a"]) * 2)),
-        ("moved by an operator without a rule", lambda p, w: p.data.copy_(half(w["a"]).flip(0))),
+        ("moved by an operator without a rule", lambda p, w: p.data.copy_(half(w["a"]).flip(0, 1))),
         ("grown and read", lambda p, w: p.data.copy_(w["d"].resize_(4, 4))),
         ("grown and computed with", lambda p, w: p.data.copy_(w["d"].resize_(4, 4) * 2)),
         ("set to more than there is", lambda p, w: p.data.copy_(wider(w["d"]))),
@@ -345,6 +345,23 @@ def test_a_loader_that_raises_is_a_layout_error_with_its_cause_and_line():
     with pytest.raises(LayoutError, match="size of tensor") as e:
         trace_loader(Single(lambda p, w: p.data.copy_(w["a"])), SPECS)
     assert e.value.violations[0].startswith(f"raised by <lambda> ({__name__}, line ")
+
+
+def test_what_runs_after_loading_moves_what_was_loaded_and_nothing_else():
+    """A framework may put another parameter in a loaded one's place. A module without loaded parameters is left alone."""
+    loaded, other = Single(lambda p, w: p.data.copy_(w["a"][:4, :4])), Single(lambda p, w: None)
+    both = torch.nn.ModuleDict({"loaded": loaded, "other": other})
+
+    def swap(module) -> None:
+        halves = module.p.data.view(2, 2, 4).flip(0).reshape(4, 4)
+        module.p = torch.nn.Parameter(halves.contiguous(), requires_grad=False)
+
+    steps = [(m, lambda m=m: swap(m)) for m in both.values()]
+    traced = trace_loader(both, SPECS, loaded.load_weights, after=steps)
+    assert {f.root for f in traced.fragments} == {"loaded.p"} and not traced.recipes
+    weights, roots = real_tensors(), {"loaded.p": torch.full((4, 4), 77.0)}
+    load_into(traced, weights, roots)
+    assert torch.equal(roots["loaded.p"], torch.cat([weights["a"][2:4, :4], weights["a"][:2, :4]]))
 
 
 def test_a_name_given_twice_is_refused():

@@ -6,9 +6,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.replay import load
 from xfer.errors import LayoutError, Unsupported
 from xfer.trace.fragment import TensorSpec
-from xfer.trace.probe import NOT_MOVED, OFFSET_BITS, Digits, decode, export_fragments, numbers
+from xfer.trace.loader import trace_loader
+from xfer.trace.probe import NOT_MOVED, OFFSET_BITS, Digits, decode, export_fragments, moves, numbers
 
 DTYPES = ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32", "uint8", "int8", "int32", "int64"]
 
@@ -49,3 +51,57 @@ def test_decoding_skips_what_was_not_moved():
     ids[4:6] = NOT_MOVED
     assert [(at.size, root, at == of) for at, root, of in decode(ids)] == [(8, 3, True)]
     assert 3 << OFFSET_BITS == int(ids[0])
+
+
+FLOOR = 2.0**-22
+A, B = TensorSpec("a", (3, 5), "float32"), TensorSpec("b", (2, 5), "float32")
+
+
+class Scales(torch.nn.Module):
+    """A matrix of both tensors in a wider storage, which is changed after loading."""
+
+    def __init__(self, change) -> None:
+        super().__init__()
+        self.change = change
+        self.p = torch.nn.Parameter(torch.empty(5, 8, device="meta"), requires_grad=False)
+
+    def load_weights(self, weights) -> None:
+        given = dict(weights)
+        self.p.data[:3, :5].copy_(given["a"])
+        self.p.data[3:, :5].copy_(given["b"])
+        self.change(self.p.data[:, :5])
+
+
+MOVED = {
+    "a limit below": lambda x: x.clamp_(min=1e-10),
+    "the limit itself": lambda x: x.clamp_(min=FLOOR),
+    "rows turned and a limit": lambda x: x.copy_(x.roll(2, 0).clamp(min=1e-10)),
+    "scaled and scaled back": lambda x: x.mul_(0.5).mul_(2),
+}
+COMPUTED = {
+    "a limit above the least": lambda x: x.clamp_(min=FLOOR * (1 + 2**-20)),
+    "a limit below the largest": lambda x: x.clamp_(max=3e38),
+    "doubled": lambda x: x.mul_(2),
+    "one of two": lambda x: x.copy_(torch.maximum(x, x.roll(1, 0))),
+    "one number for all": lambda x: x.copy_(x.amax().expand(5, 5)),
+    "rounded": lambda x: x.copy_(x.to(torch.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("change", [pytest.param(c, id=n) for n, c in MOVED.items()])
+def test_arithmetic_that_changes_no_possible_number_is_a_move(change):
+    traced = trace_loader(Scales(change), (A, B))
+    assert traced.recipes and not any(f.root == "p" for f in traced.fragments)
+    found = moves(traced, FLOOR)
+    assert not found.recipes and found.fragments
+    given = {s.name: torch.rand(s.shape) + FLOOR for s in (A, B)}
+    by_recipe, by_move = torch.full((5, 8), 7.0), torch.full((5, 8), 7.0)
+    load(traced, given, {"p": by_recipe})
+    load(found, given, {"p": by_move})
+    assert torch.equal(by_recipe, by_move)
+
+
+@pytest.mark.parametrize("change", [pytest.param(c, id=n) for n, c in COMPUTED.items()])
+def test_arithmetic_that_changes_a_possible_number_stays_arithmetic(change):
+    traced = trace_loader(Scales(change), (A, B))
+    assert traced.recipes and moves(traced, FLOOR) == traced

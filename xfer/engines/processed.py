@@ -1,11 +1,12 @@
-"""Refuses live models that vLLM processed after loading: a new layout of weights, or tensors that attention computed from them.
+"""What vLLM did to the weights of a live model after loading: modules that it may have laid out anew, and refusals of others.
 
-copies.py finds other tensors outside parameters and buffers.
+relaid.py reads the new layouts. copies.py finds other tensors outside parameters and buffers.
 """
 
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,77 +36,121 @@ _DEEP_GEMM = (
 )  # fmt: skip
 """Those that, unless E8M0 is turned off, quantize again after loading with scales that are powers of two."""
 _CPU = ("CPUFp8BlockScaledMMKernel", "CPU")
-_ELSE = "or have vLLM's own loader make them from whole tensors: connect(route=xfer.Packed())"
+PROCESSED = "this engine processed its weights after loading them"
+ELSE = "or have vLLM's own loader make them from whole tensors: connect(route=xfer.Packed())"
 _RESIDENT = "set XFER_CPU_RESIDENT=1 where vLLM is started"
 
 
-def refuse_processed(model: torch.nn.Module, prefix: str = "") -> ScaleRule | None:
-    """Refuse modules whose live weights may have another layout than the loaded ones.
+@dataclass(frozen=True, slots=True)
+class Relaid:
+    """A module of experts whose backend may lay them out anew.
+
+    Attributes:
+        name: Its path in its model.
+        backend: vLLM's name of the backend.
+        fp8: Whether its weights are in block FP8.
+    """
+
+    name: str
+    backend: str
+    fp8: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Processed:
+    """What `read_processed` found.
+
+    Attributes:
+        rule: The rule by which weights have to be quantized for this model; None if it serves none in FP8. POW2 where DeepGEMM
+            quantizes again: that leaves weights with such scales alone.
+        relaid: The modules whose layout has to be read from their own processing.
+    """
+
+    rule: ScaleRule | None
+    relaid: tuple[Relaid, ...]
+
+
+def quant_method(module: torch.nn.Module) -> Any:
+    """The method of vLLM that made a module's weights; None if it has none."""
+    method = getattr(module, "quant_method", None)
+    return getattr(method, "old_quant_method", method)  # wrapped around another for LoRA and elastic experts
+
+
+def backend_of(method: Any) -> str:
+    """vLLM's name of the kernels of a method for experts; "" for other methods."""
+    backend = getattr(method, "unquantized_backend", getattr(method, "fp8_backend", None))
+    return "" if backend is None else getattr(backend, "name", str(backend))
+
+
+def read_processed(model: torch.nn.Module, prefix: str = "") -> Processed:
+    """Say how vLLM processed the modules of a live model.
 
     Some processing keeps shape and dtype (FlashInfer swaps the halves of w13), so the result does not show it. This function
-    therefore accepts only the methods and kernels that are known to leave weights alone.
-
-    Returns:
-        The rule by which weights have to be quantized for this model; None if it serves none in FP8. By POW2 where DeepGEMM
-        quantizes again: that leaves weights with such scales alone.
+    therefore knows the methods and kernels that leave weights alone. Other backends of experts are for relaid.py.
 
     Raises:
-        Unsupported: It names every such module.
+        Unsupported: It names every module that is neither.
     """
     bad: list[str] = []
     rules: set[ScaleRule] = set()
+    relaid: list[Relaid] = []
     for name, module in model.named_modules():
-        method: Any = getattr(module, "quant_method", None)
+        method = quant_method(module)
         if method is None:
             continue
-        method = getattr(method, "old_quant_method", method)  # wrapped around another for LoRA and elastic experts
         kind = type(method).__name__
         if kind in _FP8:
             verdict = _block_fp8(kind, getattr(module, "scheme", method) if kind == _IN_SCHEME else method)
             if isinstance(verdict, ScaleRule):
                 rules.add(verdict)
+            elif isinstance(verdict, _Backend):
+                rules.add(ScaleRule.IEEE)
+                relaid.append(Relaid(name, verdict.name, fp8=True))
             else:
                 bad.append(f"{prefix}{name}: {verdict}")
         elif kind not in _AS_LOADED:
             bad.append(
                 f"{prefix}{name}: {kind}: weights in this form need scales and layouts that xfer does not move: it moves bf16, and "
-                f"block FP8 [128, 128] as a checkpoint has it; {_ELSE}"
+                f"block FP8 [128, 128] as a checkpoint has it; {ELSE}"
             )
-        elif hasattr(method, "unquantized_backend"):
-            backend = getattr(method.unquantized_backend, "name", str(method.unquantized_backend))
+        elif backend := backend_of(method):
             if backend == "CPU" and not vllm_cpu.installed():
                 bad.append(f"{prefix}{name}: experts packed for the CPU; {_RESIDENT}")
             elif backend != "CPU" and backend not in _MOE_AS_LOADED:
-                bad.append(
-                    f"{prefix}{name}: MoE backend {backend} lays experts out anew; start vLLM with moe_backend='triton', {_ELSE}"
-                )
+                relaid.append(Relaid(name, backend, fp8=False))
     bad += _copies_in_attention(model)
     if bad:
-        raise Unsupported("this engine processed its weights after loading them", bad)
-    return ScaleRule.of_all(rules)
+        raise Unsupported(PROCESSED, bad)
+    return Processed(ScaleRule.of_all(rules), tuple(relaid))
 
 
-def _block_fp8(kind: str, method: Any) -> ScaleRule | str:
-    """The rule for a layer of this method (compressed-tensors: its scheme), or why its weights cannot be written in place."""
+@dataclass(frozen=True, slots=True)
+class _Backend:
+    name: str
+
+
+def _block_fp8(kind: str, method: Any) -> ScaleRule | _Backend | str:
+    """The rule for a layer of this method (compressed-tensors: its scheme), the backend that may have laid it out anew, or why its
+    weights cannot be written in place."""
     block = getattr(method, "weight_block_size", None)
     if list(block or ()) != [BLOCK, BLOCK]:
         what = f"blocks of {list(block)}" if block else "scales per tensor or per channel"
-        return f"{kind}: {what}; xfer moves block FP8 [{BLOCK}, {BLOCK}] only; {_ELSE}"
+        return f"{kind}: {what}; xfer moves block FP8 [{BLOCK}, {BLOCK}] only; {ELSE}"
     if getattr(method, "weight_scale_refine", None) is not None:
-        return f"{kind}: scales of finer blocks than the checkpoint's; cut experts at multiples of {BLOCK}, {_ELSE}"
-    backend = getattr(method, "fp8_backend", None)
-    kernel = getattr(backend, "name", str(backend)) if backend is not None else type(method.fp8_linear).__name__
+        return f"{kind}: scales of finer blocks than the checkpoint's; cut experts at multiples of {BLOCK}, {ELSE}"
+    backend = backend_of(method)
+    kernel = backend or type(method.fp8_linear).__name__
     if kernel in _FP8_AS_LOADED:
         return ScaleRule.IEEE
     if kernel in _CPU:
         return ScaleRule.IEEE if vllm_cpu.installed() else f"{kernel}: weights packed for the CPU; {_RESIDENT}"
     if kernel in _DEEP_GEMM:
         if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 10:
-            return f"{kernel}: scales are packed four to an int32 on this GPU; {_ELSE}"
+            return f"{kernel}: scales are packed four to an int32 on this GPU; {ELSE}"
         return ScaleRule.POW2 if _requantizes() else ScaleRule.IEEE
-    if backend is not None:
-        return f"MoE backend {kernel} lays FP8 experts out anew; start vLLM with moe_backend='triton', {_ELSE}"
-    return f"{kernel} repacks FP8 weights; start vLLM with linear_backend='cutlass', {_ELSE}"
+    if backend:
+        return _Backend(backend)
+    return f"{kernel} repacks FP8 weights; start vLLM with linear_backend='cutlass', {ELSE}"
 
 
 def _requantizes() -> bool:

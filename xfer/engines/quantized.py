@@ -14,9 +14,10 @@ from dataclasses import replace
 import torch
 
 from xfer.errors import LayoutError, Unsupported
-from xfer.kernels.block_fp8 import ScaleRule
+from xfer.kernels.block_fp8 import ScaleRule, scales_of
 from xfer.trace.derived import SCALES, VALUES, block_grid, quantized
 from xfer.trace.fragment import Fragment, TensorSpec
+from xfer.trace.probe import moves
 from xfer.trace.traced import Traced
 
 Trace = Callable[[Sequence[TensorSpec]], Traced]
@@ -49,7 +50,7 @@ def with_quantized(first: Traced, twin: torch.nn.Module, retrace: Trace, rule: S
         root, suffix = wanted[name]
         values[name], scales[name + suffix] = quantized(base, rule.value)
         offered += [replace(base, dtype=VALUES, split=()), TensorSpec(name + suffix, block_grid(base.shape), SCALES)]
-    second = retrace(sorted(offered))
+    second = moves(retrace(sorted(offered)), float(scales_of(torch.zeros(1), rule)[0]))
     if untaken := sorted(scales.keys() - set(second.reads)):
         lines = [f"{scales[n].of} is FP8 in the engine, and its loader took no scale offered as {n}" for n in untaken]
         raise LayoutError("weights would be served with the scales of other weights", lines)

@@ -14,7 +14,7 @@ import json
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -35,14 +35,15 @@ from xfer.engines.layout import (
 )
 from xfer.engines.live import DRAFT, LiveStorages
 from xfer.engines.lock import Lock, candidates, choose
-from xfer.engines.processed import refuse_processed
+from xfer.engines.processed import Processed, read_processed
 from xfer.engines.quantized import with_quantized
+from xfer.engines.relaid import AfterLoading, refuse_computed
 from xfer.engines.settings import refuse_settings
 from xfer.engines.vllm_checks import all_agree, matches, refuse_other_family
 from xfer.errors import LayoutError, Unsupported, XferError
 from xfer.kernels.block_fp8 import ScaleRule
 from xfer.trace.fragment import TensorSpec
-from xfer.trace.loader import trace_loader
+from xfer.trace.loader import Step, trace_loader
 from xfer.trace.traced import Traced
 from xfer.trace.watch import Watch
 
@@ -163,17 +164,17 @@ class EngineModel:
         self._refuse_unseen_drafter()
         live = LiveStorages(self.model, draft=self.draft, wraps=self._wraps())
         self._refuse_asleep(live)
-        rules = [refuse_processed(self.model)]
-        if self.draft is not None:
-            rules.append(refuse_processed(self.draft, DRAFT))
-        rule = ScaleRule.of_all(rules)
+        processed = [read_processed(self.model)]
+        processed += [] if self.draft is None else [read_processed(self.draft, DRAFT)]
+        rule = ScaleRule.of_all(p.rule for p in processed)
+        processed = [replace(p, rule=rule) for p in processed]
         expected = self._expected()
         built = Watch()
         twin, drafter = self._twin(built), self._twin_drafter(built)
         copies = self._made_since(twin, drafter)
         copies.look()
         specs = tuple(s for s in catalog.exported if not matches(s.name, self.drop))
-        drafted = self._drafted(drafter, specs, live, built, rule)
+        drafted = self._drafted(drafter, specs, live, built, processed[-1])
         drafters = set(drafted.reads) - {s.name for s in expected or ()}  # without those that both models read
         mine = tuple(s for s in specs if s.name not in drafters)
         head = self._untied_head(twin, mine, expected or ())
@@ -182,10 +183,7 @@ class EngineModel:
             ours = [s for s in expected if head is None or s != head.spec]
             absent = refuse_other_family(mine, ours, self.vllm_config.model_config.model, may_lack=bool(self.keep))
         try:
-            traced = (
-                trace_loader(twin, specs, built=built) if head is None else _trace_with_head(twin, specs, head, built)
-            )
-            traced = with_quantized(traced, twin, lambda offered: _retraced(self._twin, offered), rule)
+            traced = self._traced(twin, specs, built, processed[0], self._twin, head=head)
             traced, both = joined(traced, drafted), LiveStorages(twin, draft=drafter)
             if self.keep:
                 own = (*live.slots, *attributes([("", self.model)]))
@@ -329,7 +327,7 @@ class EngineModel:
         specs: Sequence[TensorSpec],
         live: LiveStorages,
         built: Watch,
-        rule: ScaleRule | None,
+        processed: Processed,
     ) -> Traced:
         """Trace the drafter's own loader over the checkpoint's tensors.
 
@@ -339,8 +337,7 @@ class EngineModel:
         if twin is None:
             return Traced((), ())
         try:
-            traced = trace_loader(twin, specs, built=built)
-            traced = with_quantized(traced, twin, lambda offered: _retraced(self._twin_drafter, offered), rule)
+            traced = self._traced(twin, specs, built, processed, self._twin_drafter, DRAFT)
             traced = renamed(traced, DRAFT)
         except (LayoutError, Unsupported) as e:
             if matches(DRAFT, self.keep):  # the drafter came from a checkpoint of its own and is kept
@@ -352,6 +349,52 @@ class EngineModel:
         shared = {name for name, slot in live.slots.items() if name.startswith(DRAFT) and slot.root not in ("", name)}
         shared = {name for name in shared if not live.slots[name].root.startswith(DRAFT)}
         return without_roots(traced, shared)
+
+    def _traced(
+        self,
+        twin: torch.nn.Module,
+        specs: Sequence[TensorSpec],
+        built: Watch,
+        processed: Processed,
+        make: Callable[[Watch], torch.nn.Module | None],
+        prefix: str = "",
+        head: _Head | None = None,
+    ) -> Traced:
+        """Trace the loader of a new twin, and then what vLLM does to experts after loading. The twin's tensors are then laid out as
+        the live ones are.
+
+        Args:
+            twin: The twin.
+            specs: The checkpoint's tensors.
+            built: The watch under which it was built.
+            processed: What vLLM did to the live model; `rule` is that of all models of this engine.
+            make: Makes another twin.
+            prefix: Of module names in errors.
+            head: An untied head that takes the embedding.
+        """
+        after = AfterLoading(self.vllm_config, twin, processed.relaid, prefix)
+
+        def retraced(offered: Sequence[TensorSpec]) -> Traced:
+            built = Watch()
+            again = make(built)
+            if again is None:
+                return Traced((), ())
+            steps = AfterLoading(self.vllm_config, again, processed.relaid, prefix).steps(fp8=True)
+            return trace_loader(again, offered, built=built, after=steps)
+
+        steps = after.steps(fp8=False)
+        try:
+            if head is None:
+                traced = trace_loader(twin, specs, built=built, after=steps)
+            else:
+                traced = _trace_with_head(twin, specs, head, built, steps)
+            traced = with_quantized(traced, twin, retraced, processed.rule)
+        except LayoutError as e:
+            refuse_computed(e.violations, processed.relaid, prefix)
+            raise
+        refuse_computed([r.target for r in traced.recipes], processed.relaid, prefix)
+        after.finish()
+        return traced
 
     def _expected(self) -> tuple[TensorSpec, ...] | None:
         """The checkpoint tensors according to the engine's own HF config, independent of the trainer; None if unknown."""
@@ -497,13 +540,6 @@ class EngineModel:
             torch.cuda.synchronize(self.device)
 
 
-def _retraced(make: Callable[[Watch], torch.nn.Module | None], specs: Sequence[TensorSpec]) -> Traced:
-    """Trace the loader of a fresh twin."""
-    built = Watch()
-    twin = make(built)
-    return trace_loader(twin, specs, built=built) if twin is not None else Traced((), ())
-
-
 def _not_read() -> XferError:
     return XferError("the engine's layout has not been read yet")
 
@@ -544,9 +580,11 @@ class _Head:
         return self.weight.untyped_storage()._cdata == self.embedding.untyped_storage()._cdata
 
 
-def _trace_with_head(twin: torch.nn.Module, specs: Sequence[TensorSpec], head: _Head, built: Watch) -> Traced:
+def _trace_with_head(
+    twin: torch.nn.Module, specs: Sequence[TensorSpec], head: _Head, built: Watch, after: Iterable[Step]
+) -> Traced:
     """Trace the loader as if the checkpoint had the head's tensor, then replace that tensor by the embedding's."""
-    traced = trace_loader(twin, tuple(sorted((*specs, head.spec))), built=built)
+    traced = trace_loader(twin, tuple(sorted((*specs, head.spec))), built=built, after=after)
     places = {name for name, p in twin.named_parameters(remove_duplicate=False) if p is head.embedding}
     sources = sorted({f.tensor for f in traced.fragments if f.root in places and f.tensor != head.spec.name})
     if len(sources) != 1:

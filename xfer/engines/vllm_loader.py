@@ -78,7 +78,7 @@ class PackedModel:
             LayoutError: The names of both sides differ. This is checked if transformers knows the engine's config.
             Unsupported: The packed route cannot refit this engine.
         """
-        from xfer.engines.processed import refuse_processed
+        from xfer.engines.processed import read_processed
 
         engine = self.engine
         refuse_settings(engine.vllm_config, engine.workers)
@@ -110,8 +110,8 @@ class PackedModel:
                     ],
                 )
         try:
-            refuse_processed(engine.model)
-            self._layerwise = any(slot.is_parameter and not slot.root for slot in self._live.slots.values())
+            emptied = any(slot.is_parameter and not slot.root for slot in self._live.slots.values())
+            self._layerwise = emptied or bool(read_processed(engine.model).relaid)
         except Unsupported:
             self._layerwise = True
 

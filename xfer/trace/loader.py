@@ -22,6 +22,8 @@ from xfer.trace.watch import PythonData, Watch, framework_line, missing_values, 
 PACKED = "connect(route=xfer.Packed()) needs no layout"
 """Advice in errors about layouts that cannot be read."""
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+Step = tuple[torch.nn.Module, Callable[[], object]]
+"""A module, and what the framework does to it after loading."""
 
 
 def named_storages(model: torch.nn.Module) -> dict[int, tuple[str, torch.Tensor]]:
@@ -36,11 +38,19 @@ def named_storages(model: torch.nn.Module) -> dict[int, tuple[str, torch.Tensor]
 
 @torch.no_grad()
 def trace_loader(
-    model: torch.nn.Module, specs: Sequence[TensorSpec], load: Loader | None = None, *, built: Watch | None = None
+    model: torch.nn.Module,
+    specs: Sequence[TensorSpec],
+    load: Loader | None = None,
+    *,
+    built: Watch | None = None,
+    after: Iterable[Step] = (),
 ) -> Traced:
     """Run `load` (default `model.load_weights`) over meta tensors of `specs` and say where everything ended up.
 
     `built`: the watch under which the model was built; what its constructor computed is then known to the loader.
+
+    `after`: it runs where the loader has written a parameter of the module, and the result has the places where it leaves
+    elements.
 
     Roots are named as in `named_storages`; offsets are bytes in that meta storage. The final state counts: a later
     write hides an earlier one, and `param.data = tensor` is seen by comparing storages. What `load` does in other
@@ -62,6 +72,12 @@ def trace_loader(
     try:
         with PythonData(), watch:
             (load or cast(Callable[..., object], model.load_weights))(iter(tensors.items()))
+            for module, process in after:
+                stores = (watch.store(p) for p in module.parameters())
+                if any(s is not None and len(s.pieces) > s.built for s in stores):
+                    process()
+    except Unsupported:
+        raise
     except Exception as e:
         if (cause := missing_values(e)) is not None:
             raise Unsupported(

@@ -11,7 +11,8 @@ mistaken for a move.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from xfer.errors import LayoutError, Unsupported
 from xfer.trace.boxes import boxes, merge
 from xfer.trace.compose import fold
 from xfer.trace.fragment import Fragment, TensorSpec
+from xfer.trace.traced import Recipe, Traced
 from xfer.trace.view import Region
 
 OFFSET_BITS = 40
@@ -114,6 +116,62 @@ def decode(ids: torch.Tensor) -> list[tuple[Region, int, Region]]:
     for root in np.unique(who):
         mine = who == root
         out += [(at, int(root), of) for at, of in fold(place[mine], offset[mine])]
+    return out
+
+
+LARGEST = 0x7F7FFFFF
+"""Bits of the largest finite float32."""
+
+
+def moves(traced: Traced, lowest: float) -> Traced:
+    """Return the trace with fragments in place of the recipes that move float32 elements of at least `lowest`, positive: a
+    limit of 1e-10, say, changes none of them."""
+    specs = {s.name: s for s in traced.specs}
+    found = [(r, moved_by(r, [specs[n] for n in r.sources], lowest)) for r in traced.recipes]
+    return replace(
+        traced,
+        fragments=(*traced.fragments, *chain.from_iterable(fragments or () for _, fragments in found)),
+        recipes=tuple(r for r, fragments in found if fragments is None),
+    )
+
+
+def moved_by(recipe: Recipe, sources: Sequence[TensorSpec], lowest: float) -> list[Fragment] | None:
+    """Evaluate an engine's recipe on numbers from `lowest` to the largest: its fragments if it moves these, else None.
+
+    Each element of the sources has a number of its own. A second evaluation, with the numbers in reverse, tells what was moved from
+    what was computed. The first one has `lowest`, the second one the largest.
+    """
+    if not sources or {recipe.dtype, *(s.dtype for s in sources)} != {"float32"}:
+        return None
+    ends = np.cumsum([0, *(int(np.prod(s.shape, dtype=np.int64)) for s in sources)])
+    first = int(torch.tensor(lowest, dtype=torch.float32).view(torch.int32))
+    count = int(ends[-1])
+    step = (LARGEST - first) // max(count, 1)
+    if step < 1:
+        return None
+    number, out = torch.arange(count), []
+    for numbered in (lambda n: n, lambda n: count - n):  # each is its own inverse
+        bits = (numbered(number) * step + first).to(torch.int32).view(torch.float32)
+        given = {s.name: bits[a:b].view(s.shape) for s, a, b in zip(sources, ends, ends[1:])}
+        back = recipe.evaluate(given.__getitem__).reshape(-1).view(torch.int32).to(torch.int64) - first
+        out.append(torch.where(back % step == 0, numbered(back // step), NOT_MOVED))
+    if not (torch.equal(*out) and bool(((out[0] >= 0) & (out[0] < count)).all())):
+        return None
+    element, place = out[0].numpy(), _addresses(recipe)
+    fragments: list[Fragment] = []
+    for spec, a, b in zip(sources, ends, ends[1:]):
+        mine = np.flatnonzero((a <= element) & (element < b))
+        mine = mine[np.argsort(place[mine])]
+        for at, of in fold(place[mine], element[mine] - a):
+            fragments += boxes(spec, of, at, recipe.target, recipe.dtype)
+    return merge(fragments)
+
+
+def _addresses(recipe: Recipe) -> np.ndarray:
+    """Byte of each element of a recipe's region, in row-major order."""
+    out = np.array([recipe.offset], np.int64)
+    for n, stride in zip(recipe.shape, recipe.strides):
+        out = (out[:, None] + np.arange(n, dtype=np.int64) * stride).reshape(-1)
     return out
 
 

@@ -15,7 +15,7 @@ import torch
 from xfer.trace.compose import MAX_PARTS, fold
 from xfer.trace.expr import Constant, Piece
 from xfer.trace.view import Region, constant, contiguous
-from xfer.trace.watch import Store, Watch, aten, outside, region, undefined
+from xfer.trace.watch import Store, Watch, aten, outside, region, storage_key, undefined
 
 
 class NoRule(Exception):
@@ -122,6 +122,17 @@ def _repeat(watch: Watch, args: tuple, kwargs: dict, out: torch.Tensor) -> Itera
     yield from watch.flows(Region(r.offset, shape, to), out.dtype, x.as_strided(shape, src, x.storage_offset()))
 
 
+def _flip(watch: Watch, args: tuple, kwargs: dict, out: torch.Tensor) -> Iterator[Piece]:
+    x = args[0]
+    dims = [d for d in args[1] if x.shape[d] > 1]
+    if len(dims) > 1:
+        raise NoRule
+    if not dims:
+        yield from _same(watch, args, kwargs, out)
+        return
+    yield from _gather(watch, x, dims[0] % x.dim(), np.arange(x.shape[dims[0]])[::-1], out)
+
+
 def _pad(watch: Watch, args: tuple, kwargs: dict, out: torch.Tensor) -> Iterator[Piece]:
     x, pads, value = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("value", 0)
     if min(pads) < 0:
@@ -139,6 +150,7 @@ MOVES: dict[object, Callable[..., Iterator[Piece]]] = {
     aten.index.Tensor: _index,
     aten.index_select.default: _index_select,
     aten.repeat.default: _repeat,
+    aten.flip.default: _flip,
     aten.constant_pad_nd.default: _pad,
 }
 OVERLAPPING = {aten.constant_pad_nd.default}
@@ -152,6 +164,8 @@ def change(watch: Watch, func, args: tuple, kwargs: dict) -> None:
     """Note a write into an existing storage."""
     if torch.Tag.inplace_view in func.tags or func is aten.requires_grad_.default:
         _seen_anew(watch, args[0])
+        return
+    if func is aten.copy_.default and _same_place(args[0], args[1]):
         return
     written = written_by(func, args, kwargs)
     if len(written) != 1 or not isinstance(written[0], torch.Tensor) or (args and written[0] is not args[0]):
@@ -167,6 +181,11 @@ def change(watch: Watch, func, args: tuple, kwargs: dict) -> None:
     if func is not aten.copy_.default and func not in FILLS:
         watch.ops[str(func)] += 1
     store.write(list(_changed(watch, func, args, kwargs, x, where, store)))
+
+
+def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether both are the same elements, as where a tensor is copied to itself."""
+    return storage_key(a) == storage_key(b) and a.dtype == b.dtype and region(a) == region(b)
 
 
 def _seen_anew(watch: Watch, x: torch.Tensor) -> None:
