@@ -194,9 +194,11 @@ class Refit:
             for part in self.parts.values():  # a replica of a prepared refit may be over by now
                 self._note_drained(part)
         self.entered[client.hello.index] = msg
+        if odd := differences(
+            self.entered
+        ):  # now: a rank with a shorter deadline than the first one's would give up before
+            co.fail(self, PlanMismatch("trainer ranks asked for different refits; nothing was moved", odd))
         if len(self.entered) == co.options.trainers:
-            if odd := differences(self.entered):
-                co.fail(self, PlanMismatch("trainer ranks asked for different refits; nothing was moved", odd))
             self.finish_if_over()  # no replica was there to begin with
 
     def ready(self, client: Client, msg: m.Ready) -> None:
