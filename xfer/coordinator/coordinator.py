@@ -535,9 +535,13 @@ class Coordinator:
             self.refit.advance()
 
     def _armed(self, client: Client, msg: m.Armed) -> None:
-        if self.refit is None or msg.attempt != self.refit.number:
-            return self.take_changes(client, msg)  # that refit is over; the worker leaves it at its own deadline
-        self.refit.handle(client, msg)
+        if self.refit is not None and msg.attempt == self.refit.number:
+            return self.refit.handle(client, msg)
+        # That refit is over. A controller that was closed since may have called the worker into it, and the worker would hold
+        # the engine until that refit's deadline. Epoch 0: nothing of a later refit is stopped.
+        self.take_changes(client, msg)
+        over = m.WireError.of(PeerLost(f"refit {msg.attempt} is over"), "rendezvous")
+        client.send(m.Abort(client.hello.replica, msg.attempt, 0, over))
 
     def _for_refit(self, client: Client, msg: m.Done | m.PartReady | m.Committed | m.Stopped | m.Settled) -> None:
         if self.refit is not None and msg.attempt == self.refit.number:  # else the answer comes too late
