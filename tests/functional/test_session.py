@@ -21,15 +21,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from tests.support import cpu_peer
-from tests.support.simulated_job import DEADLINE_S, Job
+from tests.support.simulated_job import DEADLINE_S, SOON_S, Job
 from tests.support.simulation import Simulation
 from xfer.coordinator import messages as m
-from xfer.coordinator.deadlines import TOGETHER_S
 from xfer.errors import XferError
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "60"))
-SOON_S = 2 * TOGETHER_S
-"""Longer than what anything waits for on purpose while every process answers; a fraction of any deadline."""
 WORKERS, TRAINERS = ("read", "arm", "commit", "look"), ("enter", "drain", "before", "after")
 POINTS = (*WORKERS, *TRAINERS, "plan", "link", "moving", "wave", "done", "digest", "checksum")
 FAILURES = st.tuples(
@@ -111,13 +108,19 @@ class Cluster(RuleBasedStateMachine):
         """Whatever fails: while no process is stopped, only waits of a few seconds lie between the last call and the outcome."""
         job = self.job
         job.faults = {at: action for at, action in job.faults.items() if action == "raise"}
-        self.level()
+        self.job.level()
         for i in order:
             if i < job.trainers:
                 job.call(i, verify=True)
                 self.sim.let(turns)
         self.sim.block(lambda: not job.running, self.sim.now + SOON_S)
         assert not job.running, job.coordinator.refit and job.coordinator.refit.waiting_for()
+
+    @precondition(lambda self: not (self.sim.stopped or self.sim.dead or self.job.running))
+    @rule(verify=st.booleans())
+    def all_call_and_nothing_fails(self, verify: bool) -> None:
+        self.job.faults.clear()
+        self.job.undisturbed(verify)
 
     # ---- what happens to processes meanwhile
 
@@ -160,6 +163,8 @@ class Cluster(RuleBasedStateMachine):
 
     def a_connection_breaks(self, n: int, _: int) -> None:
         who = self.who(n, "cw")
+        if who is not None:
+            self.job.hurts(who)
         for c in self.sim.channels:
             if c.who == who and not c.closed:
                 c.break_("connection reset by peer")
@@ -189,18 +194,6 @@ class Cluster(RuleBasedStateMachine):
 
     # ---- the end
 
-    def level(self) -> None:
-        """Ranks call equally often, and have heard what became of every call."""
-        job = self.job
-        for session in job.sessions:
-            with contextlib.suppress(XferError):
-                session.settle()
-        last = max(job.calls)
-        for i in range(job.trainers):
-            while job.calls[i] < last:
-                job.call(i)
-                self.sim.block(lambda: not job.running, self.sim.now + 1000)
-
     def teardown(self) -> None:
         if not hasattr(self, "job"):
             return
@@ -217,26 +210,9 @@ class Cluster(RuleBasedStateMachine):
         assert not job.alive(), job.alive()
         sim.wait(200.0)
         job.agree()
-        if job.coordinator.failure is not None or "trainer 0" in sim.dead:
+        if any(who.startswith("trainer") for who in sim.dead):
             return
-        self.level()
-        for e in job.engines:
-            e.fail.clear()
-            if job.out(e.replica):
-                job.again(e.replica)
-        sim.quiet()
-        last = max(job.calls)
-        for i in range(job.trainers):
-            job.call(i, verify=True)
-        sim.block(lambda: not job.running)
-        for i in range(job.trainers):
-            end = job.ends[i, last + 1]
-            assert not isinstance(end, XferError), end
-            assert all(o.committed for o in end.outcomes), end
-        for e in job.engines:
-            assert not e.paused
-            e.check()
-            assert e.takers[0].held(last + 1) == last + 1
+        job.mend()
         if not sim.dead:
             job.close()
             sim.wait(20.0)

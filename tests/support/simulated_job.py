@@ -12,16 +12,20 @@ import threading
 from collections import defaultdict
 from functools import cache
 
-from tests.support import cpu_peer
+from tests.support import cpu_peer, world
 from tests.support.simulation import Simulation
 from tests.support.world import REFIT, Meets, ToyEngine, ToySource, ToyTaker, World
-from xfer.coordinator.deadlines import CALL_GRACE_S, HOLD_S
-from xfer.errors import VerificationError, XferError
+from xfer.coordinator.commit import Phase
+from xfer.coordinator.deadlines import CALL_GRACE_S, HOLD_S, TOGETHER_S
+from xfer.direct import trainer, worker  # noqa: F401  # before a simulation replaces the locks of all modules
+from xfer.errors import EngineLost, VerificationError, XferError
 from xfer.participants import faults
 from xfer.participants.controller import ControllerPhase
 from xfer.transport import routes
 
 DEADLINE_S = 60.0
+SOON_S = 2 * TOGETHER_S
+"""Longer than what anything waits for on purpose while every process answers; a fraction of any deadline."""
 value = cache(ToySource.value)
 
 
@@ -87,6 +91,7 @@ class Engine(ToyEngine):
 
     def __init__(self, job: Job, replica: int):
         self.job, self.replica, self.name, self.dead = job, replica, f"engine {replica}", False
+        self.life = next(job.sim.numbers)
         super().__init__(job.workers)
         self.takers = [Taker(i, job.workers) for i in range(job.workers)]
         for t in self.takers:
@@ -95,11 +100,11 @@ class Engine(ToyEngine):
 
     def worker(self, index: int) -> str:
         """The name of its process."""
-        return f"replica {self.replica} worker {index} of {id(self)}"
+        return f"replica {self.replica} worker {index} of life {self.life}"
 
     def _did(self, what: str) -> None:
         if self.dead:
-            raise RuntimeError("the engine has died")
+            raise EngineLost("the engine has died")
         super()._did(what)
 
     def _all(self, call) -> None:
@@ -110,7 +115,7 @@ class Engine(ToyEngine):
                 left[-1].start()
         sim.block(lambda: self.dead or not any(t.is_alive() for t in left))
         if self.dead:
-            raise RuntimeError("the engine has died")
+            raise EngineLost("the engine has died")
 
     def core(self, call, timeout: float) -> None:
         """In the engine's process, which outlives its controllers: after the calls before it."""
@@ -128,7 +133,7 @@ class Engine(ToyEngine):
             thread.start()
         self.job.sim.block(lambda: self.dead or not thread.is_alive(), self.job.sim.now + timeout)
         if raised or self.dead or thread.is_alive():
-            raise (raised or [RuntimeError("the engine does not answer")])[0]
+            raise (raised or [EngineLost("the engine does not answer")])[0]
 
     def init(self, info, timeout) -> None:
         self.core(lambda: super(Engine, self).init(info, timeout), timeout)
@@ -166,12 +171,14 @@ class Job(World):
         self.ends: dict[tuple[int, int], object] = {}
         self.excused: set[tuple[int, int]] = set()
         self.differ: set[tuple[int, int]] = set()
-        self.answers = True  # the coordinator's process, which is trainer 0's, was never stopped
+        self.hurt: set[int] = set()  # replicas that may be out: something happened to a process that they need
+        self.unheard: set[tuple[int, int]] = set()  # calls in which the coordinator's process, trainer 0's, was stopped
         self.wrong: set[tuple[int, int]] = set()  # (replica, version) of which a checksum differed
         self.sources = [Source(i, self.trainers) for i in range(self.trainers)]
         for source in self.sources:
             source.job, source.computes = self, computes
         self.engines = [Engine(self, r) for r in range(self.replicas)]
+        sim.patch(world, "free_port", lambda: 1)
         sim.patch(faults, "point", self.point)
         sim.patch(faults, "wants", self.wants)
         sim.patch_item(routes.PEERS, "cpu", cpu_peer)
@@ -192,6 +199,8 @@ class Job(World):
 
     def point(self, role: str, rank: int, where: str) -> None:
         action = self.faults.pop((self.sim.running.who, where), "")
+        if action and where in ("read", "look", "plan", "link"):
+            self.hurts(self.sim.running.who)
         if action == "raise":
             raise RuntimeError(f"injected fault at {where}")
         if action == "kill":
@@ -201,20 +210,27 @@ class Job(World):
             self.sim.block(lambda: True)
 
     def stop(self, who: str) -> None:
-        """SIGSTOP. A call of a rank that was stopped in it may take as long as that."""
+        """SIGSTOP. A call of a rank that was stopped in it may take as long as that; others give up on a silent coordinator."""
         self.sim.stopped.add(who)
-        self.answers = self.answers and who != "trainer 0"
+        self.hurts(who)
         self.excused |= {(i, self.calls[i]) for i in range(self.trainers) if who == f"trainer {i}"}
+        if who == "trainer 0":
+            self.unheard |= {(i, self.calls[i]) for i in self.running}
 
     def wants(self, role: str, rank: int, what: str) -> bool:
         who = self.sim.running.who
         flip = self.faults.pop((who, what), "") != ""
+        if flip and what == "digest":
+            self.hurts(who)
         if flip and what == "checksum" and role == "worker":
             self.differ.add((int(who.split()[1]), self.last))
         if flip and what == "checksum":
             some = [int(who.split()[1])] if role == "worker" else range(self.replicas)
             self.wrong |= {(r, self.last) for r in some}
         return flip
+
+    def hurts(self, who: str) -> None:
+        self.hurt |= {int(who.split()[1])} if who.startswith("replica") else set(range(self.replicas))
 
     def hold(self, seconds: float) -> None:
         """Pulls stand in their middle for so long."""
@@ -225,6 +241,7 @@ class Job(World):
         """SIGKILL. An engine does not outlive a worker."""
         for e in self.engines:
             e.dead = e.dead or who in map(e.worker, range(self.workers))
+        self.hurts(who)
         self.sim.kill(who)
         self.sim.block(lambda: True)
 
@@ -244,8 +261,10 @@ class Job(World):
         self.last = max(self.last, version)
         options = REFIT | dict(version=version, deadline_s=DEADLINE_S) | how
         began, bound = self.sim.now, options["deadline_s"] + CALL_GRACE_S + 0.01
-        if self.sessions[i].pending is not None:  # it first waits for the outcome of the call before
-            bound += DEADLINE_S + CALL_GRACE_S
+        if (pending := self.sessions[i].pending) is not None:  # it first waits for the outcome of the call before
+            bound += max(CALL_GRACE_S, pending.ends - began)
+        if "trainer 0" in self.sim.stopped:
+            self.unheard.add((i, version))
 
         def run() -> None:
             self.sources[i].set(version)
@@ -272,6 +291,63 @@ class Job(World):
         self.sim.block(lambda: not self.running)
         return [self.ends[i, self.calls[i]] for i in range(self.trainers)]
 
+    def level(self) -> None:
+        """Ranks call equally often, and have heard what became of every call."""
+        for session in self.sessions:
+            with contextlib.suppress(XferError):
+                session.settle()
+        last = max(self.calls)
+        for i in range(self.trainers):
+            while self.calls[i] < last:
+                self.call(i)
+                self.sim.block(lambda: not self.running, self.sim.now + 1000)
+
+    def undisturbed(self, verify: bool) -> None:
+        """A refit while every process answers and nothing fails: whatever happened before, it commits on all replicas that are there."""
+        sim = self.sim
+        self.faults.clear()
+        self.level()
+        for e in self.engines:
+            e.fail.clear()
+        sim.quiet()
+        there = [not self.out(e.replica) for e in self.engines]
+        missing = {r for r, here in enumerate(there) if not here}
+        assert missing <= self.hurt, "a replica takes part no more, and nothing happened to it"
+        for i in range(self.trainers):
+            self.call(i, verify=verify, min_replicas=sum(there))
+        sim.block(lambda: not self.running, sim.now + SOON_S)
+        assert not self.running, self.coordinator.refit and self.coordinator.refit.waiting_for()
+        self.agree()
+        for i in range(self.trainers):
+            end = self.ends[i, self.last]
+            assert not isinstance(end, XferError), end
+            assert [o.committed for o in end.outcomes] == there, end
+            assert end.version == self.last == self.sessions[i].version and end.verified == (verify and any(there))
+        for e, o, c in zip(self.engines, end.outcomes, self.controllers):
+            if o.committed:
+                assert o.serving and len(o.bytes_per_worker) == self.workers
+                assert o.bytes_moved == sum(o.bytes_per_worker) > 0
+                assert e.takers[0].held(self.last) == self.last == c.version == int(e.label) and c.error is None
+
+    def mend(self) -> None:
+        """All replicas that are out come again; the next refit is whole everywhere, and all engines serve it."""
+        self.sim.stopped.clear()
+        self.sim.quiet()
+        for e in self.engines:
+            if self.out(e.replica):
+                self.again(e.replica)
+        self.undisturbed(True)
+        for e in self.engines:
+            assert not e.paused
+            e.check()
+
+    def ended(self, seconds: float = 1000.0) -> list:
+        """Wait for the calls of processes that live and are not stopped. What each rank heard in the last call."""
+        gone = lambda i: f"trainer {i}" in self.sim.dead | self.sim.stopped  # noqa: E731
+        self.sim.block(lambda: all(map(gone, self.running)), self.sim.now + seconds)
+        assert all(map(gone, self.running)), self.coordinator.refit and self.coordinator.refit.waiting_for()
+        return [self.ends[i, self.calls[i]] for i in range(self.trainers) if not gone(i)]
+
     def commits(self, **how) -> list[bool]:
         """A refit by all. By replica, whether it committed."""
         ends = self.all(**how)
@@ -282,7 +358,7 @@ class Job(World):
     def plausible(self, i: int, version: int, end: object) -> None:
         """A coordinator that lives is not given up on, and bytes differ only if a test made them differ."""
         told = str(end) if isinstance(end, XferError) else ""
-        heard = not self.answers or f"[trainer {i}] no answer in time" not in told or (i, version) in self.excused
+        heard = f"[trainer {i}] no answer in time" not in told or (i, version) in self.unheard | self.excused
         self.sim.must(heard, f"trainer {i} gave up on a coordinator that lives: {told}")
         right = not isinstance(end, VerificationError) or bool(self.wrong)  # of this call, or of a pending one
         self.sim.must(right, f"bytes differ: {told}")
@@ -290,6 +366,7 @@ class Job(World):
     def again(self, replica: int) -> None:
         """The owner of an engine serves it again, or a new one in its place."""
         e = self.engines[replica]
+        self.hurt.add(replica)
         if self.controlled[replica] not in self.sim.dead:
             self.controllers[replica].close()
         if e.dead:
@@ -323,7 +400,7 @@ class Job(World):
         )
 
     def agree(self) -> None:
-        """All ranks that heard the outcome of a call heard the same."""
+        """All ranks that heard the outcome of a call heard the same, and the coordinator has not failed by itself."""
         told = defaultdict(set)
         for (_, version), end in self.ends.items():
             if not isinstance(end, XferError) and not end.pending:
@@ -332,3 +409,8 @@ class Job(World):
                     whole = not (o.committed and o.verified and (o.replica, version) in self.differ)
                     assert whole, "bytes were committed that differ"
         assert all(len(x) == 1 for x in told.values()), told
+        co, refit = self.coordinator, self.coordinator.refit
+        assert co.failure is None or any(w.startswith("trainer") for w in self.sim.dead), co.failure
+        for part in refit.parts.values() if refit is not None and refit.called else ():
+            known = part.drained or part.readers or part.phase is Phase.ARMING
+            assert known, f"trainers have not been told that nobody reads for replica {part.replica.index}"

@@ -3,7 +3,7 @@
 Inside `Simulation(seed)`, the modules of xfer and of the tests find this module's locks, queues, events, threads and clock in
 place of Python's. A thread that would wait gives its turn to another one, which the seed chooses. The clock stands while some
 thread can go on, and then jumps to the end of the next wait. So an hour costs nothing, and orders come up that a machine
-shows once in a million runs. A run repeats itself but for the order of sets of objects, which follows their addresses.
+shows once in a million runs. A run with the same seed and the same calls repeats itself, turn by turn: `trace` tells.
 
 Messages travel through queues instead of sockets, in order per connection, in any order between connections; they are encoded as
 on the wire. Sends travel through `Link` instead of gloo, pulls through cpu_peer.py. All else is the real code. Threads of one
@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import queue as real_queue
 import random
 import sys
 import threading as real_threading
 import time as real_time
+import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -30,6 +32,7 @@ from xfer.coordinator import messages as m
 from xfer.coordinator.coordinator import Coordinator
 from xfer.coordinator.events import Connected, Disconnected, Received, Tick
 from xfer.errors import DeadlineExceeded, PeerLost
+from xfer.participants import readers
 from xfer.rendezvous import client, server
 from xfer.transport import group, routes
 
@@ -53,7 +56,8 @@ class Simulation:
 
     def __init__(self, seed: int = 0):
         self.random = random.Random(seed)
-        self.now, self.turns = 1000.0, 0
+        self.now, self.turns, self.numbers = 1000.0, 0, itertools.count(1)
+        self.trace = 0  # checksum of all turns
         self.why, self.ending = "", False  # why it cannot go on
         self.errors: list[Exception] = []  # that ended threads
         self.threads: list[Thread] = []
@@ -82,6 +86,7 @@ class Simulation:
 
     def hand_over(self, me: Thread | None) -> None:
         chosen = self._next()
+        self.trace = zlib.crc32(f"{chosen.name} {chosen.who} {self.now}".encode(), self.trace)
         if chosen is me:
             return self._check(me)
         self.running = chosen
@@ -104,7 +109,7 @@ class Simulation:
             self.why = self.why or "the threads go round and round"
         while not self.why or self.ending:
             idle = self.stopped | self.dead
-            able = [t for t in self.threads if t.who not in idle]
+            able = [t for t in self.threads if t is self.main or t.who not in idle]
             if self.first is not None and self.first():
                 return self.main
             some = [t for t in able if t.until <= self.now or t.ready()]
@@ -176,6 +181,7 @@ class Simulation:
         self.threads.append(self.main)
         self._patched, self._items = [], []
         doubles = {real_threading: THREADING, real_time: TIME, real_queue: QUEUE}
+        self._modules = set(sys.modules)
         for name, module in list(sys.modules.items()):
             if name.split(".")[0] in ("xfer", "tests", "examples") and name != __name__:
                 for key, value in list(vars(module).items()):
@@ -183,6 +189,10 @@ class Simulation:
                     if double is not None:
                         self.patch(module, key, double)
         self.patch(client, "dial", dial)
+        self.patch(server, "_ended", {})
+        self.patch(client, "_left", {})
+        self.patch(client, "os", SimpleNamespace(environ=os.environ, getpid=lambda: _pid(self.running.who)))
+        self.patch(readers, "_alive", lambda pid: pid not in map(_pid, self.dead))
         self.patch(sys.modules["xfer.participants.trainer"], "Server", Server)
         self.patch(routes, "open_group", open_group)
         return self
@@ -210,12 +220,18 @@ class Simulation:
             for of, key, value in self._items:
                 of[key] = value
             Simulation.now_running = None
+        late = {name for name in sys.modules.keys() - self._modules if name.split(".")[0] == "xfer"}
+        assert not late, f"modules with locks of their own: import them before the simulation: {sorted(late)}"
 
 
 @pytest.fixture
 def simulated() -> Iterator[Simulation]:
     with Simulation() as sim:
         yield sim
+
+
+def _pid(who: str) -> int:
+    return zlib.crc32(who.encode()) & 0x3FFFFFFF
 
 
 def _true() -> bool:
@@ -235,10 +251,8 @@ def _until(seconds: float | None) -> float:
 
 
 class Thread:
-    numbers = itertools.count(1)
-
     def __init__(self, group=None, target=None, name=None, args=(), kwargs=None, *, daemon=None):
-        self.name, self.daemon = name or f"Thread-{next(self.numbers)}", daemon
+        self.name, self.daemon = name or f"Thread-{next(_sim().numbers)}", daemon
         self._call = target, args, kwargs or {}
         self.baton = real_threading.Lock()
         self.baton.acquire()
@@ -635,7 +649,7 @@ class Pending:
 
 def open_group(store, rank, size, timeout, device="cpu", labels=(), cancelled=lambda: False, **_) -> Link:
     """Collective: all ranks meet in the store."""
-    name = store.compare_set("group", "", str(next(Thread.numbers))).decode()
+    name = store.compare_set("group", "", str(next(_sim().numbers))).decode()
     ends, mail = _sim().groups[name]
     link = Link(rank, labels, ends, mail)
     store.set(f"here/{rank}", "1")

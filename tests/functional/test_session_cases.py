@@ -1,0 +1,462 @@
+"""Fixed orders of events: what each caller hears, in which words, and how soon.
+
+Real participants in a simulation, as in test_session.py, which searches random orders. Here each test chooses an order and leaves
+the rest to a seed. Afterwards all that died or was stopped comes again, and the next refit must be whole everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.support.simulated_job import DEADLINE_S, SOON_S, Job
+from tests.support.simulation import Simulation
+from xfer.coordinator import deadlines
+from xfer.coordinator.commit import Phase
+from xfer.coordinator.state import ReplicaPhase
+from xfer.errors import DeadlineExceeded, PeerLost, PlanMismatch, Unsupported, XferError
+from xfer.participants.controller import ControllerPhase
+
+SEEDS = pytest.mark.parametrize("seed", range(3))
+
+
+@contextmanager
+def after_one_refit(seed: int = 0, trainers: int = 2, replicas: int = 1, workers: int = 2, **how) -> Iterator[Job]:
+    with Simulation(seed) as sim:
+        job = Job(sim, trainers, replicas, workers, **how)
+        assert job.commits() == [True] * replicas
+        yield job
+        sim.stopped.clear()
+        job.ended()
+        if not any(who.startswith("trainer") for who in sim.dead):
+            job.mend()
+            if not sim.dead:
+                job.close()
+
+
+def call(job: Job, *ranks: int, **how) -> None:
+    for i in ranks or range(job.trainers):
+        job.call(i, **how)
+
+
+def says(end: object) -> str:
+    """All lines of an error, or of those of a report's replicas."""
+    return str(end) if isinstance(end, XferError) else "\n".join(str(o.error) for o in end.outcomes if o.error)
+
+
+def phase(job: Job, replica: int, wanted: ReplicaPhase) -> Callable[[], bool]:
+    return lambda: job.coordinator.replicas[replica].phase is wanted
+
+
+def stopped(job: Job, *who: str) -> None:
+    for w in who:
+        job.stop(w)
+
+
+def workers(job: Job, replica: int) -> list[str]:
+    return [job.engines[replica].worker(i) for i in range(job.workers)]
+
+
+# ---- a process that fails at a point of a refit
+
+TRAINER = ["enter", "drain", "before", "after", "moving", "done"]
+WORKER = ["arm", "moving", "done", "commit"]
+POINTS = [("trainer 1", p) for p in TRAINER] + [("worker", p) for p in WORKER]
+
+
+@pytest.mark.parametrize("pulled", [False, True])
+@pytest.mark.parametrize("action", ["raise", "kill", "stop"])
+@pytest.mark.parametrize(("victim", "point"), POINTS)
+def test_a_process_that_fails_at_any_point_is_named_to_all_and_costs_no_more_than_it_must(
+    victim, point, action, pulled
+):
+    """One that dies or raises is heard of at once, one that is stopped by the deadline. A worker costs its own replica only. Before
+    its first write an engine serves its old version on; after it, it is out of service until a refit repairs it."""
+    with after_one_refit(trainers=3, replicas=2, pulled=pulled, computes=True) as job:
+        trains = victim == "trainer 1"
+        who = victim if trains else job.engines[0].worker(1)
+        if point in ("moving", "done") and trains and pulled:
+            pytest.skip("workers pull: this trainer moves nothing")
+        name, began = who.split(" of ")[0], job.sim.now
+        job.faults[who, point] = action
+        call(job, deadline_s=8.0, min_replicas=1, verify=True)
+        ends = job.ended()
+        took = job.sim.now - began
+        assert (who, point) not in job.faults, "that point was not passed"
+        assert took < SOON_S / 2 if action != "stop" else took <= 8.0 + deadlines.CALL_GRACE_S + 0.02, took
+        for end in ends:
+            text = says(end)
+            assert name in text or action == "raise" and trains, text
+            assert action != "raise" or f"injected fault at {point}" in text, text
+            if isinstance(end, XferError) and not trains:  # it may still read the trainers' memory
+                assert action == "stop" and pulled and not end.drained, end
+            elif not trains:
+                assert [o.committed for o in end.outcomes] == [False, True], text
+                kind = {"raise": XferError, "kill": PeerLost, "stop": DeadlineExceeded}[action]
+                assert isinstance(end.outcomes[0].error, kind), text
+        if not trains and action != "kill":
+            engine, serves = job.engines[0], point == "arm"
+            job.sim.stopped.clear()
+            job.sim.wait(deadlines.SETTLE_GRACE_S)
+            assert engine.paused != serves and (engine.label == "1") == serves, engine.label
+            assert (job.controllers[0].error is None) == serves
+
+
+@pytest.mark.parametrize(("who", "text"), [("trainer 1", "not called"), ("trainer 0", ""), ("controller", "not armed")])
+def test_a_process_that_is_stopped_between_refits_is_named_at_the_deadline(who, text):
+    with after_one_refit(trainers=2, replicas=1) as job:
+        stopped(job, job.controlled[0] if who == "controller" else who)
+        began = job.sim.now
+        call(job, *job.free(), deadline_s=5.0)
+        for end in job.ended():
+            assert isinstance(end, XferError) and text in str(end), end
+            assert type(end) is DeadlineExceeded or who != "trainer 1"
+            assert job.sim.now - began <= 5.0 + deadlines.CALL_GRACE_S + 0.01
+        assert not job.engines[0].paused or who != "trainer 1"
+
+
+# ---- replicas that join
+
+
+@SEEDS
+@pytest.mark.parametrize("now", [ReplicaPhase.PLANNING, ReplicaPhase.LINKING])
+def test_a_refit_that_fails_while_a_replica_joins_leaves_it_joining(seed, now):
+    with after_one_refit(seed, replicas=2) as job:
+        job.again(1)
+        job.sim.until(phase(job, 1, now))
+        epoch = job.coordinator.replicas[1].epoch
+        stopped(job, *workers(job, 1))
+        job.faults["trainer 1", "drain"] = "raise"
+        call(job)
+        assert all("injected fault at drain" in says(end) for end in job.ended())
+        job.sim.stopped.clear()
+        job.sim.quiet()
+        assert phase(job, 1, ReplicaPhase.READY)() and job.coordinator.replicas[1].epoch == epoch
+
+
+@SEEDS
+@pytest.mark.parametrize("when", ["before", "within"])
+@pytest.mark.parametrize("point", ["read", "plan", "link"])
+def test_processes_of_a_replica_that_fails_while_it_joins_hear_why_at_once(seed, when, point):
+    """Each once waited for its whole deadline, inside the engine's call."""
+    with after_one_refit(seed, replicas=2) as job:
+        began, engine = job.sim.now, job.engines[1]
+
+        def serve() -> None:
+            job.faults[engine.worker(1), point] = "raise"
+            job.again(1)
+
+        if when == "before":
+            serve()
+        call(job, 0, min_replicas=1)
+        if when == "within":
+            job.sim.until(lambda: job.coordinator.refit and len(job.coordinator.refit.parts[0].armed) == job.workers)
+            serve()
+        job.sim.quiet()
+        call(job, 1, min_replicas=1)
+        for end in job.ended():
+            assert [o.committed for o in end.outcomes] == [True, False], end
+        assert job.sim.now - began < 0.1
+        assert all(not s.joined and f"injected fault at {point}" in str(s.error) for s in engine.sessions)
+        assert job.controllers[1]._phase is ControllerPhase.OVER
+        call(job, min_replicas=1)
+        for end in job.ended():  # it is told as long as the engine is not served anew
+            assert [o.committed for o in end.outcomes] == [True, False] and f"injected fault at {point}" in says(end)
+
+
+@SEEDS
+def test_trainers_whose_layouts_all_change_while_a_replica_links_cost_it_one_link(seed):
+    with after_one_refit(seed, trainers=3, replicas=2) as job:
+        job.again(1)
+        job.sim.until(phase(job, 1, ReplicaPhase.LINKING))
+        epoch = job.coordinator.replicas[1].epoch
+        for source in job.sources:
+            source.turn()
+        call(job)
+        assert all(o.committed for end in job.ended() for o in end.outcomes)
+        assert job.coordinator.replicas[1].epoch <= epoch + 1
+
+
+@SEEDS
+def test_trainers_that_do_not_agree_what_to_gather_end_the_refit_and_not_a_link(seed):
+    with after_one_refit(seed, replicas=2, computes=True) as job:
+        job.again(1)
+        job.sim.until(phase(job, 1, ReplicaPhase.LINKING))
+        last = job.coordinator.replicas[1]
+        epoch = last.epoch
+        stopped(job, *workers(job, 1))
+        job.sources[1].digest = "another"
+        call(job)
+        for end in job.ended(SOON_S):
+            assert isinstance(end, PlanMismatch), end
+        job.sources[1].digest = "same"
+        job.sim.stopped.clear()
+        job.sim.quiet()
+        assert last.phase is ReplicaPhase.READY and last.epoch == epoch and not last.relink, "its link is whole"
+
+
+@SEEDS
+def test_an_engine_that_is_served_anew_while_its_controller_arms_it_is_not_held_up(seed):
+    """The old controller's update call came behind the new one's init, and held the worker until that refit's deadline."""
+    with after_one_refit(seed, in_step=True) as job:
+        engine, late = job.engines[0], []
+        update = engine.update
+        engine.update = lambda *a: (late.append(a), job.sim.block(engine._core.locked), update(*a))
+        job.sessions[1].prepare()
+        job.sim.until(lambda: late)
+        del engine.update
+        job.again(0)
+
+
+# ---- calls
+
+
+@SEEDS
+@pytest.mark.parametrize("early", [(0,), (1,), (0, 1)])
+def test_a_call_that_comes_while_the_refit_before_is_undone_begins_when_it_has(seed, early):
+    """A slow engine holds the end up. The ranks that called first were once refused, and the others with them."""
+    with after_one_refit(seed) as job:
+        job.faults["trainer 1", "drain"] = "raise"
+        stopped(job, job.controlled[0])
+        call(job, deadline_s=2.0)
+        job.ended()
+        call(job, *early)
+        job.sim.quiet()
+        assert not any((i, 3) in job.ends for i in early)
+        job.sim.stopped.clear()
+        for i in {0, 1} - set(early):
+            call(job, i)
+        assert all(o.committed for end in job.ended(SOON_S) for o in end.outcomes)
+
+
+@SEEDS
+def test_a_call_that_cannot_begin_by_its_deadline_says_what_was_still_undone(seed):
+    with after_one_refit(seed) as job:
+        resume, job.engines[0].resume = job.engines[0].resume, lambda timeout: (job.sim.wait(20.0), resume(timeout))
+        call(job, deadline_s=1.0)
+        ends = job.ended()
+        assert all("its engine was not back in service in time" in says(end) for end in ends), ends
+        began = job.sim.now
+        call(job, deadline_s=0.8)
+        for end in job.ended():
+            assert isinstance(end, DeadlineExceeded) and "replica 0 controller: bringing its engine back" in str(end), (
+                end
+            )
+        assert job.sim.now - began <= 0.8 + deadlines.ANSWER_GRACE_S + 0.01
+        job.engines[0].resume = resume
+        job.sim.wait(20.0)
+
+
+DIFFERENT = [dict(min_replicas=1), dict(deadline_s=8.0), dict(verify=False), dict(version=77)]
+
+
+@pytest.mark.parametrize("odd", DIFFERENT)
+@pytest.mark.parametrize("absent", [False, True])
+def test_ranks_that_ask_for_different_refits_are_told_at_once_what_differs(odd, absent):
+    """Also where another rank does not call: each has a deadline of its own, and one of them once gave up on the coordinator."""
+    with after_one_refit(trainers=3, replicas=2) as job:
+        began = job.sim.now
+        call(job, 0, verify=True, min_replicas=2)
+        call(job, 1, **dict(verify=True, min_replicas=2) | odd)
+        if absent:
+            job.ended(0.1)
+            job.sim.wait(DEADLINE_S)
+        call(job, 2, verify=True, min_replicas=2)
+        for end in job.ended():
+            assert isinstance(end, PlanMismatch), end
+            ((name, value),) = odd.items()
+            assert "trainer 0: " in str(end) and f"trainer 1: {name}={value!r}" in str(end), end
+        assert absent or job.sim.now == began
+        assert not any(e.paused for e in job.engines)
+
+
+@SEEDS
+def test_a_rank_that_calls_anew_without_a_word_ends_the_call_that_it_left(seed):
+    """It was interrupted before it could report that, and the others waited for it."""
+    with after_one_refit(seed) as job:
+        call(job, 1)
+        job.sim.quiet()
+        job.sessions[0].attempt += 1
+        job.calls[0] += 1
+        call(job, 0)
+        job.sim.block(lambda: 1 not in job.running, job.sim.now + 1.0)
+        assert "trainer 0 has left refit 2" in says(job.ends[1, 2])
+        call(job, 1)
+        assert all(o.committed for end in job.ended(SOON_S) for o in end.outcomes)
+
+
+# ---- prepared refits
+
+
+@SEEDS
+def test_a_prepared_refit_arms_engines_which_serve_again_if_no_call_follows(seed):
+    """It uses up neither a number nor a label, and a call in time is served within its own deadline."""
+    with after_one_refit(seed, replicas=2) as job:
+        job.sessions[0].prepare()
+        job.sim.quiet()
+        assert all(e.paused for e in job.engines)
+        job.sim.wait(DEADLINE_S + SOON_S)
+        assert not any(e.paused for e in job.engines) and [e.label for e in job.engines] == ["1"] * 2
+        job.sessions[1].prepare()
+        job.sim.quiet()
+        assert all(e.paused for e in job.engines)
+        job.sim.wait(DEADLINE_S - 1.0)
+        call(job, 1)
+        job.sim.wait(30.0)
+        call(job, 0)
+        assert all(o.committed for end in job.ended(0.1) for o in end.outcomes)
+
+
+@SEEDS
+def test_a_call_that_comes_while_a_prepared_refit_is_given_up_is_served(seed):
+    with after_one_refit(seed) as job:
+        job.sessions[0].prepare()
+        job.sim.quiet()
+        stopped(job, job.controlled[0])
+        job.sim.wait(DEADLINE_S + 0.1)
+        call(job, 0)
+        job.sessions[1].prepare()  # while it is being given up, too
+        job.sim.quiet()
+        job.sim.stopped.clear()
+        job.sim.quiet()
+        call(job, 1)
+        assert all(o.committed for end in job.ended(SOON_S) for o in end.outcomes)
+
+
+# ---- deaths and silence
+
+
+@SEEDS
+def test_a_trainer_that_is_lost_while_workers_install_costs_the_next_refit_not_this_one(seed):
+    with after_one_refit(seed, trainers=3) as job:
+        call(job)
+        job.sim.until(lambda: job.coordinator.refit and job.coordinator.refit.parts[0].phase is Phase.COMMITTING)
+        job.die("trainer 2")
+        assert all(o.committed for end in job.ended() for o in end.outcomes)
+        assert not job.engines[0].paused and job.engines[0].takers[0].held(2) == 2
+        call(job, 0, 1)
+        for end in job.ended():
+            assert isinstance(end, PeerLost) and "trainer 2" in str(end)
+
+
+@SEEDS
+@pytest.mark.parametrize("fails", [False, True])
+def test_trainers_do_not_wait_for_an_engine_that_comes_back_late_but_the_next_refit_does(seed, fails):
+    with after_one_refit(seed) as job:
+        resume, job.engines[0].resume = job.engines[0].resume, lambda timeout: (job.sim.wait(20.0), resume(timeout))
+        began = job.sim.now
+        if fails:
+            job.faults[job.engines[0].worker(0), "done"] = "raise"
+        call(job, deadline_s=1.0)
+        ends = job.ended()
+        if not fails:
+            assert job.sim.now - began <= 1.0 + deadlines.ANSWER_GRACE_S + 0.1
+        wanted = "injected fault" if fails else "not back in service"
+        assert all(wanted in says(end) for end in ends)
+        job.engines[0].resume = resume
+        call(job)
+        job.sim.wait(5.0)
+        assert len(job.running) == 2 or fails
+        assert all(o.committed for end in job.ended(20.0) for o in end.outcomes)
+
+
+def test_engines_serve_until_trainers_are_about_to_be_ready():
+    """Armed at the first call, they would wait as long as trainers drain. How long that takes the refit before tells."""
+    with after_one_refit() as job:
+        engine, drains = job.engines[0], [s.drain for s in job.sources]
+
+        def idle(seconds: float) -> float:
+            """A refit whose trainers drain for so long: the seconds for which the engine did not serve."""
+            for s in job.sources:
+                s.drain = lambda: job.sim.wait(seconds) if seconds else None
+            began, pause, paused = job.sim.now, engine.pause, []
+            engine.pause = lambda timeout: (paused.append(job.sim.now), pause(timeout))
+            assert job.commits() == [True]
+            engine.pause = pause
+            assert job.sim.now - began < seconds + 0.5
+            return round(job.sim.now - paused[0])
+
+        assert [idle(s) for s in (5, 5, 5, 0, 3, 3)] == [5, 0, 0, 0, 3, 0]
+        for s, drain in zip(job.sources, drains):
+            s.drain = drain
+
+
+def test_a_refit_that_is_over_leaves_no_deadline_behind():
+    with after_one_refit() as job:
+        left = len(job.coordinator.timers._heap)
+        for _ in range(10):
+            assert job.commits() == [True]
+        assert len(job.coordinator.timers._heap) <= left + 10, "one a refit looks whether its engine has come back"
+
+
+# ---- leaving, and what is called at the wrong time
+
+
+@SEEDS
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_leaving_after_the_sources_were_free_finishes_that_refit_first(seed, order):
+    """Else the engine would lose its rendezvous while it holds two versions, and stay out of service."""
+    with after_one_refit(seed) as job:
+        for t in job.engines[0].takers:
+            t.run_recipes = lambda: job.sim.wait(3.0)
+        call(job, wait="sources")
+        assert all(end.pending for end in job.ended(1.0))
+        for i in order:
+            with job.sim.process(f"trainer {i}"):
+                job.sessions[i].close()
+        assert job.controllers[0].version == 2 and not job.engines[0].paused and job.engines[0].takers[1].held(2) == 2
+        for s in job.sessions:
+            for late in (s.refit, s.prepare, s.release, s.explain):
+                with pytest.raises(Unsupported, match="was closed"):
+                    late()
+        job.sim.dead.add("trainer 0")  # nothing comes after
+
+
+@SEEDS
+@pytest.mark.parametrize("armed", [False, True])
+def test_trainer_0_leaves_an_engine_that_was_armed_in_service(seed, armed):
+    with after_one_refit(seed) as job:
+        job.sessions[1].prepare()
+        job.sim.quiet() if armed else job.sim.let(5)
+        for i in (0, 1):
+            with job.sim.process(f"trainer {i}"):
+                job.sessions[i].close()
+        job.sim.wait(SOON_S)
+        assert not job.engines[0].paused and job.engines[0].label == "1" and job.controllers[0].version == 1
+        job.sim.dead.add("trainer 0")
+
+
+@SEEDS
+def test_what_became_of_a_refit_whose_caller_did_not_wait_is_heard_by_the_next_call(seed):
+    with after_one_refit(seed, replicas=2) as job:
+        job.engines[1].fail["pause"] = RuntimeError("engine 1 is broken")
+        call(job, wait="sources", min_replicas=1)
+        job.ended()
+        call(job)
+        for end in job.ended():
+            assert (end.committed, end.before.committed, end.before.version) == (2, 1, 2), end
+            assert "engine 1 is broken" in says(end.before)
+        job.engines[1].fail["pause"] = RuntimeError("engine 1 is broken")
+        for t in job.engines[1].takers:
+            t.run_recipes = lambda: job.sim.wait(0.1)
+        call(job, wait="sources")
+        job.ended()
+        call(job)
+        for end in job.ended():  # both replicas were wanted: that call is used up on all ranks
+            assert isinstance(end, XferError) and "engine 1 is broken" in str(end), end
+
+
+def test_the_same_seed_gives_the_same_run():
+    """Whatever was run before it in this process, and wherever objects lie."""
+    traces = []
+    for _ in range(2):
+        with Simulation(7) as sim:
+            job = Job(sim, 3, 2, 2, pulled=True, relay=True)
+            job.faults[job.engines[1].worker(0), "wave"] = "kill"
+            call(job, min_replicas=1)
+            job.ended()
+            job.mend()
+            traces.append((sim.turns, sim.trace))
+    assert traces[0] == traces[1]
