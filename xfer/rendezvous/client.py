@@ -25,7 +25,7 @@ from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolErro
 from xfer.plan.fabric import Site
 from xfer.rendezvous.channel import SEND_S, Channel, dial
 from xfer.rendezvous.layouts import Shelf
-from xfer.rendezvous.store import Replies
+from xfer.rendezvous.store import SILENT, Replies
 
 M = TypeVar("M")
 M2 = TypeVar("M2")
@@ -193,8 +193,9 @@ class RendezvousClient:
             except PeerLost as e:  # the session ended before it answered
                 answer, over = m.DialAgain(), str(e)
             except TimeoutError:
-                why = "trainer 0: its process, which has the rendezvous in it, does not answer"
-                raise DeadlineExceeded("no answer in time: the rendezvous' welcome", [why], where=self.label) from None
+                raise DeadlineExceeded(
+                    "no answer in time: the rendezvous' welcome", [SILENT], where=self.label
+                ) from None
             finally:
                 if not isinstance(answer, m.Welcome):
                     channel.close()
@@ -408,10 +409,9 @@ class RendezvousClient:
                 now = time.monotonic()
                 silent = self._heard < asked
                 if now >= until or silent and now - asked >= SILENCE_S:
-                    why = "trainer 0: its process, which has the rendezvous in it, does not answer"
                     deaf = silent and now - asked >= SILENCE_S / 2
                     raise DeadlineExceeded(
-                        f"no answer in time: {what}", [why] if deaf else [], where=self.label
+                        f"no answer in time: {what}", [SILENT] if deaf else [], where=self.label
                     ) from None
                 if now >= due and not silent and now - asked >= 1.0:
                     asked = now

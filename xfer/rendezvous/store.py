@@ -18,6 +18,9 @@ from xfer.coordinator import messages as m
 from xfer.errors import DeadlineExceeded, PeerLost
 from xfer.rendezvous.channel import Channel
 
+SILENT = "trainer 0: its process, which has the rendezvous in it, does not answer"
+"""Why no answer came in time to a question that the coordinator answers at once."""
+
 
 class Replies:
     """Replies to store calls. The reader thread puts them, the callers wait for them."""
@@ -43,8 +46,10 @@ class Replies:
             self._closed = reason or "closed"
             self._ready.notify_all()
 
-    def wait(self, call: int, until: float, what: str, cancelled: Callable[[], bool] = lambda: False) -> m.StoreReply:
-        """Return the reply to a call.
+    def wait(
+        self, call: int, until: float, what: str, cancelled: Callable[[], bool] = lambda: False, why: str = SILENT
+    ) -> m.StoreReply:
+        """Return the reply to a call. `why`: the likely reason if none comes in time.
 
         Raises:
             PeerLost: the coordinator is gone, or `cancelled` returned True.
@@ -58,7 +63,7 @@ class Replies:
                 if cancelled():
                     raise PeerLost(f"cancelled while waiting for {what}")
                 if left <= 0:
-                    raise DeadlineExceeded(f"{what} did not appear in time", ["a peer did not open its data link"])
+                    raise DeadlineExceeded(f"{what} did not appear in time", [why])
                 self._ready.wait(min(left, 0.2))
             return self._answers.pop(call)
 
@@ -85,19 +90,21 @@ class RendezvousStore(Store):
     def timeout(self) -> timedelta:
         return timedelta(seconds=self._seconds)
 
-    def _ask(self, make: Callable[[int], m.Message], what: str, seconds: float | None = None) -> m.StoreReply:
+    def _ask(
+        self, make: Callable[[int], m.Message], what: str, seconds: float | None = None, why: str = SILENT
+    ) -> m.StoreReply:
         call = self._replies.ticket()
         self._channel.send(make(call))
-        return self._replies.wait(
-            call, time.monotonic() + (self._seconds if seconds is None else seconds), what, self._cancelled
-        )
+        until = time.monotonic() + (self._seconds if seconds is None else seconds)
+        return self._replies.wait(call, until, what, self._cancelled, why)
 
     def set(self, key: str, value: bytes | str) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
         self._channel.send(m.StoreSet(self._prefix + key, data))
 
     def _get(self, key: str, seconds: float | None = None) -> bytes:
-        return self._ask(lambda c: m.StoreGet(c, self._prefix + key), f"store key {key!r}", seconds).value
+        why = "a peer did not open its data link"
+        return self._ask(lambda c: m.StoreGet(c, self._prefix + key), f"store key {key!r}", seconds, why).value
 
     def get(self, key: str) -> bytes:
         return self._get(key)
