@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import os
 
-import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -26,7 +25,7 @@ from tests.support.simulation import Simulation
 from xfer.coordinator import messages as m
 from xfer.errors import XferError
 
-EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "60"))
+EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "100"))
 WORKERS, TRAINERS = ("read", "arm", "commit", "look"), ("enter", "drain", "before", "after")
 POINTS = (*WORKERS, *TRAINERS, "plan", "link", "moving", "wave", "done", "digest", "checksum")
 FAILURES = st.tuples(
@@ -220,10 +219,12 @@ class Cluster(RuleBasedStateMachine):
             assert not left, "threads of closed sessions"
 
 
-TestSession = pytest.mark.slow(Cluster.TestCase)
+TestSession = Cluster.TestCase
 TestSession.settings = settings(
     max_examples=EXAMPLES,
     stateful_step_count=20,
     deadline=None,
+    derandomize="XFER_EXAMPLES" not in os.environ,  # the same examples in every run of CI; others are searched by hand
+    print_blob=True,
     suppress_health_check=list(HealthCheck),
 )

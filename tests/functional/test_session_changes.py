@@ -6,7 +6,6 @@ bytes of one tensor, and training whose result no engine receives.
 
 import gc
 import logging
-import os
 import threading
 import time
 import weakref
@@ -14,30 +13,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, example, given, settings
-from hypothesis import strategies as st
 
-from tests.support.world import SHAPES, Meets, ToyEngine, ToyLayout, ToySource, ToyTaker, World, good, raised, right
+from tests.support.world import SHAPES, ToyEngine, ToyLayout, ToySource, ToyTaker, World, good, raised, right
 from xfer.direct import holders
 from xfer.errors import CoverageError, DeadlineExceeded, LayoutError, Unsupported, VerificationError
-from xfer.participants import faults
 from xfer.participants.lane import Lane
 from xfer.participants.refit import RefitCall
 from xfer.trace.fragment import TensorSpec
-
-EXAMPLES = min(100, max(10, int(os.environ.get("XFER_EXAMPLES", "10"))))
-
-
-class Unreadable(Meets):
-    """`unreadable`: reading fails after the rank has looked at its storages."""
-
-    unreadable = False
-
-    def read(self):
-        layout = super().read()
-        if self.unreadable:
-            raise RuntimeError("boom")
-        return layout
 
 
 def export(source: ToySource) -> None:
@@ -56,86 +38,6 @@ def unreadable(_):
 
 def moved(taker: ToyTaker) -> None:
     taker.live["embed"] = taker.live["embed"].clone()
-
-
-def turned(taker: ToyTaker) -> None:
-    w = taker.live["layers.0.w"]
-    taker.live["layers.0.w"] = w.t().contiguous().t() if w.is_contiguous() else w.contiguous()
-
-
-TRAINER = ["move", "turn", "export", "release", "fails to read", "fails to drain", "fails to compute"]
-WORKER = ["moves", "turns", "cannot read", "fails as it arms"]
-FAILS = {"fails to read", "fails to drain", "fails to compute", "cannot read", "fails as it arms"}
-
-
-def events(kinds: list[str]):
-    return st.lists(st.tuples(st.integers(0, 1), st.sampled_from(kinds)), unique=True, max_size=2)
-
-
-ROUNDS = st.lists(st.tuples(events(TRAINER), events(WORKER)), min_size=2, max_size=6)
-
-
-@pytest.mark.parametrize("host_pull", [False, True])
-def test_whatever_changed_and_failed_before_a_refit_that_commits_has_the_bytes_of_its_moment(host_pull, monkeypatch):
-    """Each round is a refit before which some trainers and workers change or break. The examples once committed wrong bytes."""
-    point, arming = faults.point, set()
-
-    def armed(role, index, where):
-        if role == "worker" and where == "arm" and index in arming:
-            raise RuntimeError("between the look and the word")
-        point(role, index, where)
-
-    monkeypatch.setattr(faults, "point", armed)
-    with World(drop=("extra",), host_pull=host_pull, deadline_s=6.0, sources=[Unreadable(i, 2) for i in range(2)]) as w:
-        version, takers = 0, w.engines[0].takers
-
-        def happens(rank: int, what: str) -> None:
-            source, taker = w.sources[rank], takers[rank]
-            {
-                "move": source.move,
-                "turn": source.turn,
-                "export": lambda: export(source),
-                "release": w.sessions[rank].release,
-                "fails to read": lambda: setattr(source, "unreadable", True),
-                "fails to drain": lambda: setattr(source, "fail", RuntimeError("boom")),
-                "fails to compute": lambda: setattr(source, "breaks", "before"),
-                "moves": lambda: moved(taker),
-                "turns": lambda: turned(taker),
-                "cannot read": lambda: setattr(taker, "read", unreadable),
-                "fails as it arms": lambda: arming.add(rank),
-            }[what]()
-
-        @given(ROUNDS)
-        @example([([(0, "move"), (1, "fails to drain")], []), ([(1, "move")], [])])
-        @example([([], [(0, "turns"), (1, "fails as it arms")]), ([], [(0, "moves"), (1, "cannot read")])])
-        @example([([], [(0, "turns"), (0, "fails as it arms")]), ([], [(0, "moves"), (0, "cannot read")])])
-        @example([([(0, "turn"), (0, "fails to read")], []), ([], [])])
-        @example([([(0, "move"), (0, "fails to read")], []), ([], [])])
-        @example([([(0, "export")], [(0, "cannot read")]), ([(0, "export")], [])])
-        @settings(
-            max_examples=EXAMPLES,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            derandomize=True,
-            phases=[Phase.explicit, Phase.generate],
-        )
-        def run(rounds):
-            nonlocal version
-            for trainers, workers in [*rounds, ([], [])]:
-                for rank, what in (*trainers, *workers):
-                    happens(rank, what)
-                version += 1
-                out = w.refit(version, verify=version % 2 == 0)
-                for rank in range(2):
-                    source = w.sources[rank]
-                    source.fail, source.breaks, source.unreadable = None, "", False
-                    takers[rank].__dict__.pop("read", None)
-                arming.clear()
-                if not FAILS & {what for _, what in (*trainers, *workers)} or not isinstance(out[0], BaseException):
-                    good(out)
-                    right(w, version)
-
-        run()
 
 
 class Widening(ToySource):

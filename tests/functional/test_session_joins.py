@@ -1,6 +1,6 @@
 """Replicas that join during refits, changes and failures, with real participants as threads.
 
-Each test was a defect once. Orders of messages alone are in tests/unit/test_coordinator.py and test_coordinator_cases.py.
+Each test was a defect once. Orders of messages alone are in test_session.py and test_session_cases.py.
 """
 
 import threading

@@ -1,12 +1,11 @@
 """Refits that succeed, over real sockets: versions, reports, labels, arguments, and leaving.
 
-The engine and the trainers are small stand-ins (tests/support/world.py). Orders of messages: tests/unit/test_coordinator.py.
-Faults: test_session_faults.py and test_session_deaths.py.
+The engine and the trainers are small stand-ins (tests/support/world.py). Orders of messages: test_session.py and
+test_session_cases.py, in a simulation. Deaths: test_session_deaths.py.
 """
 
 import pickle
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -17,8 +16,6 @@ from tests.support.world import (
     ToySource,
     World,
     good,
-    raised,
-    right,
     until_true,
 )
 from xfer import errors as e
@@ -126,48 +123,6 @@ def test_what_became_of_a_refit_whose_caller_did_not_wait_stands_in_the_next_rep
         assert good(w.refit(4)).before is None
 
 
-def test_engines_serve_until_the_first_trainer_enters_and_prepare_arms_them_early():
-    """A prepare that no refit followed ends at its deadline, and uses up neither a number nor a label."""
-    with World(trainers=2) as w:
-        w.commits(1)
-        engine, n = w.engines[0], len(w.engines[0].log)
-        time.sleep(0.3)
-        assert len(engine.log) == n and not engine.paused
-        w.shorten(1.0)
-        w.sessions[0].prepare()
-        until_true(lambda: engine.paused)
-        until_true(lambda: w.coordinator.refit is None and not engine.paused, 15)
-        assert engine.label == "1"
-        w.sessions[1].prepare()
-        until_true(lambda: engine.paused)
-        assert w.commits(2, deadline_s=20.0).version == 2
-
-
-@pytest.mark.parametrize("by", ["prepare", "refit"])
-def test_trainer_0_leaves_an_engine_that_was_armed_in_service(by):
-    """Also when the coordinator reads the Leave late."""
-    w = World(1, 1, deadline_s=10.0).connect()
-    w.commits(1)
-    go_on, results = threading.Event(), None
-    if by == "prepare":
-        for s in w.engines[0].sessions:
-            s._stopped = lambda a, stopped=s._stopped: (time.sleep(0.3), stopped(a))[1]
-        w.sessions[0].prepare()
-    else:
-        w.sources[0].drain = lambda: go_on.wait(20)
-        results = w.start()
-    until_true(w.armed)
-    w.later(lambda: time.sleep(0.5))
-    w.sessions[0].close()
-    go_on.set()
-    if results:
-        raised(results(), e.XferError)
-    until_true(lambda: not w.engines[0].paused)
-    assert w.engines[0].label == "1" and w.controllers[0].version == 1
-    right(w, 1)
-    w.close()
-
-
 def test_no_thread_is_left_behind():
     before = threading.active_count()
     for _ in range(2):
@@ -219,89 +174,3 @@ def test_labels_go_on_from_what_the_engines_have_had():
     assert engine.label == "8"
     with World(trainers=1, engines=[engine]) as w:
         assert w.commits(3).version == 9 and engine.label == "9"
-
-
-# ---- threads of one rank, and leaving
-
-
-def test_two_threads_of_one_rank_cannot_refit_at_once():
-    with World(trainers=2) as w:
-        w.commits(1)
-        go_on, inside = threading.Event(), threading.Event()
-        w.sources[0].drain = lambda: (inside.set(), go_on.wait(10))
-        results = w.start(2)
-        assert inside.wait(10)
-        for second in (w.sessions[0].refit, w.sessions[0].release):
-            with pytest.raises(e.Unsupported, match="another thread"):
-                second()
-        go_on.set()
-        good(results())
-        w.commits(3)
-
-
-@pytest.mark.parametrize(("order", "slow"), [((0, 1), "run_recipes"), ((1, 0), "release_lock")])
-def test_leaving_after_the_sources_were_free_finishes_that_refit_first(order, slow):
-    """Else the engine would lose its rendezvous while it holds two versions, and stay out of service."""
-    with World(trainers=2) as w:
-        w.commits(1)
-        returned = threading.Event()
-        for t in w.engines[0].takers:
-            late = getattr(t, slow)
-            setattr(t, slow, lambda late=late: (returned.wait(20), time.sleep(0.5), late()))
-        assert all(r.pending for r in w.refit(2, wait="sources", verify=False))
-        returned.set()
-        for i in order:
-            w.sessions[i].close()
-        assert w.controllers[0].version == 2 and w.controllers[0].error is None and not w.engines[0].paused
-        right(w, 2)
-
-
-def test_the_next_call_and_leaving_raise_what_became_of_a_refit_that_nobody_waited_for():
-    w = World(trainers=2, replicas=2).connect()
-    w.commits(1)
-    for version in (2, 3):
-        returned = threading.Event()
-        for t in w.engines[1].takers:
-            t.run_recipes = lambda returned=returned: returned.wait(20) and broken()
-        assert all(r.pending for r in w.refit(version, wait="sources", verify=False))
-        returned.set()
-        if version == 2:
-            w.fails(None, e.XferError, "a recipe failed")
-            for t in w.engines[1].takers:
-                del t.run_recipes
-            w.commits(2)  # that call is used up on all ranks: their numbers are in step
-    for s in reversed(w.sessions):
-        with pytest.raises(e.XferError, match="a recipe failed"):
-            s.close()
-    right(w, 3, [0])
-    w.close()
-
-
-def broken():
-    raise RuntimeError("a recipe failed")
-
-
-def test_what_is_called_after_closing_says_that_it_was_closed_here():
-    """Not PeerLost, after which a caller would call again. A call that is running hears it, too."""
-    w = World(trainers=2).connect()
-    w.commits(1)
-    results = w.start(2, [1])
-    until_true(lambda: 1 in getattr(w.coordinator.refit, "entered", ()))
-    controller = w.controllers[0]
-    w.sessions[1].close()
-    raised(results(), e.PeerLost, "by this process itself")
-    for _ in range(2):
-        w.close()
-
-    def enter(**how) -> None:
-        with controller.serving(**how):
-            pass
-
-    calls = {(call, "xfer.connect()") for s in w.sessions for call in (s.refit, s.prepare, s.release, s.explain)}
-    calls |= {(call, "xfer.serve(") for call in (controller.wait_ready, controller.wait_version, enter)}
-    for call, hint in calls:
-        with pytest.raises(e.Unsupported, match="was closed") as caught:
-            call()
-        assert type(caught.value) is e.Unsupported and hint in caught.value.violations[0]
-    assert [s.version for s in w.sessions] == [1, 1], "what was so stays so"
-    enter(force=True)
