@@ -19,8 +19,13 @@ from xfer.coordinator import deadlines
 from xfer.coordinator import messages as m
 from xfer.coordinator.commit import Phase
 from xfer.coordinator.state import Client, ReplicaPhase
+from xfer.direct import sums
+from xfer.direct import trainer as direct_trainer
+from xfer.direct.plane import DirectPlane
 from xfer.errors import DeadlineExceeded, PeerLost, PlanMismatch, Unsupported, XferError
+from xfer.participants import computing
 from xfer.participants.controller import ControllerPhase
+from xfer.transport import routes
 from xfer.transport.p2p import P2P
 
 SEEDS = pytest.mark.parametrize("seed", range(3))
@@ -244,6 +249,151 @@ def test_a_layout_change_that_is_told_after_its_refit_is_over_is_not_forgotten(s
         call(job, deadline_s=2.0)
         for end in job.ended():
             assert isinstance(end, DeadlineExceeded) and "worker 0: not armed" in str(end), end
+
+
+@SEEDS
+@pytest.mark.parametrize("pulled", [False, True])
+def test_a_trainer_that_gives_up_on_a_silent_coordinator_leaves_links_of_joiners_alone(seed, pulled):
+    """It once stopped them without a word, so that the workers of the replica that joined could never take part."""
+    with after_one_refit(seed, replicas=2, pulled=pulled) as job:
+        job.again(1)
+        job.sim.until(phase(job, 1, ReplicaPhase.LINKING))
+        epoch = job.coordinator.replicas[1].epoch
+        stopped(job, *workers(job, 1))
+        job.sim.quiet()
+        job.later(lambda: job.sim.wait(20.0))
+        job.unheard = {(0, 2), (1, 2)}
+        call(job, deadline_s=0.5, min_replicas=1)
+        for end in job.ended():
+            assert isinstance(end, PeerLost if pulled else DeadlineExceeded), end
+        job.sim.wait(20.0)
+        job.sim.stopped.clear()
+        job.sim.quiet()
+        assert phase(job, 1, ReplicaPhase.READY)() and job.coordinator.replicas[1].epoch == epoch
+
+
+HELD = {
+    "sums are bound": (sums.Sums, "__init__"),
+    "a trainer has opened": (direct_trainer.DirectTrainer, "opened"),
+    "routes are found": (routes, "find_ways"),
+}
+
+
+@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize("change", ["move", "turn", "export"])
+def test_what_trainers_hold_may_change_while_a_replica_links(held, change):
+    """The change comes while a thread that links stands at `held`. What was made for the old storages was kept for the new ones;
+    where they had another form, the replica could never take part again."""
+    where, name = HELD[held]
+    if change != "move" and held != "a trainer has opened":
+        pytest.skip("a new form is planned anew")
+    real, opening = getattr(where, name), []
+    with after_one_refit(replicas=2) as job:
+        bindings = [s.side._binding for s in job.sessions]
+
+        def late(*a, **k):
+            opening.append(held)
+            job.sim.block(lambda: all(s.side._binding > b for s, b in zip(job.sessions, bindings)))
+            return real(*a, **k)
+
+        job.sim.patch(where, name, late)
+        job.again(1)
+        job.sim.until(lambda: opening)
+        for source in job.sources:
+            getattr(source, change)()
+        # The coordinator hears of it when the link is open: else it plans anew at once.
+        compute, linking = computing.compute, phase(job, 1, ReplicaPhase.LINKING)
+        job.sim.patch(computing, "compute", lambda *a: (job.sim.block(lambda: not linking()), 0.0)[1])
+        call(job)
+        assert all(o.committed for end in job.ended(SOON_S) for o in end.outcomes)
+        setattr(where, name, real)
+        computing.compute = compute
+        assert [s.error for s in job.engines[1].sessions] == [None] * 2
+
+
+@SEEDS
+@pytest.mark.parametrize("pulled", [False, True])
+@pytest.mark.parametrize("released", [(0,), (0, 1)])
+def test_a_replica_that_joins_while_weights_are_released_is_refitted_when_they_are_back(seed, pulled, released):
+    """Engines restart while they sample; colocated trainers have released their weights by then."""
+    with after_one_refit(seed, replicas=2, pulled=pulled) as job:
+        for i in released:
+            job.sessions[i].release()
+        job.again(0)
+        job.sim.quiet()
+        assert not job.out(0)
+
+
+@SEEDS
+@pytest.mark.parametrize("point", ["look", "before"])
+def test_a_trainer_that_failed_before_it_told_of_changed_exports_tells_them_later(seed, point):
+    """A replica that joins meanwhile gets them too."""
+    with after_one_refit(seed, replicas=2, computes=True) as job:
+        for s in job.sources:
+            s.export()
+        job.faults["trainer 1", point] = "raise"
+        call(job)
+        assert all(f"injected fault at {point}" in says(end) for end in job.ended())
+        job.again(1)
+        job.sim.quiet()
+        call(job)
+        assert all(o.committed for end in job.ended(SOON_S) for o in end.outcomes)
+
+
+@SEEDS
+def test_a_replica_that_could_not_be_linked_costs_the_others_nothing_when_storages_move(seed):
+    with after_one_refit(seed, replicas=2, pulled=True) as job:
+        job.faults[job.engines[1].worker(0), "link"] = "raise"
+        job.again(1)
+        job.sim.quiet()
+        job.sources[0].move()
+        epochs = set()
+        for _ in range(3):
+            call(job, min_replicas=1)
+            assert all([o.committed for o in end.outcomes] == [True, False] for end in job.ended(SOON_S))
+            epochs.add(job.coordinator.replicas[0].epoch)
+        assert len(epochs) == 1, "routes are opened once"
+
+
+def test_a_call_does_not_take_the_link_of_an_engine_that_joins_for_a_transfer_that_does_not_stop():
+    """The replica was lost in the same refit, in which its lane had begun to move bytes."""
+    with after_one_refit(trainers=1, workers=1, replicas=2) as job:
+        open_routes, go_on, linking, lost = DirectPlane._open_routes, [], [], []
+
+        def slow(plane, *a):
+            if plane.side.role == "worker" and plane.replica == 0:
+                linking.append(plane)
+                job.sim.block(lambda: go_on)
+            return open_routes(plane, *a)
+
+        job.sim.patch(DirectPlane, "_open_routes", slow)
+        for e in job.engines:
+            e.takers[0].run_recipes = lambda: job.sim.block(lambda: lost)
+        call(job, min_replicas=1)
+        job.sim.until(lambda: job.coordinator.refit and all(p.moving for p in job.coordinator.refit.parts.values()))
+        job.again(0)
+        job.sim.until(lambda: linking)
+        lost.append(0)
+        (end,) = job.ended(SOON_S)
+        assert [o.committed for o in end.outcomes] == [False, True], end
+        go_on.append(0)
+
+
+@SEEDS
+def test_sources_are_not_free_while_a_replica_that_is_waited_for_has_yet_to_join(seed):
+    """Its workers still read their layout, so it has no lane on any trainer. A caller that went by lanes would train on, and the
+    replica would commit the next weights under this version, with every checksum right."""
+    with after_one_refit(seed, replicas=2) as job:
+        engine = job.engines[1] = type(job.engines[1])(job, 1)
+        for t in engine.takers:
+            read = t.read
+            t.read = lambda catalog, read=read: (job.sim.wait(0.5), read(catalog))[1]
+        job.again(1)
+        job.sim.until(lambda: job.coordinator.replicas[1].controller is not None)
+        began = job.sim.now
+        call(job, wait="sources")
+        ends = job.ended(SOON_S)
+        assert job.sim.now >= began + 0.4 and not any(isinstance(end, XferError) for end in ends), ends
 
 
 # ---- storages and exports that change between refits

@@ -21,13 +21,14 @@ import xfer
 from examples.common.ports import free_port
 from tests.support.connect import flat_connect
 from tests.support.proc import PATIENCE
-from tests.support.world import TOKEN, ToyEngine, ToySource, World, raised
+from tests.support.world import TOKEN, ToyEngine, ToySource, World, raised, right, trainer_session
 from xfer import errors as e
 from xfer.cli import app
 from xfer.coordinator import messages as m
 from xfer.coordinator.state import Options
 from xfer.participants import trainer, worker
 from xfer.participants.trainer import TrainerSession
+from xfer.participants.worker import WorkerSession
 from xfer.plan.cache import PlanCache
 from xfer.plan.fabric import Fabric, Site
 from xfer.rendezvous import client as party
@@ -469,3 +470,87 @@ def test_connect_checks_the_fabric_before_it_opens_anything(tmp_path):
     with pytest.raises(e.XferError) as caught:
         flat_connect(fabric=path, deadline_s=-1, **call)
     assert len(caught.value.violations) == 3  # the deadline, the file, and what is wrong in it
+
+
+# ---- replicas that fail early, and layouts that all trainers read in one collective, as with `probe=`
+
+
+@pytest.mark.parametrize(("wait", "together"), [(False, False), (False, True), (True, False)])
+def test_a_replica_that_fails_before_the_trainers_have_read_is_left_out_like_one_that_fails_later(
+    monkeypatch, wait, together
+):
+    """Unless they wait for all replicas: then they hear the reason. `together`: ranks read in one collective. The worker says that it
+    is worker 1 of 1, as with vLLM's offline data parallelism."""
+    failed, read, join = threading.Event(), ToySource.read, WorkerSession._join
+
+    def refused(session):
+        session.index = session.replica
+        try:
+            return join(session)
+        finally:
+            if session.replica:
+                failed.set()
+
+    def late(source):
+        assert failed.wait(20)
+        time.sleep(0.5 if together else 0.0)  # longer than trainers wait for a connect that cannot succeed
+        return read(source)
+
+    monkeypatch.setattr(WorkerSession, "_join", refused)
+    monkeypatch.setattr(ToySource, "read", late)
+    monkeypatch.setattr(ToySource, "reads_together", together)
+    monkeypatch.setattr("xfer.participants.trainer.STOP_GRACE_S", 0.2)
+    w = World(trainers=1, workers=1, replicas=2, wait=wait)
+    text = "worker 1 of 1: an engine that was started as one rank of several"
+    if wait:
+        with pytest.raises(e.HandshakeError, match=text):
+            w.connect()
+        return
+    with w:
+        w.controllers[0].wait_ready(20)
+        with pytest.raises(e.HandshakeError, match=text):
+            w.controllers[1].wait_ready(5)
+        assert [o.committed for o in w.refit(1, min_replicas=1)[0].outcomes] == [True, False]
+
+
+class ReadTogether(ToySource):
+    """A barrier stands for the collective."""
+
+    reads_together = True
+    all_here = threading.Barrier(2)
+
+    def read(self):
+        self.all_here.wait(60)
+        return super().read()
+
+
+@pytest.fixture
+def together(monkeypatch):
+    monkeypatch.setattr(ReadTogether, "all_here", threading.Barrier(2))
+    yield [ReadTogether(i, 2) for i in range(2)]
+    ReadTogether.all_here.abort()
+
+
+def test_a_layout_that_is_read_together_is_not_read_again_by_one_rank_alone(together):
+    with World(trainers=2, sources=together) as w:
+        w.commits(1)
+        w.sources[1].turn()
+        w.fails(2, e.RebindError, "connect again")
+        right(w, 1)
+
+
+@pytest.mark.parametrize("reason", ["refused", "absent"])
+def test_a_layout_that_is_read_together_does_not_hold_a_rank_whose_peer_does_not_come(together, reason):
+    w = World(trainers=2, sources=together, deadline_s=2.0, sessions=[None] * 2)
+    w.rendezvous = f"tcp://127.0.0.1:{free_port()}"
+
+    def connect(i):
+        s = trainer_session(w.sources[i], w.rendezvous, TOKEN, replicas=1 + i, deadline_s=w.deadline_s)
+        try:
+            s.open(True)
+        finally:
+            s.close()
+
+    out = w.on_all(connect, ranks=[0, 1] if reason == "refused" else [0])
+    kind, text = (e.HandshakeError, "replicas is ") if reason == "refused" else (e.DeadlineExceeded, "trainer 1")
+    raised(out, kind, text)

@@ -375,11 +375,13 @@ class Job(World):
 
     def release(self, i: int) -> None:
         def run() -> None:
-            with contextlib.suppress(XferError):
+            try:
                 self.sessions[i].release()
                 free = self.sim.dead or not cpu_peer.MAPPED
                 self.sim.must(free, "a trainer may free its weights, and others have mapped them")
                 self.sources[i].move()
+            except XferError as e:
+                self.sim.must(bool(self.hurt), f"nothing kept trainer {i} from releasing its weights: {e}")
             del self.running[i]
 
         with self.sim.process(f"trainer {i}"):
