@@ -22,10 +22,10 @@ from xfer.coordinator.state import Client, ReplicaPhase
 from xfer.direct import sums
 from xfer.direct import trainer as direct_trainer
 from xfer.direct.plane import DirectPlane
-from xfer.errors import DeadlineExceeded, PeerLost, PlanMismatch, Unsupported, XferError
+from xfer.errors import DeadlineExceeded, PeerLost, PlanMismatch, RefitFailed, Unsupported, XferError
 from xfer.participants import computing
 from xfer.participants.controller import ControllerPhase
-from xfer.transport import routes
+from xfer.transport import relay_place, routes
 from xfer.transport.p2p import P2P
 
 SEEDS = pytest.mark.parametrize("seed", range(3))
@@ -394,6 +394,183 @@ def test_sources_are_not_free_while_a_replica_that_is_waited_for_has_yet_to_join
         call(job, wait="sources")
         ends = job.ended(SOON_S)
         assert job.sim.now >= began + 0.4 and not any(isinstance(end, XferError) for end in ends), ends
+
+
+# ---- relay chains
+
+
+def chain(seed: int = 0, replicas: int = 3, trainers: int = 1, workers: int = 1):
+    return after_one_refit(seed, trainers, replicas, workers, pulled=True, relay=True)
+
+
+def order(job: Job) -> list[int | None]:
+    """The replica from which each replica reads."""
+    return [r.before and r.before[0] for r in job.coordinator.replicas.values()]
+
+
+def ways(end) -> list[dict[str, int]]:
+    """Bytes by route, for each replica."""
+    return [{r.route: r.bytes for r in o.routes} for o in end.outcomes]
+
+
+def kinds(job: Job, **how) -> list[str]:
+    """A refit: the routes of each replica."""
+    call(job, **how)
+    return ["+".join(sorted(x)) for x in ways(job.ended(SOON_S)[0])]
+
+
+def steps(job: Job, replica: int):
+    return job.lane(replica).plane._routed.place.steps
+
+
+@SEEDS
+@pytest.mark.parametrize("shape", [(1, 2, 4), (3, 2, 2), (2, 2, 1)])
+def test_each_byte_leaves_the_trainers_once(seed, shape):
+    trainers, workers, replicas = shape
+    with chain(seed, replicas, trainers, workers) as job:
+        for verify in (True, False):
+            call(job, verify=verify)
+            end = job.ended()[0]
+            one = end.outcomes[0].bytes_moved
+            assert ways(end) == [{"peer": one}, *[{"relay": one}] * (replicas - 1)] and one > 0
+        assert order(job) == [None, *range(replicas - 1)]
+        opened = job.epochs()
+        assert job.commits() == [True] * replicas and job.epochs() == opened, "routes are opened once"
+
+
+def test_a_worker_that_cannot_read_from_the_one_before_reads_from_the_trainers(caplog):
+    mapped = relay_place.RelayPlace._map
+
+    def refused(self, before, outside, wanted):
+        mapped(self, before, outside, wanted)
+        self.why = "refused by the test"
+
+    with chain(replicas=2) as job:
+        job.sim.patch(relay_place.RelayPlace, "_map", refused)
+        job.again(1)
+        job.sim.quiet()
+        assert kinds(job) == ["peer", "peer"]
+    assert "pulls from the trainers, not from the replica before: refused by the test" in caplog.text
+
+
+@SEEDS
+def test_storages_that_move_are_handed_on_from_where_they_are_and_released_before_they_are_freed(seed):
+    """A trainer's storages move, then those of a replica in the middle. The old ones hold NaN."""
+    with chain(seed, workers=2) as job:
+        job.sources[0].move()
+        assert kinds(job) == ["peer", "relay", "relay"]
+        for t in job.engines[1].takers:
+            for name, old in list(t.live.items()):
+                t.live[name] = old.clone()
+                old.fill_(float("nan"))
+            t.spare = t.spare.clone()
+        assert kinds(job) == ["peer", "relay", "relay"]
+        job.sessions[0].release()
+        assert not cpu_peer.MAPPED
+
+
+def test_trainers_may_step_when_the_first_of_the_chain_has_everything():
+    """The others read from engines: a trainer that overwrites its weights changes nothing for them."""
+    with chain(replicas=2) as job:
+        there, let = steps(job, 1).there, []
+        steps(job, 1).there = lambda run, part: (job.sim.block(lambda: let), there(run, part))
+        call(job, wait="sources")
+        assert job.ended(1.0)[0].pending, "the sources were held for a replica that does not read them"
+        let.append(0)  # its trainer has trained on
+        job.sim.wait(1.0)
+        assert job.engines[1].takers[0].held(2) == 2
+
+
+@SEEDS
+def test_a_replica_that_is_lost_in_its_middle_takes_along_those_behind_it_and_no_other(seed):
+    with chain(seed, replicas=4) as job:
+        job.sim.patch(relay_place, "PART_BYTES", 100)
+        job.sources[0].turn()
+        assert job.commits() == [True] * 4
+        stuck, reached = steps(job, 1), []
+        before, mapped = stuck.before, job.lane(2).plane._routed.place.mapping.number
+
+        def stand(wave, stream):
+            if wave > 3:
+                reached.append(wave)
+                job.sim.block(stuck._cancelled)
+            before(wave, stream)
+
+        stuck.before = stand
+        job.sessions[0].prepare()
+        job.sim.quiet()
+        call(job, min_replicas=1)
+        job.sim.until(lambda: reached and all(job.engines[i].takers[0].locked for i in (2, 3)))
+        assert mapped in cpu_peer.MAPPED
+        job.die(job.engines[1].worker(0))
+        (end,) = job.ended(SOON_S)
+        assert [o.committed for o in end.outcomes] == [True, False, False, False]
+        for i in (2, 3):
+            assert f"replica {i} takes its weights from replica {i - 1}" in str(end.outcomes[i].error)
+            assert job.engines[i].takers[0].live["norm"].isnan().all(), "torn, and serves NaN"
+        assert mapped not in cpu_peer.MAPPED
+        assert kinds(job, min_replicas=3) == ["peer", "", "relay", "relay"] and order(job)[2:] == [0, 2]
+        job.again(1)  # back in its place, in another engine
+        job.sim.quiet()
+        assert kinds(job) == ["peer", "relay", "relay", "relay"] and order(job) == [None, 0, 1, 2]
+
+
+@SEEDS
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_replica_that_fails_or_is_late_before_bytes_move_is_gone_around(seed, fails):
+    """In the same refit, those behind it read from another replica; a late one follows."""
+    with chain(seed) as job:
+        engine = job.engines[1]
+        pause, let = engine.pause, []
+        if fails:
+            engine.fail["pause"] = XferError("the engine does not pause")
+        else:
+            engine.pause = lambda timeout: (job.sim.block(lambda: let), pause(timeout))
+        call(job, min_replicas=2)
+        job.sim.wait(deadlines.TOGETHER_S + 0.1)
+        assert job.engines[2].takers[0].held(2) == 2 and order(job)[2] == 0
+        let.append(0)
+        assert [o.committed for o in job.ended()[0].outcomes] == [True, not fails, True]
+        engine.pause = pause
+        assert job.commits() == [True] * 3 and order(job) == [None, 0, 1]
+
+
+def test_an_engine_that_comes_new_into_a_refit_hands_on_nothing():
+    """The one before it committed in this refit, died, and came back with other weights, before the next one armed."""
+    with chain(replicas=2) as job:
+        pause, let = job.engines[1].pause, []
+        job.engines[1].pause = lambda timeout: (job.sim.block(lambda: let), pause(timeout))
+        call(job, min_replicas=1)
+        job.sim.until(lambda: job.coordinator.refit is not None)
+        first = job.coordinator.refit.parts[0]
+        job.sim.wait(deadlines.TOGETHER_S / 2)
+        assert first.over and first.error is None
+        job.die(job.engines[0].worker(0))
+        job.sim.quiet()
+        job.again(0)
+        job.sim.quiet()
+        let.append(0)
+        (end,) = job.ended(SOON_S)
+        assert ways(end)[1].keys() == {"peer"} and end.outcomes[1].committed
+        job.engines[1].pause = pause
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_worker_that_waits_for_parts_that_never_come_ends_at_the_deadline(hangs):
+    """The one before it hangs, or its messages are lost."""
+    with chain(replicas=2) as job:
+        if hangs:
+            cpu_peer.Hold.begin()
+            texts = ["replica 0 worker 0: still moving", "takes its weights from replica 0, which failed"]
+        else:
+            steps(job, 1).there = lambda run, part: None
+            texts = ["1 of 2 replicas committed", "replica 1 worker 0: still moving", "behind replica 0"]
+        began = job.sim.now
+        call(job, deadline_s=2.0)
+        (end,) = job.ended()
+        assert isinstance(end, RefitFailed | DeadlineExceeded) and all(t in str(end) for t in texts), end
+        assert job.sim.now - began <= 2.0 + deadlines.CALL_GRACE_S
+        cpu_peer.Hold.clear()
 
 
 # ---- storages and exports that change between refits
