@@ -20,6 +20,7 @@ while [ $# -gt 0 ]; do
   esac
 done
 cd "$(dirname "$0")/.."
+unset PYTHONDONTWRITEBYTECODE # some containers set it; each process would then compile its framework anew
 scripts/setup.sh trainer engine
 export CUDA_VISIBLE_DEVICES= # the same everywhere: both environments are those of a machine without a GPU
 exec .venvs/engine/bin/python -m examples.demo.run ${options[@]+"${options[@]}"}

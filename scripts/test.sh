@@ -26,6 +26,7 @@ while [ $# -gt 0 ]; do
   shift
 done
 cd "$(dirname "$0")/.."
+unset PYTHONDONTWRITEBYTECODE # some containers set it; each process would then compile its framework anew, which takes 2 to 10 s
 scripts/setup.sh all || exit 1
 export CUDA_VISIBLE_DEVICES= # also where there are some: tests for GPUs are run by their own commands
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
