@@ -40,11 +40,14 @@ status=0
 versions() { # of an environment, for the log
   ".venvs/$1/bin/python" -m xfer version | paste -sd , | sed 's/,/, /g'
 }
-run() { # environment, processes, marker expression
+kernels="tests/unit/test_kernels_triton.py tests/unit/test_kernels_rows.py tests/unit/test_kernels_quantize.py tests/unit/test_packed_placing.py"
+run() { # environment, processes, marker expression, files or folders
   # Files in their order, not those with most tests first: the longest are of functional tests, which come before the others.
-  ".venvs/$1/bin/python" -m pytest -p no:cacheprovider -q --durations=25 --durations-min=5 -n "$2" --dist loadfile \
-    --no-loadscope-reorder -m "$3" $where ${args[@]+"${args[@]}"}
-  local rc=$?
+  local python=".venvs/$1/bin/python" processes=$2 marker=$3 rc
+  shift 3
+  "$python" -m pytest -p no:cacheprovider -q --durations=25 --durations-min=5 -n "$processes" --dist loadfile \
+    --no-loadscope-reorder -m "$marker" "$@" ${args[@]+"${args[@]}"}
+  rc=$?
   [ $rc -eq 5 ] && rc=0 # no test of this marker under this path
   [ $rc -eq 0 ] || status=1
 }
@@ -57,15 +60,16 @@ style() { .venvs/trainer/bin/ruff check . && .venvs/trainer/bin/ruff format --ch
 types() { .venvs/trainer/bin/python -m mypy; }
 site() { NO_MKDOCS_2_WARNING=1 .venvs/docs/bin/mkdocs build --strict -q; }
 layout() { .venvs/trainer/bin/python -m tests.support.house; }
-echo "== style, types, site, layout"
-for check in style types site layout; do timed $check; done
+echo "== kernels for GPUs, in Triton's interpreter, and beside them style, types, site, layout"
+checked=$(mktemp)
+(for check in style types site layout; do timed $check; done; exit $status) >"$checked" 2>&1 & # one process each: two processors
+TRITON_INTERPRET=1 XFER_EXAMPLES=12 run engine 0 "not gpu$and_slow" $kernels
+wait $! || status=1
+cat "$checked" && rm "$checked"
 echo "== trainer environment: $(versions trainer)"
-run trainer "$jobs" "not engine and not gpu$and_slow"
+run trainer "$jobs" "not engine and not gpu$and_slow" $where
 echo "== engine environment: $(versions engine)"
 # One after the other: an engine keeps two processors busy, and one that is to answer every second does not beside another.
-run engine 0 "engine and not gpu$and_slow"
-echo "== kernels for GPUs, in Triton's interpreter"
-where="tests/unit/test_kernels_triton.py tests/unit/test_kernels_rows.py tests/unit/test_kernels_quantize.py tests/unit/test_packed_placing.py"
-TRITON_INTERPRET=1 XFER_EXAMPLES=12 run engine 0 "not gpu$and_slow"
+run engine 0 "engine and not gpu$and_slow" $where
 echo "scripts/test.sh: $((SECONDS / 60)) min $((SECONDS % 60)) s, status $status"
 exit $status
