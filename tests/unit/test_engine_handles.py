@@ -8,7 +8,6 @@ import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +16,9 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 import xfer
+from examples.common.ports import free_port
+from tests.support.http import serving
+from tests.support.world import until_true
 from xfer.engines.choose_handle import handle_for
 from xfer.engines.gate import Gate
 from xfer.engines.handles import AsyncEngine, OfflineLLM
@@ -123,37 +125,21 @@ class FakeActor:
 def http_engine(core):
     routes = {"/pause": "pause_generation", "/resume": "resume_generation"}
 
-    class Handler(BaseHTTPRequestHandler):
-        def answer(self):
-            path, _, query = self.path.partition("?")
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            args = [query] * bool(query) + (list(json.loads(body).values()) if body else [])
-            if path == "/missing_route":
-                return self.send_error(404)
-            try:
-                code, out = 200, {"world_size": core.world}
-                if path != "/get_world_size":
-                    value = core.do(routes.get(path, path[1:]), *args)
-                    out = {"is_paused": value} if path == "/is_paused" else {"success": True}
-            except Exception as e:
-                code, out = 500, {"error": str(e)}
-            data = json.dumps(out).encode()
-            self.send_response(code)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+    def answer(method, url, body):
+        path, _, query = url.partition("?")
+        args = [query] * bool(query) + (list(json.loads(body).values()) if body else [])
+        if path == "/missing_route":
+            return 404, ""
+        if path == "/get_world_size":
+            return 200, {"world_size": core.world}
+        try:
+            value = core.do(routes.get(path, path[1:]), *args)
+        except Exception as e:
+            return 500, {"error": str(e)}
+        return 200, {"is_paused": value} if path == "/is_paused" else {"success": True}
 
-        do_GET = do_POST = answer
-
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    try:
-        yield HttpEngine(f"http://127.0.0.1:{server.server_port}")
-    finally:
-        server.shutdown()
+    with serving(answer) as (url,):
+        yield HttpEngine(url)
 
 
 @contextmanager
@@ -186,13 +172,6 @@ def handle_of(kind):
         yield CallableEngine(FakeActor(core)), core
 
 
-def eventually(true) -> bool:
-    until = time.monotonic() + T
-    while not true() and time.monotonic() < until:
-        time.sleep(0.01)
-    return true()
-
-
 def update_ahead(handle, core):
     """As a controller does, up to the end of `update`, which is known before it has returned."""
     hang = core.block["update_weights"] = threading.Event()
@@ -201,7 +180,7 @@ def update_ahead(handle, core):
     handle.start_update(T, then={"attempt": 1})
     updating = threading.Thread(target=handle.update, args=({"attempt": 1}, T))
     updating.start()
-    assert eventually(lambda: core.calls[-1] == "update_weights")
+    until_true(lambda: core.calls[-1] == "update_weights")
     handle.finish_ahead()
     hang.set()
     updating.join(T)
@@ -250,7 +229,7 @@ def fails(handle, core, how):
         core.fail = {"start_weight_update": 1}
         with pytest.raises(XferError, match="start"):
             handle.start_update(T, then={"attempt": 1})
-        assert not handle.in_order or eventually(lambda: core.calls[-1] == "update_weights")
+        until_true(lambda: not handle.in_order or core.calls[-1] == "update_weights")
         core.active = False  # the fake fails late
     elif how == "torn":
         handle.pause(T)
@@ -258,7 +237,7 @@ def fails(handle, core, how):
         handle.update({}, T)
     elif how == "torn ahead":
         update_ahead(handle, core)
-        assert not handle.in_order or eventually(lambda: core.calls[-1] == "reset_prefix_cache")
+        until_true(lambda: not handle.in_order or core.calls[-1] == "reset_prefix_cache")
     else:
         if how == "update is late":
             handle.start_update(T)
@@ -274,12 +253,12 @@ def fails(handle, core, how):
         hang = core.block[call] = threading.Event()
         with pytest.raises(DeadlineExceeded, match="did not answer"):
             late(LATE_S)
-        assert eventually(lambda: core.calls[-1] == call)
+        until_true(lambda: core.calls[-1] == call)
         with pytest.raises(DeadlineExceeded, match="earlier call"):
             handle.set_version("too early", LATE_S)
         assert core.calls[-1] == call  # nothing was sent behind it
         hang.set()
-        assert eventually(handle._outstanding.future.done)
+        until_true(handle._outstanding.future.done)
         core.block = {}
     core.fail = {}
     assert core.version not in ("lost", "too early")
@@ -364,22 +343,15 @@ def test_whatever_failed_before_the_next_refit_commits(kind, left_open, steps):
 
 
 def test_a_server_that_listens_later_is_waited_for():
-    class Ok(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b'{"world_size": 3}')
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Ok, bind_and_activate=False) as server:
-        server.server_bind()  # has its port, and refuses connections until it listens
-        handle = HttpEngine(f"http://127.0.0.1:{server.server_address[1]}")
-        with pytest.raises(EngineLost, match="cannot be reached"):
-            handle.workers(0.2)
-        late = threading.Timer(0.7, lambda: (server.server_activate(), server.serve_forever()))
-        late.start()
-        assert handle.workers(30.0) == 3
-        server.shutdown()
-        late.join()
+    port = free_port()
+    handle = HttpEngine(f"http://127.0.0.1:{port}")
+    with pytest.raises(EngineLost, match="cannot be reached"):
+        handle.workers(0.2)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(handle.workers, 30.0)
+        time.sleep(0.7)
+        with serving(lambda *_: (200, {"world_size": 3}), port=port):
+            assert waits.result(30) == 3
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["the owner waits", "the owner does not wait"])
@@ -405,7 +377,7 @@ def test_pauses_and_resumes_of_data_parallel_ranks_do_not_overlap(waits):
             return asyncio.run_coroutine_threadsafe(getattr(seen(), call)(**how), loop)
 
         pausing = owner("pause_generation", mode="keep", clear_cache=False)
-        assert eventually(lambda: sent == ["pause"])
+        until_true(lambda: sent == ["pause"])
         if not waits:
             pausing.cancel()
         refit = threading.Thread(target=first.pause, args=(T,))
@@ -424,7 +396,7 @@ def test_pauses_and_resumes_of_data_parallel_ranks_do_not_overlap(waits):
         second.resume(T)
         assert sent[3:] == ["pause", "resume"]
         del first, second, engine, refit
-        assert eventually(lambda: seen() is None), "vLLM's engines end their processes when they are let go of"
+        until_true(lambda: seen() is None)  # vLLM's engines end their processes when they are let go of
 
 
 def test_an_async_engine_is_paused_by_its_core_which_does_not_sleep():
@@ -500,7 +472,7 @@ def test_an_engine_and_its_thread_end_with_the_handle(called):
     if called:
         handle.workers(T)
     del handle, llm
-    assert eventually(lambda: gc.collect() >= 0 and seen() is None and threading.active_count() <= threads)
+    until_true(lambda: gc.collect() >= 0 and seen() is None and threading.active_count() <= threads)
 
 
 def test_the_gate_admits_one_at_a_time():
