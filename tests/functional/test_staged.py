@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from tests.support.threads import run_ranks
+from tests.support.threads import Gather, run_ranks
 from tests.support.world import SHAPES, Meets, ToyLayout, ToySource, World, flat, good, until_true
 from tests.unit.test_trace_owned import IN, OUT, Merge, computed, full_tensors
 from xfer import errors as e
@@ -26,21 +26,6 @@ from xfer.participants.computing import Meeting as SessionMeeting
 from xfer.trace.traced import Traced
 
 MERGE = Merge(2, (0, 0, 0), interleaved=True)
-
-
-class Gather:
-    """An all-gather between threads."""
-
-    def __init__(self, ranks: int):
-        self.given: list = [None] * ranks
-        self.barrier = threading.Barrier(ranks, timeout=20)
-
-    def __call__(self, rank: int, mine: torch.Tensor) -> list[torch.Tensor]:
-        self.given[rank] = mine.clone()
-        self.barrier.wait()
-        got = [t.clone() for t in self.given]
-        self.barrier.wait()
-        return got
 
 
 class Adapted(ToySource):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.support.proc import PATIENCE
 from tests.support.row_worlds import row
-from tests.support.threads import all_good, memory_store, run_ranks
+from tests.support.threads import all_good, memory_store, run_ranks, soon
 from xfer import background
 from xfer.errors import DeadlineExceeded, PeerLost
 from xfer.plan.program import Program
@@ -24,10 +24,6 @@ from xfer.transport.nccl import NcclLink
 from xfer.transport.p2p import P2P
 
 BIG = 64 << 20  # more than socket buffers hold: a send of it blocks
-
-
-def soon(seconds: float = 20.0) -> float:
-    return time.monotonic() + seconds
 
 
 def links(n: int):

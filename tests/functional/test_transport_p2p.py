@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support.memory import allocations
 from tests.support.proc import PATIENCE
 from tests.support.row_worlds import apply_world, fresh_sources, random_world, row
-from tests.support.threads import all_good, memory_store, run_ranks
+from tests.support.threads import all_good, memory_store, run_ranks, soon
 from xfer.errors import PlanMismatch
 from xfer.plan.program import Op, Program, row_wire_bytes
 from xfer.transport import peer
@@ -25,10 +25,6 @@ from xfer.transport.steps import steps
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
 RANKS = 4
-
-
-def soon(seconds: float = 20.0) -> float:
-    return time.monotonic() + seconds
 
 
 @pytest.fixture(scope="module")

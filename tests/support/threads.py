@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 
 from torch.distributed import HashStore
+
+
+def soon(seconds: float = 20.0) -> float:
+    """A deadline that nothing here reaches unless it hangs."""
+    return time.monotonic() + seconds
 
 
 def memory_store(seconds: float = 20.0) -> HashStore:
@@ -41,3 +48,19 @@ def all_good(results: list) -> list:
         if isinstance(r, BaseException):
             raise r
     return results
+
+
+class Gather:
+    """An all-gather between ranks that are threads, as often as they call."""
+
+    def __init__(self, ranks: int, seconds: float = 20.0):
+        self._given: list = [None] * ranks
+        self._barrier = threading.Barrier(ranks, timeout=seconds)
+
+    def __call__(self, rank: int, mine: object) -> list:
+        """Copies of what all ranks gave. Raises BrokenBarrierError where one of them does not come."""
+        self._given[rank] = copy.deepcopy(mine)
+        self._barrier.wait()
+        got = copy.deepcopy(self._given)
+        self._barrier.wait()
+        return got

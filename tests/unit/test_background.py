@@ -9,13 +9,10 @@ import weakref
 import pytest
 import torch
 
+from tests.support.threads import soon
 from xfer import background
 from xfer.background import BackgroundCall
 from xfer.errors import LayoutError, XferError
-
-
-def in_(seconds: float) -> float:
-    return time.monotonic() + seconds
 
 
 def raises(error: BaseException):
@@ -28,31 +25,31 @@ def raises(error: BaseException):
 def test_a_call_returns_its_result_without_gradients_and_says_how_long_it_took():
     x = torch.ones(1, requires_grad=True)
     call = BackgroundCall(lambda: (time.sleep(0.05), x * 2)[1])
-    result = call.take(in_(20))
+    result = call.take(soon())
     assert call.over and not result.requires_grad and call.seconds >= 0.05 and not background._given_up
 
 
 def test_errors_are_raised_where_the_call_is_waited_for_and_wrapped_if_asked():
     own, foreign = LayoutError("odd"), ValueError("boom")
     with pytest.raises(LayoutError) as e:
-        BackgroundCall(raises(own), None, "trainer 3", "it failed").wait(in_(20))
+        BackgroundCall(raises(own), None, "trainer 3", "it failed").wait(soon())
     assert e.value is own and own.where == "trainer 3"
     with pytest.raises(XferError, match="it failed: ValueError: boom") as e:
-        BackgroundCall(raises(foreign), None, "trainer 3", "it failed").wait(in_(20))
+        BackgroundCall(raises(foreign), None, "trainer 3", "it failed").wait(soon())
     assert e.value.where == "trainer 3" and e.value.__cause__ is foreign
     call = BackgroundCall(raises(foreign))
-    assert call.ended(in_(20)) and call.error is foreign
+    assert call.ended(soon()) and call.error is foreign
     with pytest.raises(ValueError, match="boom"):
-        call.take(in_(20))
+        call.take(soon())
 
 
 def test_waiting_ends_by_the_deadline_or_soon_after_it_makes_no_sense():
     go_on = threading.Event()
     call, began = BackgroundCall(lambda: go_on.wait(20)), time.monotonic()
-    assert not call.wait(in_(0.1)) and not call.wait(in_(20), lambda: True, 0.2)
+    assert not call.wait(soon(0.1)) and not call.wait(soon(), lambda: True, 0.2)
     assert 0.3 <= time.monotonic() - began < 10 and not call.over
     go_on.set()
-    assert call.wait(in_(20)) and call.result is True
+    assert call.wait(soon()) and call.result is True
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
@@ -60,7 +57,7 @@ def test_a_result_that_comes_when_nobody_waits_is_undone(cancelled):
     go_on, undone = threading.Event(), []
     call = BackgroundCall(lambda: go_on.wait(20) and "made", undo=undone.append)
     with pytest.raises(TimeoutError):
-        call.take(in_(20 if cancelled else 0.1), lambda: cancelled)
+        call.take(soon(20 if cancelled else 0.1), lambda: cancelled)
     assert call._thread in background._given_up and not undone
     go_on.set()
     call._thread.join(20)
@@ -72,7 +69,7 @@ def test_a_result_that_comes_at_the_last_moment_is_taken_or_undone_but_never_bot
         undone = []
         call = BackgroundCall(lambda: time.sleep(0.001) or "made", undo=undone.append)
         try:
-            taken = [call.take(in_(0.001))]
+            taken = [call.take(soon(0.001))]
         except TimeoutError:
             taken = []
         call._thread.join(20)
@@ -97,7 +94,7 @@ def test_an_interrupt_while_the_thread_starts_leaves_a_call_that_can_be_waited_f
         BackgroundCall(ran.set, register=known.append)
     monkeypatch.undo()
     (call,) = known
-    assert call.ended(in_(20)) and ran.is_set() == (when == "after")
+    assert call.ended(soon()) and ran.is_set() == (when == "after")
     if when == "before":
         start(call._thread)  # the system may still get to it
         call._thread.join(20)
@@ -110,6 +107,6 @@ def test_what_the_call_holds_is_freed_when_it_is_over():
 
     held = Held()
     seen, call = weakref.ref(held), BackgroundCall(held.call)
-    assert call.wait(in_(20))
+    assert call.wait(soon())
     del held
     assert seen() is None

@@ -5,7 +5,6 @@ Other layouts and several processes: tests/functional/test_layerwise_torch.py an
 
 from __future__ import annotations
 
-import threading
 import time
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch.optim import ASGD, Adam, NAdam
 from tests.support import layerwise_model as lm
 from tests.support.layerwise_half import Half, layers
 from tests.support.layerwise_model import step
+from tests.support.threads import run_ranks
 from xfer.errors import LayoutError, PeerLost, StaleWeights, Unsupported, XferError
 from xfer.layerwise import LayerWiseOptimizer, ParamGroup, checkpoint
 from xfer.layerwise.together import Together
@@ -252,22 +252,13 @@ def test_folders_that_cannot_be_written_or_read_are_typed_errors(tmp_path):
 
 def on_ranks(store, size: int, call) -> list:
     """The result of `call`, or what it raises, on each rank."""
-    out: list = [None] * size
 
-    def run(r: int) -> None:
-        try:
-            ranks = Together("save", f"rank {r}", 20.0, store, r, size)
-            with ranks.telling():
-                out[r] = call(r, ranks)
-        except BaseException as e:
-            out[r] = e
+    def rank(r: int):
+        ranks = Together("save", f"rank {r}", 20.0, store, r, size)
+        with ranks.telling():
+            return call(r, ranks)
 
-    threads = [threading.Thread(target=run, args=(r,)) for r in range(size)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(60)
-    return out
+    return run_ranks(size, rank)
 
 
 RAISED = [StaleWeights("broke off", ["b 3", "b 4"]), ValueError("two\nlines"), OSError("\udc80"), KeyboardInterrupt()]

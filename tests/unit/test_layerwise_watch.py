@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.proc import PATIENCE
+from tests.support.threads import all_good, run_ranks
 from xfer.errors import DeadlineExceeded
 from xfer.layerwise import ParamGather, pulls
 from xfer.layerwise import wire as wires
@@ -275,16 +276,8 @@ def test_copies_behind_an_aborted_gather_become_nans_too(wire):
 
 def test_megatrons_norm_over_all_ranks_has_the_deadline_of_the_gather(monkeypatch):
     """Its default group has another one, of half an hour. Both ranks are threads here; the second never sums."""
-    store, ends = dist.HashStore(), {}
-
-    def connect(rank: int) -> None:
-        ends[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(minutes=30))
-
-    threads = [threading.Thread(target=connect, args=(r,)) for r in range(2)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(30 * PATIENCE)
+    store = dist.HashStore()
+    ends = all_good(run_ranks(2, lambda rank: dist.ProcessGroupGloo(store, rank, 2, timedelta(minutes=30))))
     monkeypatch.setattr(dist, "all_reduce", lambda t, async_op: ends[0].allreduce([t]))
     one = MegatronLayerWise.__new__(MegatronLayerWise)
     one._trained, one.gather = [("w", torch.zeros(1))], ParamGather([], deadline_s=0.5, label="rank 0")

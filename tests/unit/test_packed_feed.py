@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from tests.support.threads import soon
 from tests.support.world import until_true
 from xfer.errors import DeadlineExceeded, XferError
 from xfer.packed import feed as feed_module
@@ -52,10 +53,6 @@ class Numbers:
 def pumped(messages: int, colocated: bool = False) -> tuple[Numbers, Pump]:
     stream = Numbers(messages)
     return stream, Pump(PackedSource(stream, ALIGN, colocated=colocated), "trainer 0")
-
-
-def soon() -> float:
-    return time.monotonic() + 20.0
 
 
 def taken(feed: Feed, stream: Numbers, replica: int, keep: int = 0) -> list[torch.Tensor]:

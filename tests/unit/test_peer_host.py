@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.support.plan_worlds import EXAMPLES
 from tests.support.row_worlds import apply_world, random_world, row
+from tests.support.threads import soon
 from xfer.errors import DeadlineExceeded, LayoutError, PeerLost, ProtocolError, RebindError
 from xfer.plan.program import Op, Program
 from xfer.transport import peer, peer_host
@@ -22,10 +23,6 @@ from xfer.transport.group import Aborted
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process_vm_readv is Linux's")
-
-
-def soon(seconds: float = 20.0) -> float:
-    return time.monotonic() + seconds
 
 
 @settings(max_examples=EXAMPLES // 2, deadline=None)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.row_worlds import row
+from tests.support.threads import all_good, run_ranks
 from xfer.errors import DeadlineExceeded
 from xfer.plan.program import in_turn
 from xfer.plan.schedule import schedule
@@ -54,11 +55,9 @@ def test_a_part_is_read_only_when_the_one_before_has_it(parts, length, seed):
             row[j].after(part, None)
 
     for run in (1, 2):
-        threads = [threading.Thread(target=pull, args=(j, run), daemon=True) for j in range(length)]
-        for t in reversed(threads):  # the last of the chain is there first
-            t.start()
-        for t in threads:
-            t.join(30)
+        all_good(
+            run_ranks(length, lambda j, run=run: pull(length - 1 - j, run))
+        )  # the last of the chain is there first
         assert not wrong and has[run - 1] == [parts] * length
 
 

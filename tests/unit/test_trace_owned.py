@@ -7,8 +7,6 @@ formula on the whole tensors, which is what every rank of a framework that expor
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import pytest
@@ -20,6 +18,7 @@ from hypothesis import strategies as st
 from tests.support.fake_group import one_rank
 from tests.support.plan_worlds import EXAMPLES
 from tests.support.replay import trace_export
+from tests.support.threads import Gather, all_good, run_ranks
 from xfer.errors import Unsupported
 from xfer.trace.export import ExportWatch
 from xfer.trace.traced import Traced, byte_region
@@ -105,27 +104,14 @@ def computed(m: Merge, full: dict[str, torch.Tensor], rank: int) -> Computed:
 
 
 def run(m: Merge, ranks: list[Computed], full: dict[str, torch.Tensor]) -> None:
-    """Runs the recipes of all ranks, each on a thread, with an all-gather between the threads."""
-    slots: list = [None] * m.world
-    barrier = threading.Barrier(m.world, timeout=20)
+    """Runs the recipes of all ranks, each on a thread."""
+    gather = Gather(m.world)
 
     def one(rank: int) -> None:
-        def gather(group, given: torch.Tensor) -> list[torch.Tensor]:
-            slots[rank] = given.clone()
-            barrier.wait()
-            got = [s.clone() for s in slots]
-            barrier.wait()
-            return got
-
         local = {n: m.local(n, t, rank) for n, t in full.items()}
-        try:
-            ranks[rank].run(local.__getitem__, gather)
-        except Exception:
-            barrier.abort()
-            raise
+        ranks[rank].run(local.__getitem__, lambda group, mine: gather(rank, mine))
 
-    with ThreadPoolExecutor(m.world) as pool:
-        list(pool.map(one, range(m.world)))
+    all_good(run_ranks(m.world, one))
 
 
 def full_tensors(m: Merge, seed: int) -> dict[str, torch.Tensor]:
