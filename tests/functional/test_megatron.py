@@ -31,17 +31,17 @@ def run(name: str, folder: Path, module: str = "megatron_worker", **arguments) -
 
 
 slow = pytest.mark.slow
-VALUES = [  # each kind of layout and each family once; the slow ones are the wide matrix
-    case("qwen3", tp=2, pp=2, vpp=2),
+VALUES = [  # what test_refit_e2e.py has, end to end, is in the wide matrix only
     case("qwen3_tied", tp=2, pp=2, excused=["output_layer"]),
     case("qwen3", pp=2, num_layers_in_first_pipeline_stage=1),
     case("qwen3", pp=2, cp=2, distopt=False),
-    case("qwen3_moe", tp=2, ep=2, etp=2),
     case("deepseek_v3", tp=2, pp=2, ep=2, etp=1),
     case(
         "qwen3", tp=4, should_pad_vocab=True, make_vocab_size_divisible_by=64, load=False, config={"vocab_size": 150},
         excused=["embed", "output_layer"],
     ),
+    case("qwen3", slow, tp=2, pp=2, vpp=2),
+    case("qwen3_moe", slow, tp=2, ep=2, etp=2),
     case("qwen3", slow, tp=2),
     case("qwen3", slow, tp=2, pp=2),
     case("qwen3", slow, tp=4),
