@@ -13,6 +13,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from tests.support import layerwise_model as lm
 from tests.support.layerwise_half import Half, layers, values
@@ -302,6 +303,32 @@ def test_a_backward_through_parameters_of_the_step_before_raises_whoever_owns_th
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             old.backward()
         assert x.grad is None, name
+
+
+class Raising(nn.Module):
+    """Raises while its flag is set, as a forward does that runs out of memory."""
+
+    fails = True
+
+    def forward(self, x):
+        if self.fails:
+            raise torch.OutOfMemoryError("tried to allocate")
+        return x
+
+
+@pytest.mark.parametrize("guard", ["nan", "first", "always"])
+def test_a_forward_that_raises_leaves_no_watch_behind_and_the_next_one_is_whole(guard):
+    net = nn.Sequential(*layers(2), Raising(), *layers(2))
+    o, active = Half(net, guard=guard), _get_current_dispatch_mode_stack
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            net(torch.ones(2, 4))
+        assert not active()
+    net[2].fails = False
+    for value in (101.0, 102.0):
+        o.train(value)
+        net(torch.ones(2, 4))
+        assert not active() and values(net, o.others) == [value] * len(o.others)
 
 
 def test_a_graph_captured_over_parameters_on_their_way_is_an_error(monkeypatch):
