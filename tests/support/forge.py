@@ -41,7 +41,9 @@ when its compiler is imported, so a test that imports it has it from then on.)""
 
 
 def imports_torch() -> None:
-    import torch.distributed  # noqa: F401
+    """Also what a rank would import at its first DTensor and at its first step of an optimizer: a second of a processor."""
+    import torch._dynamo
+    import torch.distributed.fsdp  # noqa: F401
 
 
 def imports_megatron() -> None:
