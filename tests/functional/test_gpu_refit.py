@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from examples.common.ports import free_port
+from tests.support.block_fp8 import serialize
 from tests.support.gpu_job import (
     BESIDE,
     BLOCK_FP8,
@@ -184,6 +185,32 @@ def test_experts_that_a_backend_repacks_are_refused_by_name(tmp_path):
         assert got["kind"] == "raised" and got["type"] == "Unsupported", got
         assert "MoE backend MARLIN lays FP8 experts out anew, and" in got["text"]
         assert "start vLLM with moe_backend='triton'" in got["text"]
+
+
+FP8_ENGINES = {"dense": ("qwen3", BLOCK_FP8, {}), "experts": ("qwen3_moe", FP8_MOE, dict(moe_backend="triton"))}
+
+
+@pytest.mark.parametrize("kind", FP8_ENGINES)
+def test_an_engine_in_block_fp8_is_a_fresh_one_on_a_quantized_checkpoint(kind, tmp_path):
+    """Quantized by the rule that the report names. If DeepGEMM is installed, vLLM quantizes again after loading, by powers of two."""
+    family, served, how = FP8_ENGINES[kind]
+    with Job(tmp_path, config(family, **served)) as job:
+        engine = job.engine("engine", [0], eager=True, **how)
+        job.start_trainers([0])
+        job.plain()
+        engine.started()
+        job.meet([engine])
+        report = job.refit(1, verify=True)
+        assert report["verified"] and all(report["committed"]), report
+        out = tmp_path / "export"
+        job.good("export", "exported", folder=str(out))
+        (rule,) = report["rules"]
+        fresh = job.engine("fresh", [0], model=serialize(str(out), rule), load_format="auto", eager=True, **how)
+        fresh.started()
+        (got,), (want,) = (e.ask("digests", "digests")["workers"] for e in (engine, fresh))
+        assert got.keys() == want.keys() and [n for n in want if got[n] != want[n]] == [], rule
+        ours, theirs = ([t for t, _ in e.observe()["outputs"]] for e in (engine, fresh))
+        assert ours == theirs
 
 
 def test_samples_are_of_the_version_that_they_are_labelled_with(tmp_path):

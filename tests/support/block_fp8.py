@@ -97,13 +97,13 @@ def serialized(tensors: Mapping[str, torch.Tensor], wanted: Iterable[tuple[str, 
     return out
 
 
-def serialize(folder: str) -> str:
-    """Write the checkpoint in `folder` in block FP8, with IEEE scales, into another one, and return that. The matrices are those of
-    linear layers in vLLM's Qwen3 models."""
+def serialize(folder: str, rule: str = "ieee") -> str:
+    """Write the checkpoint in `folder` in block FP8 into another one, and return that. The matrices are those of linear layers in vLLM's
+    Qwen3 models."""
     out, tensors = f"{folder}-fp8", {}
     shutil.copytree(folder, out, ignore=shutil.ignore_patterns("*.safetensors*"))
     for path in sorted(Path(folder).glob("*.safetensors")):
         tensors |= load_file(path)
     matrices = [n for n in tensors if n.endswith(("_proj.weight", "mlp.gate.weight"))]
-    save_file(serialized(tensors, ((n, "ieee") for n in matrices)), f"{out}/model.safetensors", {"format": "pt"})
+    save_file(serialized(tensors, ((n, rule) for n in matrices)), f"{out}/model.safetensors", {"format": "pt"})
     return out

@@ -49,7 +49,7 @@ class Rank:
         r = xfer.nccl_xfer_refit(self.session, **how)
         return dict(
             version=r.version, verified=r.verified, seconds=time.monotonic() - began, bytes=r.bytes, sent=r.bytes_sent,
-            extra=r.extra_bytes, scalars=r.flatten(""), routes=r.routes(), text=str(r.outcomes),
+            extra=r.extra_bytes, rules=list(r.rules), scalars=r.flatten(""), routes=r.routes(), text=str(r.outcomes),
             committed=[o.committed for o in r.outcomes], serving=[o.serving for o in r.outcomes],
             errors=[f"{type(o.error).__name__}: {o.error}" if o.error else "" for o in r.outcomes],
             per_worker=[list(o.bytes_per_worker) for o in r.outcomes], phases=[dict(o.phases) for o in r.outcomes],
