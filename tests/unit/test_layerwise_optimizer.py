@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 
@@ -329,6 +330,30 @@ def test_a_forward_that_raises_leaves_no_watch_behind_and_the_next_one_is_whole(
         o.train(value)
         net(torch.ones(2, 4))
         assert not active() and values(net, o.others) == [value] * len(o.others)
+
+
+class Tries(nn.Module):
+    """Goes on without its first part where that raises, and reads the weight of the other one itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.other, self.skips = Raising(), nn.Linear(4, 4, bias=False), False
+
+    def forward(self, x):
+        with contextlib.suppress(torch.OutOfMemoryError):
+            x = x if self.skips else self.first(x)
+        return x @ self.other.weight
+
+
+def test_a_read_behind_a_part_that_raised_is_learnt_of_the_module_that_reads():
+    net = nn.Sequential(*layers(1), Tries(), *layers(2))
+    o, seen = Half(net), []
+    o.train(101.0)  # the first forward, from which hooks learn
+    net[1].skips = True
+    net[2].register_forward_pre_hook(lambda *_: seen.append(net[1].other.weight.detach()[0, 0].item()))
+    o.train(102.0)
+    net(torch.ones(2, 4))
+    assert "1.other.weight" in o.others and seen == [101.0, 102.0]
 
 
 def test_a_graph_captured_over_parameters_on_their_way_is_an_error(monkeypatch):
