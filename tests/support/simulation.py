@@ -25,7 +25,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from xfer.coordinator import messages as m
@@ -222,12 +221,6 @@ class Simulation:
             Simulation.now_running = None
         late = {name for name in sys.modules.keys() - self._modules if name.split(".")[0] == "xfer"}
         assert not late, f"modules with locks of their own: import them before the simulation: {sorted(late)}"
-
-
-@pytest.fixture
-def simulated() -> Iterator[Simulation]:
-    with Simulation() as sim:
-        yield sim
 
 
 def _pid(who: str) -> int:
@@ -498,7 +491,6 @@ class Server(server.Server):
                 self.feed(Tick())
 
     def close(self, until: float = 0.0) -> None:
-        super().close(until) if False else None
         sim, co = _sim(), self.coordinator
         sim.block(lambda: self.closing or not (0 in co.trainers or len(co.met) < co.options.trainers), until)
         sim.block(lambda: self.closing or co.refit is None, sim.now + 5.0)
