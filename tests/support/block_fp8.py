@@ -77,6 +77,24 @@ def quantized(weight: np.ndarray, rule: ScaleRule, row0: int = 0, col0: int = 0)
     return codes, scales, largest
 
 
+def te_quantized(weight: np.ndarray, pow2: bool):
+    """(codes, scales) by the arithmetic of TransformerEngine's blockwise scaling: its scale is 448 / amax, rounded down to a power of
+    two with `pow2`, values are multiplied by it, and its inverse is kept."""
+    x = to_bfloat16(weight)
+    rows, columns = x.shape
+    codes, scales = np.zeros(x.shape, np.uint8), np.zeros((-(-rows // SIDE), -(-columns // SIDE)), np.float32)
+    for i, j in np.ndindex(scales.shape):
+        some = np.s_[i * SIDE : (i + 1) * SIDE, j * SIDE : (j + 1) * SIDE]
+        amax = np.max(np.abs(x[some]))
+        scale = np.float32(448) / amax if amax else np.float32(1)
+        if pow2:
+            scale = (np.array(scale).view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
+        codes[some], scales[i, j] = to_e4m3(x[some] * scale), np.float32(1) / scale
+    return codes, scales
+
+
+NATIVE = {"native": False, "native, powers of two": True}
+"""Names of trainers that keep weights in FP8 themselves -> whether their scales are powers of two."""
 ENGINE = dict(
     hf_overrides={
         "quantization_config": {
@@ -87,11 +105,18 @@ ENGINE = dict(
 """EngineArgs with which vLLM serves a bf16 model in block FP8. Its sizes per rank must be multiples of 128."""
 
 
-def serialized(tensors: Mapping[str, torch.Tensor], wanted: Iterable[tuple[str, str]]) -> dict[str, torch.Tensor]:
-    """A checkpoint in block FP8, as vLLM loads one: some matrices, each by the rule that is given, with scales beside them."""
+def serialized(
+    tensors: Mapping[str, torch.Tensor], wanted: Iterable[tuple[str, str]], native: str = ""
+) -> dict[str, torch.Tensor]:
+    """A checkpoint in block FP8, as vLLM loads one: some matrices, each by the rule that is given, with scales beside them. `native`:
+    in NATIVE, as such a trainer quantizes them; a rule then only says which scales an engine takes."""
     out = dict(tensors)
     for name, rule in wanted:
-        codes, scales, _ = quantized(tensors[name].float().numpy(), ScaleRule(rule))
+        weight = tensors[name].float().numpy()
+        if native and not name.endswith("mlp.gate.weight"):  # a router, which TransformerEngine does not have
+            codes, scales = te_quantized(weight, NATIVE[native])
+        else:
+            codes, scales, _ = quantized(weight, ScaleRule(rule))
         out[name] = torch.from_numpy(codes).view(torch.float8_e4m3fn)
         out[f"{name}_scale_inv"] = torch.from_numpy(np.ascontiguousarray(scales))
     return out
@@ -99,11 +124,12 @@ def serialized(tensors: Mapping[str, torch.Tensor], wanted: Iterable[tuple[str, 
 
 def serialize(folder: str, rule: str = "ieee") -> str:
     """Write the checkpoint in `folder` in block FP8 into another one, and return that. The matrices are those of linear layers in vLLM's
-    Qwen3 models."""
+    Qwen3 models that are not in FP8 already."""
     out, tensors = f"{folder}-fp8", {}
     shutil.copytree(folder, out, ignore=shutil.ignore_patterns("*.safetensors*"))
     for path in sorted(Path(folder).glob("*.safetensors")):
         tensors |= load_file(path)
-    matrices = [n for n in tensors if n.endswith(("_proj.weight", "mlp.gate.weight"))]
+    wide = [n for n, t in tensors.items() if t.dtype is not torch.float8_e4m3fn]
+    matrices = [n for n in wide if n.endswith(("_proj.weight", "mlp.gate.weight"))]
     save_file(serialized(tensors, ((n, rule) for n in matrices)), f"{out}/model.safetensors", {"format": "pt"})
     return out

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import numpy as np
 import torch
 
+from tests.support.block_fp8 import NATIVE, te_quantized
 from tests.support.block_fp8 import quantized as oracle
 from tests.support.world import ToyEngine, ToySource, ToyTaker, flat, specs_of
 from xfer.engines.layout import EngineLayout
@@ -18,16 +22,25 @@ MATRICES = ("layers.0.w", "layers.1.w")
 """Those in FP8. The second one's last blocks are cut off, and only one worker has it."""
 
 
-def truth(name: str, version: int, rule: ScaleRule = ScaleRule.IEEE) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of a whole matrix, by the oracle in numpy."""
-    codes, scales, _ = oracle(ToySource.value(name, SHAPES[name], version).float().numpy(), rule)
+def truth(
+    name: str, version: int, rule: ScaleRule = ScaleRule.IEEE, native: str = ""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of a whole matrix, by the oracles in numpy. `native`: in block_fp8.NATIVE, as such a trainer has them."""
+    weight = ToySource.value(name, SHAPES[name], version).float().numpy()
+    codes, scales = te_quantized(weight, NATIVE[native]) if native else oracle(weight, rule)[:2]
     return torch.from_numpy(codes), torch.from_numpy(np.ascontiguousarray(scales))
 
 
 class Fp8Taker(ToyTaker):
-    """Worker `rank` of two: columns of the first matrix and of what stays in bf16, and on rank 0 all of the second matrix."""
+    """Worker `rank` of two: columns of the first matrix and of what stays in bf16, and on rank 0 all of the second matrix.
+
+    Attributes:
+        rule: By which trainers quantize for it.
+        native: By matrix, which of block_fp8.NATIVE its trainers are, if they keep it in FP8 themselves.
+    """
 
     rule = ScaleRule.IEEE
+    native: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, rank: int, world: int):
         super().__init__(rank, world, {n: s for n, s in SHAPES.items() if n not in MATRICES})
@@ -66,7 +79,7 @@ class Fp8Taker(ToyTaker):
     def wrong(self, version: int) -> list[str]:
         bad = super().wrong(version)
         for name, (origin, extent) in self.boxes.items():
-            codes, scales = truth(name, version, self.rule)
+            codes, scales = truth(name, version, self.rule, self.native.get(name, ""))
             here = tuple(slice(o, o + n) for o, n in zip(origin, extent))
             blocks = tuple(slice(s.start // BLOCK, -(-s.stop // BLOCK)) for s in here)
             scale = self.live[f"{name}_scale_inv"]

@@ -8,6 +8,7 @@ import torch
 
 from xfer.coordinator import messages as m
 from xfer.direct import holders
+from xfer.direct.native import Native
 from xfer.direct.plane import DirectPlane
 from xfer.direct.quantized import Quantized
 from xfer.direct.sums import SourceSums
@@ -47,6 +48,7 @@ class DirectTrainer:
         self._cache = PlanCache(cache_dir) if cache_dir else None
         self._unsent = Unsent(drop)
         self._made: Inventory | None = None
+        self._native: Native | None = None
         self._quantized = self._quantizing(Catalog(()))
         self._names: list[str] = []
         self._roots: list[torch.Tensor] = []
@@ -58,14 +60,15 @@ class DirectTrainer:
     # ---- for the session
 
     def read(self, catalog: Catalog, layout: TrainerLayout) -> None:
-        quantized = self._quantizing(catalog, layout.traced.fragments)
-        self.catalog, self._quantized = catalog, quantized
+        native = Native(catalog, layout, f"trainer {self.index}")
+        quantized = self._quantizing(catalog, native.rest)
+        self.catalog, self._native, self._quantized = catalog, native, quantized
         made = trainer_inventory(
             catalog,
             rank=self.index,
             host=host_identity(),
             roots=(*layout.roots, *quantized.roots),
-            fragments=(*layout.traced.fragments, *quantized.fragments),
+            fragments=(*layout.traced.fragments, *native.fragments, *quantized.fragments),
             recipes=(r.digest() for r in layout.traced.recipes),
         )
         self._made, self.inventory = made, self._party.shelf.offer(made)
@@ -77,7 +80,7 @@ class DirectTrainer:
         return Quantized(catalog, held, self.device, f"trainer {self.index}")
 
     def forget_layout(self) -> None:
-        self._made, self._names, self.inventory = None, [], b""
+        self._made, self._native, self._names, self.inventory = None, None, [], b""
         self._quantized = self._quantizing(Catalog(()))
         self.rebind({})
 
@@ -104,10 +107,11 @@ class DirectTrainer:
 
     @property
     def rules(self) -> tuple[str, ...]:
-        return self._quantized.rules
+        return (*(self._native.rules if self._native else ()), *self._quantized.rules)
 
     def explain(self) -> str:
-        return self._quantized.explain()
+        native = self._native.explain() if self._native else ""
+        return "\n".join(filter(None, (native, self._quantized.explain())))
 
     def news(self, committed: bool) -> News:
         """Until the first commit, hash a sample of the bytes, to be compared with other ranks (holders.py). Also report whether the

@@ -179,7 +179,8 @@ class TrainerSide(Protocol):
     Attributes:
         inventory: Digest of this rank's layout, for the coordinator; empty before the first `read`.
         scratch_bytes: Bytes that `quantize` fills, held as long as the layout is used.
-        rules: Names of the rules by which it quantizes (kernels/quantize.py); () if it quantizes nothing.
+        rules: Names of the rules by which it quantizes (kernels/quantize.py), and of those of weights that it has quantized already; ()
+            if engines take no quantized weights.
     """
 
     inventory: bytes

@@ -33,8 +33,8 @@ class RefitReport:
         pending: Whether the call returned at `wait="sources"`, before the outcomes were known.
         before: The report of the refit before this one, if that call was pending. Its `seconds` end when this call asked
             for it.
-        rules: Names of the rules by which this rank quantized weights for engines that serve them in FP8 ("ieee", "pow2"); ()
-            if none does. `Session.explain()` says what engines then hold.
+        rules: Names of the rules by which this rank quantized weights for engines that serve them in FP8 ("ieee", "pow2"), and
+            "native" if it keeps such weights in FP8 itself; () if no engine does. `Session.explain()` says what engines then hold.
     """
 
     rank: int

@@ -23,6 +23,7 @@ from xfer.plan.inventory import Inventory
 from xfer.plan.options import PlanOptions, matches, written
 from xfer.plan.program import DTYPES, ITEM, ITEMSIZE, MAX_DIMS
 from xfer.plan.table import box_text
+from xfer.trace.derived import VALUES
 
 if TYPE_CHECKING:
     from xfer.trace.catalog import Catalog
@@ -167,10 +168,12 @@ def _casts(
         if wish == "widening" or (wish == "narrowing" and (enough or _asked(spec.name, catalog, options))):
             continue
         if wish == "refused":
-            yield (
-                f"{spec.name}: {src} in the trainer, {dst} in {_some(who)}: no such conversion; "
-                "give the engine the checkpoint's dtype"
+            advice = (
+                "serve it in block FP8 too (vLLM's quantization_config, and not among its ignored_layers), or train it in bf16"
+                if src == VALUES
+                else "give the engine the checkpoint's dtype"
             )
+            yield f"{spec.name}: {src} in the trainer, {dst} in {_some(who)}: no such conversion; {advice}"
         else:
             both = "in the checkpoint and in the trainer"
             there = f"{src} {both}" if src == spec.dtype else f"{src} in the trainer, {spec.dtype} in the checkpoint"

@@ -140,12 +140,17 @@ class TrainerLayout:
     roots    those storages and their lengths
     tensors  a root's name -> flat uint8 view of the whole live storage
     trained  checkpoint tensors that are made from something that requires grad
+    scales   of the tensors whose fragments are in FP8: where the scales of their blocks lie (derived.py). `tensor` is the tensor,
+             the box is one of its block grid
+    pow2     whether all of these scales are powers of two
     """
 
     traced: Traced
     roots: tuple[Root, ...]
     tensors: Mapping[str, torch.Tensor]
     trained: frozenset[str] = frozenset()
+    scales: tuple[Fragment, ...] = ()
+    pow2: bool = False
 
 
 def byte_region(t: torch.Tensor, offset: int, shape: Ints, strides: Ints, dtype: str) -> torch.Tensor:

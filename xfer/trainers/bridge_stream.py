@@ -20,7 +20,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from xfer.errors import LayoutError, PlanMismatch, RebindError
+from xfer.errors import LayoutError, PlanMismatch, RebindError, Unsupported
 from xfer.kernels.cuda_driver import unmapped
 from xfer.packed import agree
 from xfer.packed.buffer import dtype_name
@@ -32,6 +32,7 @@ from xfer.trace.collectives import objects_stay_home
 from xfer.trace.export import ExportWatch, twin
 from xfer.trace.fragment import TensorSpec
 from xfer.trace.slots import Slot, Slots, walk
+from xfer.trainers.block_scaled import is_scaled
 from xfer.trainers.bridge_export import (
     BridgeExport,
     ModelBridge,
@@ -84,6 +85,7 @@ class BridgeStream:
         bridge, (names, _) = model_bridge_of(t.bridge), t._checkpoint()
         slot_of = {id(slot.get()): slot for slot in walk(t.chunks)}
         _refuse_empty(slot_of.values())
+        _refuse_fp8(slot_of.values())
         with torch.no_grad(), objects_stay_home():
             tasks = owned_tasks(bridge, t.chunks, names)
             adapters = owned_adapters(bridge, t.chunks)
@@ -222,6 +224,13 @@ def _refuse_empty(slots: Iterable[Slot]) -> None:
     ]
     if bad:
         raise RebindError("parameters cannot be read where they were", bad)
+
+
+def _refuse_fp8(slots: Iterable[Slot]) -> None:
+    """Raise Unsupported that names parameters in FP8: messages have whole tensors in the checkpoint's dtype."""
+    if bad := [f"{slot.name}: is a {type(slot.tensor()).__name__}" for slot in slots if is_scaled(slot.get())]:
+        why = "the packed route does not read weights in FP8; take route=xfer.Direct() and engines in block FP8, or train in bf16"
+        raise Unsupported(why, bad)
 
 
 ROUND_BYTES = 64 << 20

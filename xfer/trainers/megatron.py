@@ -27,10 +27,11 @@ from xfer.pending import drain_over
 from xfer.tested import TRAINERS, named, untested_trainer
 from xfer.trace.boxes import relocate
 from xfer.trace.collectives import objects_stay_home
-from xfer.trace.export import ExportWatch, twin
+from xfer.trace.export import ExportWatch
 from xfer.trace.fragment import Fragment, TensorSpec
 from xfer.trace.slots import Binding, Slot, Slots, bare, device_of, refuse_elsewhere, walk
 from xfer.trace.traced import Traced, TrainerLayout
+from xfer.trainers import block_scaled
 from xfer.trainers.bridge_export import (
     AdapterTasks,
     BridgeExport,
@@ -98,6 +99,7 @@ class MegatronTrainer:
         self._probe, self.reads_together = probe, bool(probe)
         self._scratch_bytes = scratch_bytes
         self._slots: Slots | None = None
+        self._seats = block_scaled.Seats()
         self.computed: Computed | None = None
         """The tensors that this rank computes before each refit; None if there are none."""
         self._scales = Scales()
@@ -188,18 +190,22 @@ class MegatronTrainer:
         traced = _canonical(exported, index, self._rows(seen.vocab), self.rank)
         computed = Computed(traced, device, self._scratch_bytes) if traced.recipes or traced.gathers else None
         found = [slot_of[id(t.param_weight)] for t in (*tasks, *factor_tasks(adapters))]
-        slots = Slots(self.chunks, found, unmapped=unmapped)
+        slots = Slots(self.chunks, [part for slot in found for part in block_scaled.slots_of(slot)], unmapped=unmapped)
         bound = slots.bind()
+        scaled = {slot.name: slot.tensor() for slot in found if block_scaled.is_scaled(slot.get())}
+        traced, scales = block_scaled.in_fp8(traced, scaled, bound.places, f"trainer {self.rank}")
+        pow2 = all(map(block_scaled.has_pow2_scales, scaled.values()))
         refuse_elsewhere(slots.slots, device, f"trainer {self.rank}")
-        self._slots, self._device = slots, device
+        self._slots, self._device, self._seats = slots, device, block_scaled.Seats(found)
         self.computed, self._scales = computed, Scales(self.chunks, adapters)
         self._groups = process_groups(self.chunks) if computed is not None and computed.exchanges else []
-        trained = _trained(traced, slots.slots)
+        trained = _trained(traced, found)
         traced = _relocate(traced, bound)
         if computed is None:
-            return TrainerLayout(traced, bound.roots, bound.tensors, trained)
+            return TrainerLayout(traced, bound.roots, bound.tensors, trained, scales, pow2)
         traced = replace(traced, fragments=traced.fragments + computed.fragments)
-        return TrainerLayout(traced, (*bound.roots, computed.root), self._with_scratch(bound.tensors), trained)
+        roots, tensors = (*bound.roots, computed.root), self._with_scratch(bound.tensors)
+        return TrainerLayout(traced, roots, tensors, trained, scales, pow2)
 
     def check(self) -> str:
         """Compare storages, scales of adapters and the groups of `compute` with the last `read` or `rebind`.
@@ -212,6 +218,8 @@ class MegatronTrainer:
         Raises:
             RebindError: Parameters have no bytes, lie in paused memory, or are on another device. It lists them.
         """
+        if not self._seats.hold():
+            return "changed"
         state = self._slots.check() if self._slots else "changed"
         if self._groups and not all(map(is_, self._groups, process_groups(self.chunks))):
             return "changed"
@@ -279,7 +287,7 @@ class MegatronTrainer:
         """Export this rank's tasks on twins, symbolically."""
         factors = factor_tasks(adapters)
         slots = [slot_of[id(t.param_weight)] for t in (*tasks, *factors)]
-        twins = [twin(t.param_weight) for t in (*tasks, *factors)]
+        twins = [block_scaled.twin(t.param_weight) for t in (*tasks, *factors)]
         theirs = with_factors(adapters, twins[len(tasks) :])
         export = BridgeExport(model_bridge, self.chunks, names, tasks, twins[: len(tasks)], theirs)
         watch = ExportWatch({slot.name: t for slot, t in zip(slots, twins, strict=True)})
@@ -326,9 +334,11 @@ class MegatronTrainer:
                         "export them; build with moe_grouped_gemm=True"
                     )
         for slot in walk(self.chunks):
-            kind = type(slot.get())
-            if kind not in (torch.Tensor, torch.nn.Parameter):
-                bad.append(f"{slot.name}: is a {kind.__name__}; its raw bytes are not its values")
+            p = slot.tensor()
+            if type(p) not in (torch.Tensor, torch.nn.Parameter) and (why := block_scaled.refused(p)):
+                bad.append(f"{slot.name}: {why}")
+            elif self._probe and block_scaled.is_scaled(p):
+                bad.append(f"{slot.name}: is in FP8, and probe= needs weights that are plain tensors; leave it out")
         if _tied(self.chunks) and len(self.chunks) > 1:
             bad.append(
                 "tied embeddings with virtual pipeline stages: Bridge cannot load them, so nothing says that they are "

@@ -1,0 +1,112 @@
+"""Weights of a Megatron model in FP8 as TransformerEngine's blockwise scaling has them (`fp8_param_gather`), on a CPU.
+
+Of TransformerEngine's own class where that is installed (XFER_TEST_TE=real), else of a stand-in with the same attributes. Its kernels
+need a GPU, so block_fp8.py quantizes. All bytes lie in one buffer, where Megatron-Core's distributed optimizer puts them; rows of
+scales are padded to four, with NaN.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tests.support.block_fp8 import SIDE, te_quantized
+
+PAD = 64
+"""Elements to which Megatron-Core aligns each parameter in its buffer."""
+
+
+class Float8BlockwiseQTensor(torch.Tensor):
+    """A stand-in for TransformerEngine's class of this name: a tensor of the nominal dtype with no bytes of its own."""
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, parts: dict[str, Any]) -> Float8BlockwiseQTensor:
+        t = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad
+        )
+        for name, part in parts.items():
+            setattr(t, f"_{name}", part)
+        return t
+
+    def get_metadata(self) -> dict[str, Any]:
+        names = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+        return {n: getattr(self, f"_{n}") for n in (*names, "fp8_dtype", "quantizer", "is_2D_scaled")}
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(f"{func}: nothing may read the values of this stand-in")
+
+
+class _Quantizer:
+    def __init__(self, pow2: bool):
+        self.block_len, self.force_pow_2_scales = SIDE, pow2
+
+
+def _made(like: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, pow2: bool) -> torch.Tensor:
+    from tests.support.one_process_megatron import REAL_TE
+
+    parts = dict(rowwise_data=values, rowwise_scale_inv=scales, columnwise_data=None, columnwise_scale_inv=None)
+    if not REAL_TE:
+        return Float8BlockwiseQTensor(
+            like, {**parts, "fp8_dtype": "DType.kFloat8E4M3", "quantizer": _Quantizer(pow2), "is_2D_scaled": True}
+        )
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.tensor import float8_blockwise_tensor as te
+
+    quantizer = te.Float8BlockQuantizer(tex.DType.kFloat8E4M3, rowwise=True, columnwise=True, force_pow_2_scales=pow2)
+    return te.Float8BlockwiseQTensor(
+        shape=like.shape, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad,
+        fp8_dtype=tex.DType.kFloat8E4M3, quantizer=quantizer, is_2D_scaled=True, **parts,
+    )  # fmt: skip
+
+
+def padded(blocks: tuple[int, int]) -> tuple[int, int]:
+    """Shape of the scales of a grid of blocks."""
+    return blocks[0], -(-blocks[1] // 4) * 4
+
+
+class Fp8Weights:
+    """The weights of all linear layers of TransformerEngine in these chunks, in bf16 and in FP8. One of both is in the modules.
+
+    Args:
+        chunks: Model chunks with weights in bf16.
+        pow2: Whether scales are powers of two.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], pow2: bool):
+        layers = importlib.import_module("transformer_engine.pytorch")
+        linear = (layers.Linear, layers.LayerNormLinear, layers.GroupedLinear)
+        self._pow2 = pow2
+        self._seats = [
+            (module._parameters, key, p)
+            for chunk in chunks
+            for module in chunk.modules()
+            if isinstance(module, linear)
+            for key, p in module._parameters.items()
+            if p is not None and key.startswith("weight")
+        ]
+        sizes = [-(-p.numel() // PAD) * PAD for *_, p in self._seats]
+        buffer = torch.zeros(sum(sizes), dtype=torch.uint8)
+        self._quantized = []
+        for (_, _, p), part in zip(self._seats, buffer.split(sizes)):
+            blocks = tuple(-(-n // SIDE) for n in p.shape)
+            q = _made(p, part[: p.numel()].view(p.shape), torch.full(padded(blocks), torch.nan), pow2)
+            for name, value in vars(p).items():  # Megatron's marks
+                setattr(q, name, value)
+            self._quantized.append(q)
+
+    def quantize(self) -> None:
+        """Write the present bf16 weights in FP8."""
+        for (_, _, p), q in zip(self._seats, self._quantized):
+            codes, scales = te_quantized(p.detach().float().numpy(), self._pow2)
+            parts = q.get_metadata()
+            parts["rowwise_data"].copy_(torch.from_numpy(codes))
+            parts["rowwise_scale_inv"][:, : scales.shape[1]] = torch.from_numpy(scales)
+
+    def put(self, fp8: bool) -> None:
+        """Have the modules hold these weights."""
+        for (table, key, p), q in zip(self._seats, self._quantized):
+            table[key] = q if fp8 else p
