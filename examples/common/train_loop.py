@@ -97,6 +97,8 @@ class Trainer:
                 **provider,
             )
             self.optimizer = optimizer(self.chunks) if optimizer else _adam(self.chunks, lr)
+            if provider.get("fp8_param"):  # masters are of the values before Bridge has loaded the checkpoint
+                self.optimizer.reload_model_params()
             _wire(self.chunks, self.optimizer)
         except BaseException:
             self.close()
@@ -223,7 +225,8 @@ def build_chunks(
         from examples.common import te_twin
 
         te_twin.install()
-    p = bridge.to_megatron_provider(load_weights=load)
+    in_fp8 = bool(provider.get("fp8_param"))
+    p = bridge.to_megatron_provider(load_weights=load and not in_fp8)
     for off in _GPU_ONLY:
         if hasattr(p, off):
             setattr(p, off, False)
@@ -237,6 +240,8 @@ def build_chunks(
     if p.num_moe_experts and "moe_grouped_gemm" not in provider:
         p.moe_grouped_gemm = True
     p.finalize()
+    if load and in_fp8:  # Bridge 0.3 writes to parameters in place, of which TransformerEngine's tell autograd
+        p.register_pre_wrap_hook(torch.no_grad()(lambda chunks: bridge.load_hf_weights(chunks) or chunks))
     if lora is not None:
         from megatron.bridge.peft.lora import LoRA
 

@@ -70,7 +70,7 @@ CONFIGS: dict[str, tuple[dict, list[str]]] = {
 @dataclass(frozen=True)
 class Row:
     """`trainer`: TrainerParallel; `engine`: EngineParallel of one replica; `provider`: fields of Bridge's provider; `options`:
-    EngineArgs."""
+    EngineArgs; `native`: in block_fp8.NATIVE, for trainers that keep weights in FP8 themselves."""
 
     model: str
     trainer: dict
@@ -78,13 +78,15 @@ class Row:
     replicas: int = 1
     provider: dict = field(default_factory=dict)
     options: dict = field(default_factory=dict)
+    native: str = ""
 
     @property
     def name(self) -> str:
         def text(sizes: dict) -> str:
             return "x".join(f"{k.upper()}{'' if v is True else v}" for k, v in sizes.items() if v != 1) or "TP1"
 
-        return f"{self.model} {text(self.trainer)} to {self.replicas} of {text(self.engine)}"
+        own = f", {self.native}" * bool(self.native)
+        return f"{self.model} {text(self.trainer)} to {self.replicas} of {text(self.engine)}{own}"
 
 
 UNEVEN = dict(num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=1)
@@ -124,7 +126,23 @@ FP8 = [
     Row("30B-A3B FP8", dict(world=16, ep=8, etp=1), dict(tp=2), 8, options=block_fp8.ENGINE),
 ]
 """The trainers are in bf16 and quantize; the truth is what vLLM loads from a checkpoint that an oracle in numpy quantized."""
-ROWS = [*DEFAULT, *SLOW, *FP8]
+OWN_FP8 = [
+    Row("4B FP8", dict(world=8, tp=2), dict(tp=4), 2, options=block_fp8.ENGINE, native="native"),
+    Row("4B FP8", dict(world=8, pp=2), dict(tp=4), 2, options=block_fp8.ENGINE, native="native, powers of two"),
+    Row(
+        "30B-A3B FP8", dict(world=16, tp=2, pp=2, ep=4, etp=1), dict(tp=2), 8, options=block_fp8.ENGINE, native="native"
+    ),
+    Row(
+        "30B-A3B FP8",
+        dict(world=16, ep=4, etp=2, tp=2),
+        dict(tp=2, ep=True),
+        1,
+        options=block_fp8.ENGINE,
+        native="native",
+    ),
+]
+"""The trainers keep weights in FP8, as TransformerEngine has them; the truth is what it makes of each whole matrix, in numpy."""
+ROWS = [*DEFAULT, *SLOW, *FP8, *OWN_FP8]
 EVERY = [DEFAULT[2]]
 """Rows whose ranks are traced one by one as well."""
 
@@ -158,6 +176,7 @@ class Stage:
                 asked = dict(folder=self.folder(row.model), parallel=row.engine, options=row.options)
                 self.engine.say(do="forms", **asked)
                 how["deriving"] = self.engine.expect("forms", timeout=600)["forms"]
+                how["native"] = row.native
                 assert how["deriving"]
             self.trainer.say(do="row", folder=self.folder(row.model), world=self.file(row), **how)
 
@@ -178,7 +197,7 @@ class Stage:
         traced = self.trace(row)
         where = dict(folder=self.folder(row.model), world=self.file(row))
         self.engine.say(
-            do="row", **where, parallel=row.engine, replicas=row.replicas, options=row.options, **how
+            do="row", **where, parallel=row.engine, replicas=row.replicas, options=row.options, native=row.native, **how
         )  # fmt: skip
         seen = self.engine.expect("row", timeout=3600)
         if os.environ.get("XFER_REPORT") and not how:

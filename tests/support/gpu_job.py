@@ -87,6 +87,14 @@ def megatron() -> bool:
     return own or find_spec("megatron") is not None
 
 
+def transformer_engine() -> bool:
+    """Whether trainers have TransformerEngine, in one of the places where they may have Megatron-Core."""
+    own = os.environ.get("XFER_SITE_TRAINER", "").split(":")
+    return any(os.path.exists(os.path.join(at, "transformer_engine")) for at in own if at) or (
+        find_spec("transformer_engine") is not None
+    )
+
+
 def site(side: str) -> dict[str, str]:
     parts = [str(ROOT), os.environ.get(f"XFER_SITE_{side.upper()}", ""), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": ":".join(p for p in parts if p), "TORCHDYNAMO_DISABLE": "0", "XFER_CPU_RESIDENT": "0"}

@@ -77,11 +77,11 @@ class Probe:
         return [*bad, *((n, -1, 0) for n in live)], seen
 
     def xfer_serialized(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The checkpoint as a block FP8 engine loads it: what this engine asks for in FP8, quantized, with its scales. Large models by
-        the torch twin of the trainers' kernel, toys by an oracle in numpy."""
+        """The checkpoint as a block FP8 engine loads it: what this engine asks for in FP8, quantized unless it is, with its scales. Large
+        models by the torch twin of the trainers' kernel, toys by an oracle in numpy."""
         rules = {s.of: s.rule for s in self.weight_transfer_engine.session._catalog.specs if s.of}
         for name, tensor in tensors:
-            if name not in rules:
+            if name not in rules or tensor.dtype is torch.float8_e4m3fn:
                 yield name, tensor
                 continue
             rule = ScaleRule(rules[name])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ import torch.distributed as dist  # noqa: E402
 
 from benchmarks.lib.gpu_profile import Profile  # noqa: E402
 from examples.common import toy  # noqa: E402
-from tests.support import trainer_rank  # noqa: E402
+from tests.support import fp8_export, trainer_rank  # noqa: E402
 from tests.support.gpu_watch import Watch  # noqa: E402
 from tests.support.paused_memory import Pausable  # noqa: E402
 from tests.support.proc import emit, methods, obey  # noqa: E402
@@ -165,12 +166,29 @@ class Plain:
 
 
 class Megatron:
-    def __init__(self, folder: str, layout: dict):
+    """`layout`: of Trainer; `task`: fields of its task that are not the usual ones."""
+
+    def __init__(self, folder: str, layout: dict, task: dict | None = None):
         from examples.common.train_loop import Trainer
 
         if not dist.is_initialized():
             dist.init_process_group("nccl")
         self.trainer = Trainer(folder, **layout)
+        self.trainer.task = replace(self.trainer.task, **(task or {}))
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return {f"{i}:{n}": p for i, chunk in enumerate(self.trainer.chunks) for n, p in chunk.named_parameters()}
+
+    def export_fp8(self, folder: str) -> None:
+        """What is held in FP8 as a checkpoint in block FP8, written by rank 0."""
+        from safetensors.torch import save_file
+
+        tensors = fp8_export.checkpoint(self.trainer)
+        if dist.get_rank() == 0:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            save_file(tensors, f"{folder}/model.safetensors", metadata={"format": "pt"})
+        dist.barrier()
 
     def step(self) -> float:
         return self.trainer.step()
@@ -205,7 +223,7 @@ class Rank(trainer_rank.Rank):
         self.trainer = None
         torch.cuda.empty_cache()
         self.trainer = kind(**how)
-        emit("built")
+        emit("built", kinds=sorted({type(p).__name__ for p in self.trainer.parameters.values()}))
 
     def source(self):
         return self.trainer.source(self.export_whole)
@@ -213,6 +231,10 @@ class Rank(trainer_rank.Rank):
     def connect(self, export: bool = False, **how) -> None:
         self.export_whole = export
         super().connect(**{"deadline_s": 120.0, **how})
+
+    def export_fp8(self, folder: str) -> None:
+        self.trainer.export_fp8(folder)
+        emit("exported")
 
     def set(self, seed: int) -> None:
         self.trainer.set(seed)

@@ -140,13 +140,18 @@ def random_weights(specs: Iterable[TensorSpec], seed: int) -> dict[str, torch.Te
 
     Values are bfloat16's even where the dtype is wider: a trainer may hold such a tensor in bfloat16, and then this is
     all that a refit can be asked to bring over. Those of vectors lie on a grid around 1: a trainer may hold a norm's
-    weight less 1, and then its export is the checkpoint again.
+    weight less 1, and then its export is the checkpoint again. Odd seeds give matrices of twice the size, so that scales
+    which are powers of two are others.
     """
     out = {}
     for s in specs:
         key = hashlib.blake2b(f"{seed}:{s.name}".encode(), digest_size=7).digest()
         g = torch.Generator().manual_seed(int.from_bytes(key, "big"))
         vector = len(s.shape) == 1
-        x = torch.randint(64, 256, s.shape, generator=g) / 128 if vector else torch.randn(s.shape, generator=g)
+        x = (
+            torch.randint(64, 256, s.shape, generator=g) / 128
+            if vector
+            else torch.randn(s.shape, generator=g) * 2 ** (seed % 2)
+        )
         out[s.name] = x.to(torch.bfloat16).to(getattr(torch, s.dtype))
     return out

@@ -20,8 +20,11 @@ from unittest import mock
 import torch
 
 from examples.common import megatron_cpu
+from tests.support.block_fp8 import NATIVE
 from tests.support.one_process import Trainers
+from tests.support.te_blocks import Fp8Weights
 from xfer.cli.layouts import gpu_packages, megatron
+from xfer.direct.native import Native
 from xfer.direct.quantized import ROOT, Quantized
 from xfer.errors import LayoutError
 from xfer.mesh.parallel import TrainerParallel, place_of
@@ -63,7 +66,7 @@ class Build:
 def import_bridge() -> type:
     """Returns AutoBridge, in a process in which optimizers, too, can be built without a GPU. Must come first."""
     if REAL_TE:
-        _build_without_gpu()
+        build_without_gpu()
     gpu_packages.declare()
     # `sharded_state_dict` of grouped experts asks TransformerEngine for its state of fp8, of which there is none.
     grouped = gpu_packages.GroupedLinear
@@ -74,7 +77,7 @@ def import_bridge() -> type:
 
 
 @cache
-def _build_without_gpu() -> None:
+def build_without_gpu() -> None:
     """TransformerEngine's layers are its own. All that keeps them from being built here is one question in a constructor."""
     gpu_packages.PACKAGES.remove("transformer_engine")
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule as Base
@@ -218,11 +221,13 @@ def trainers(
     *,
     every: bool = False,
     deriving: Sequence[tuple[str, str]] = (),
+    native: str = "",
     look: Callable[[int, Sequence[torch.nn.Module], TrainerLayout], None] = lambda rank, chunks, layout: None,
 ) -> Trainers:
     """Every class of ranks of a job that trains the checkpoint in `folder`, with the weights of each version.
 
-    `every`: each rank is a class of its own. `deriving`: matrices that are quantized, and the rule for each.
+    `every`: each rank is a class of its own. `deriving`: matrices that are quantized, and the rule for each. `native`: in
+    block_fp8.NATIVE, for trainers that keep the weights of TransformerEngine's layers in FP8.
     `look` is called once per class, while this process plays its first rank.
     What an export computes from data of other ranks cannot be computed here.
 
@@ -240,21 +245,32 @@ def trainers(
         with build.playing(rank):
             bridge = bridge_of(folder)
             chunks = chunks_of(bridge, build)
+            own = Fp8Weights(chunks, NATIVE[native]) if native else None
+            if own is not None:
+                own.put(True)
             trainer = MegatronTrainer(chunks, bridge)
             layout = trainer.read()
-            quantized = None if catalog is None else Quantized(catalog, layout.traced.fragments, CPU, f"trainer {rank}")
+            held = Native(catalog or Catalog(()), layout, f"trainer {rank}")
+            quantized = None if catalog is None else Quantized(catalog, held.rest, CPU, f"trainer {rank}")
             tensors = dict(layout.tensors) if quantized is None else quantized.bind(layout.tensors)
             names = sorted(tensors)
             look(rank, chunks, layout)
             for version, whole in zip(storages, weights):
+                if own is not None:
+                    own.put(False)
                 whole.into(chunks)
+                if own is not None:
+                    own.quantize()
+                    own.put(True)
+                    assert trainer.check() == "same"
                 trainer.compute()
-                if quantized is not None:
+                if quantized is not None and quantized.roots:
                     tensors[ROOT].fill_(0x7F)  # a NaN, wherever nothing is written
                     quantized.run()
                 version.append(tuple(tensors[n].clone() for n in names))
             more = ((), ()) if quantized is None else (quantized.roots, quantized.fragments)
-            found.append((rank, (*layout.roots, *more[0]), layout.traced, (*layout.traced.fragments, *more[1])))
+            fragments = (*layout.traced.fragments, *held.fragments, *more[1])
+            found.append((rank, (*layout.roots, *more[0]), layout.traced, fragments))
     if catalog is None:
         catalog = Catalog.union((f"trainer {rank}", traced.specs) for rank, _, traced, _ in found)
     inventories = tuple(

@@ -20,14 +20,23 @@ class Stage:
 
     Args:
         module: What the ranks run, of tests.support.
+        trainer_env: Environment of trainers.
         engine_env: Environment of engines.
     """
 
     token = "end to end token"
 
-    def __init__(self, work: Path, module: str = "megatron_main", world: int = 4, **engine_env: str):
+    def __init__(
+        self,
+        work: Path,
+        module: str = "megatron_main",
+        world: int = 4,
+        trainer_env: dict[str, str] | None = None,
+        **engine_env: str,
+    ):
         self.family, self.starts = Family(work), 0
         self.module, self.world, self.engine_env = module, world, engine_env
+        self.trainer_env = {"XFER_TOKEN": self.token, **(trainer_env or {})}
         self.start()
 
     def start(self) -> None:
@@ -38,7 +47,7 @@ class Stage:
         self.whole = True
 
     def processes(self) -> list[Child]:
-        self.trainers = self.family.ranks(self.module, self.world, f"trainer-{self.starts}-", XFER_TOKEN=self.token)
+        self.trainers = self.family.ranks(self.module, self.world, f"trainer-{self.starts}-", **self.trainer_env)
         self.truth = self.engine("truth")
         return [*self.trainers, self.truth]
 

@@ -2,7 +2,7 @@
 
 {"do": "checkpoint", "config": HF config, "folder": …, "fp32": globs of tensors that the checkpoint keeps in float32}
 {"do": "row", "folder": …, "world": file, "parallel": EngineParallel, "replicas": n,
- "misread": exchange two boxes of a trainer's inventory, "options": EngineArgs}
+ "misread": exchange two boxes of a trainer's inventory, "options": EngineArgs, "native": as world_trainer.py has it}
 {"do": "forms", "folder": …, "parallel": …, "options": …}
 """
 
@@ -57,7 +57,13 @@ def forms(folder: str, parallel: dict, options: dict) -> None:
 
 
 def row(
-    folder: str, world: str, parallel: dict, replicas: int, misread: bool = False, options: dict = MappingProxyType({})
+    folder: str,
+    world: str,
+    parallel: dict,
+    replicas: int,
+    misread: bool = False,
+    options: dict = MappingProxyType({}),
+    native: str = "",
 ) -> None:
     clock = [time.perf_counter()]
     trainers = Trainers.load(world)
@@ -66,7 +72,7 @@ def row(
     specs = checkpoint_specs(folder)
     versions = [random_weights(specs, v) for v in range(len(trainers.weights))]
     wanted = sorted({(s.of, s.rule) for s in trainers.catalog.specs if s.of})
-    loaded = [serialized(v, wanted) for v in versions]
+    loaded = [serialized(v, wanted, native) for v in versions]
     team = workers(folder, EngineParallel(**parallel), trainers.catalog, loaded, **options)
     takers = [w.inventory for w in team]
     clock.append(time.perf_counter())

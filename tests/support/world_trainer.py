@@ -1,7 +1,8 @@
 """The trainer process of world tests: traces every class of ranks of a Megatron job and leaves the world in a file.
 
 {"do": "row", "folder": checkpoint, "world": file to write, "parallel": TrainerParallel, "provider": …, "versions": n,
- "every": trace each rank of a class, "deriving": (matrix, rule) of those that an engine wants in FP8}
+ "every": trace each rank of a class, "deriving": (matrix, rule) of those that an engine wants in FP8,
+ "native": in block_fp8.NATIVE, trainers that keep weights in FP8 themselves}
 """
 
 import time
@@ -16,14 +17,21 @@ from xfer.mesh.parallel import TrainerParallel
 
 
 def row(
-    folder: str, world: str, parallel: dict, provider: dict, versions: int, every: bool = False, deriving: list = ()
+    folder: str,
+    world: str,
+    parallel: dict,
+    provider: dict,
+    versions: int,
+    every: bool = False,
+    deriving: list = (),
+    native: str = "",
 ) -> None:
     began = time.perf_counter()
     specs = checkpoint_specs(folder)
     weights = [Whole.imported(folder, random_weights(specs, v)) for v in range(versions)]
     imported = time.perf_counter()
     build = Build(TrainerParallel(**parallel), provider=provider)
-    made = trainers(folder, build, weights, deriving=[(name, rule) for name, rule in deriving])
+    made = trainers(folder, build, weights, deriving=[tuple(pair) for pair in deriving], native=native)
     made.save(world)
     traced = time.perf_counter()
     unlike = _unlike(made, trainers(folder, build, weights, every=True)) if every else []

@@ -1,0 +1,101 @@
+"""Megatron-Core trainers whose parameters the real TransformerEngine keeps in FP8 refit a real vLLM in block FP8: after the first and
+after a second optimizer step it holds the trainer's own bytes and scales.
+
+The truth is a fresh vLLM that loads these bytes as Bridge exports them (tests/support/fp8_export.py).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from examples.common import toy
+from examples.common.ports import free_port
+from tests.functional.test_refit_e2e import WIDE, WIDE_MOE
+from tests.functional.test_trainer_families import TE_SITE
+from tests.support import block_fp8
+from tests.support.marks import BOTH
+from tests.support.proc import PYTHON, ROOT, environment
+from tests.support.refit_stage import Stage, two_refits_are_fresh_loads
+
+pytestmark = [pytest.mark.slow, BOTH]
+FP32_SCALES = {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`layout`: of the trainer (4 ranks); `engine`: of the replica."""
+
+    family: str
+    layout: dict
+    engine: dict
+    sizes: dict
+
+    @property
+    def name(self) -> str:
+        def flat(d: dict) -> str:
+            return "-".join(f"{k}{v}" for k, v in d.items())
+
+        return f"{self.family}: {flat(self.layout)} -> {flat(self.engine)}"
+
+
+CASES = [
+    Case("qwen3", dict(tp=2), dict(tp=2), dict(WIDE, hidden_size=384)),
+    Case("qwen3", dict(tp=1, pp=2), dict(tp=1), WIDE),
+    Case("qwen3_moe", dict(tp=2, ep=2, etp=1), dict(tp=2), WIDE_MOE),
+    Case("qwen3_moe", dict(tp=2, ep=2, etp=2), dict(tp=2, ep=True), WIDE_MOE),
+]
+"""With the distributed optimizer and overlap_param_gather, the defaults of Trainer."""
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory) -> Iterator[Stage]:
+    paths = {"PYTHONPATH": os.pathsep.join((str(ROOT), TE_SITE))}
+    tried = subprocess.run(
+        [PYTHON["trainer"], "-c", "import transformer_engine.pytorch"],
+        env=environment(**paths),
+        capture_output=True,
+        text=True,
+    )
+    if tried.returncode:
+        pytest.skip(f"no TransformerEngine that can be imported: {tried.stderr.strip().splitlines()[-1]}")
+    stage = Stage(tmp_path_factory.mktemp("stage"), "te_fp8_main", trainer_env={**paths, **FP32_SCALES})
+    yield stage
+    stage.family.__exit__()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_engines_hold_the_trainers_own_bytes_after_each_step(case, stage, tmp_path):
+    model = tmp_path / "model"
+    toy.write_checkpoint(case.family, model, **case.sizes)
+
+    def watched(engines, refit):
+        reports = refit()
+        assert all("native" in r["rules"] for r in reports), reports
+        return reports
+
+    two_refits_are_fresh_loads(
+        stage, tmp_path, model=model, build=dict(layout=case.layout), engines=({**case.engine, **block_fp8.ENGINE},),
+        watched=watched, as_served=block_fp8.serialize,  # of the routers, which are in bf16
+    )  # fmt: skip
+
+
+def test_an_engine_in_bf16_is_refused_by_the_tensors_name(stage, tmp_path):
+    """xfer does not dequantize. All ranks learn it, and the engine, before a byte moves."""
+    model = tmp_path / "model"
+    toy.write_checkpoint("qwen3", model, **WIDE)
+    with stage.case():
+        engine = stage.engine("bf16")
+        engine.ask("start", "started", model=str(model), load_format="dummy")
+        stage.trainers.ask("build", "built", folder=str(model), layout=dict(tp=2))
+        rendezvous = f"tcp://127.0.0.1:{free_port()}"
+        engine.say(do="serve", rendezvous=rendezvous, replica=0, deadline_s=60.0)
+        for r in stage.trainers.ask("connect", "raised", rendezvous=rendezvous, replicas=1, deadline_s=60.0):
+            assert r["type"] == "CoverageError", r
+            assert "down_proj.weight: float8_e4m3fn in the trainer, bfloat16 in rank 4 (engine worker 0)" in r["text"]
+            assert "serve it in block FP8 too" in r["text"]
+        engine.stop()
