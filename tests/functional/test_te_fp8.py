@@ -84,6 +84,28 @@ def test_engines_hold_the_trainers_own_bytes_after_each_step(case, stage, tmp_pa
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "sizes, route, said",
+    [
+        (
+            dict(WIDE, head_dim=64),
+            {},
+            ["k_proj.weight: ", "of [128, 256] lie at row 128", "no scale of the trainer is a scale of this tensor"],
+        ),
+        (WIDE, dict(route="packed"), ["the packed route does not read weights in FP8", "is a Float8BlockwiseQTensor"]),
+    ],
+    ids=["heads of 64", "packed"],
+)
+def test_what_cannot_be_sent_is_refused_by_name(sizes, route, said, stage, tmp_path):
+    """With heads of 64, a block of linear_qkv has keys and values. No engine is needed to tell."""
+    toy.write_checkpoint("qwen3", tmp_path, **sizes)
+    with stage.case():
+        stage.trainers.ask("build", "built", folder=str(tmp_path), layout=dict(tp=2))
+        where = f"tcp://127.0.0.1:{free_port()}"
+        for r in stage.trainers.ask("connect", "raised", rendezvous=where, replicas=1, deadline_s=60.0, **route):
+            assert r["type"] == "Unsupported" and all(x in r["text"] for x in said), r
+
+
 def test_an_engine_in_bf16_is_refused_by_the_tensors_name(stage, tmp_path):
     """xfer does not dequantize. All ranks learn it, and the engine, before a byte moves."""
     model = tmp_path / "model"

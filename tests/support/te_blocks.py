@@ -1,8 +1,7 @@
 """Weights of a Megatron model in FP8 as TransformerEngine's blockwise scaling has them (`fp8_param_gather`), on a CPU.
 
-Of TransformerEngine's own class where that is installed (XFER_TEST_TE=real), else of a stand-in with the same attributes. Its kernels
-need a GPU, so block_fp8.py quantizes. All bytes lie in one buffer, where Megatron-Core's distributed optimizer puts them; rows of
-scales are padded to four, with NaN.
+A stand-in has the attributes of TransformerEngine's class, and block_fp8.py quantizes; test_te_fp8.py has the class itself. All bytes
+lie in one buffer, where Megatron-Core's distributed optimizer puts them; rows of scales are padded to four, with NaN.
 """
 
 from __future__ import annotations
@@ -45,24 +44,6 @@ class _Quantizer:
         self.block_len, self.force_pow_2_scales = SIDE, pow2
 
 
-def _made(like: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, pow2: bool) -> torch.Tensor:
-    from tests.support.one_process_megatron import REAL_TE
-
-    parts = dict(rowwise_data=values, rowwise_scale_inv=scales, columnwise_data=None, columnwise_scale_inv=None)
-    if not REAL_TE:
-        return Float8BlockwiseQTensor(
-            like, {**parts, "fp8_dtype": "DType.kFloat8E4M3", "quantizer": _Quantizer(pow2), "is_2D_scaled": True}
-        )
-    import transformer_engine_torch as tex
-    from transformer_engine.pytorch.tensor import float8_blockwise_tensor as te
-
-    quantizer = te.Float8BlockQuantizer(tex.DType.kFloat8E4M3, rowwise=True, columnwise=True, force_pow_2_scales=pow2)
-    return te.Float8BlockwiseQTensor(
-        shape=like.shape, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad,
-        fp8_dtype=tex.DType.kFloat8E4M3, quantizer=quantizer, is_2D_scaled=True, **parts,
-    )  # fmt: skip
-
-
 def padded(blocks: tuple[int, int]) -> tuple[int, int]:
     """Shape of the scales of a grid of blocks."""
     return blocks[0], -(-blocks[1] // 4) * 4
@@ -93,7 +74,18 @@ class Fp8Weights:
         self._quantized = []
         for (_, _, p), part in zip(self._seats, buffer.split(sizes)):
             blocks = tuple(-(-n // SIDE) for n in p.shape)
-            q = _made(p, part[: p.numel()].view(p.shape), torch.full(padded(blocks), torch.nan), pow2)
+            q = Float8BlockwiseQTensor(
+                p,
+                dict(
+                    rowwise_data=part[: p.numel()].view(p.shape),
+                    rowwise_scale_inv=torch.full(padded(blocks), torch.nan),
+                    columnwise_data=None,
+                    columnwise_scale_inv=None,
+                    fp8_dtype="DType.kFloat8E4M3",
+                    quantizer=_Quantizer(pow2),
+                    is_2D_scaled=True,
+                ),
+            )
             for name, value in vars(p).items():  # Megatron's marks
                 setattr(q, name, value)
             self._quantized.append(q)

@@ -130,6 +130,9 @@ def test_all_tensors_that_no_scale_fits_are_named_at_once():
     recipe = SimpleNamespace(target="c", sources=(slot.name, "x"), ops=("aten.add",))
     with pytest.raises(Unsupported, match=r"c: is computed \(aten.add\) from 0:weight, in FP8 in the trainer"):
         block_scaled.in_fp8(Traced(specs, (rows[0],), recipes=(recipe,)), scaled, places, "trainer 3")
+    other = Fragment("a", (0, 0), (128, 384), "1:weight", 0, (768, 2), "bfloat16")
+    with pytest.raises(Unsupported, match="a: lies partly in FP8 parameters, and partly in others"):
+        block_scaled.in_fp8(Traced(specs, (rows[0], other)), scaled, places, "trainer 3")
     traced, scales = block_scaled.in_fp8(Traced(specs, (rows[0], rows[2])), scaled, places, "trainer 3")
     assert [(f.offset, f.strides, f.dtype) for f in traced.fragments] == [
         (r * 384, (384, 1), "float8_e4m3fn") for r in (0, 128)

@@ -100,6 +100,14 @@ def in_fp8(
         for r in traced.recipes
         if scaled.keys() & set(r.sources)
     ]
+    roots: dict[str, set[bool]] = {}
+    for f in traced.fragments:
+        roots.setdefault(f.tensor, set()).add(f.root in scaled)
+    bad += [
+        f"{name}: lies partly in FP8 parameters, and partly in others"
+        for name, kinds in roots.items()
+        if len(kinds) > 1
+    ]
     fragments, scales = [], []
     for f in traced.fragments:
         p = scaled.get(f.root)
