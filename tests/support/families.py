@@ -7,6 +7,7 @@ tensor-parallel sizes, and the vocabulary is padded by vLLM.
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -286,7 +287,9 @@ FAMILIES = (
             original_max_position_embeddings=256,
         ),
     ),
-    _family("Jais 2", "jais2", "Jais2ForCausalLM", _TP_ONE_STAGE, hidden_act="relu2", layer_norm_eps=1e-5),
+    _family(
+        "Jais 2", "jais2", "Jais2ForCausalLM", _TP_ONE_STAGE, _DENSE, since="0.6", hidden_act="relu2", layer_norm_eps=1e-5
+    ),
     _family("GLM-4", "glm4", "Glm4ForCausalLM", _TP, attention_bias=True, partial_rotary_factor=0.5),
     _family(
         "StarCoder2", "starcoder2", "Starcoder2ForCausalLM", _TP_ONE_STAGE, hidden_act="gelu_pytorch_tanh",
@@ -361,7 +364,7 @@ FAMILIES = (
         rope_theta=5e6, swa_rope_theta=10000.0, since="0.6",
     ),
     _family(
-        "Mellum", "mellum", "MellumForCausalLM", _EP[:5], **_EXPERTS, sliding_window=64,
+        "Mellum", "mellum", "MellumForCausalLM", _EP[:5], _SPARSE, since="0.6", **_EXPERTS, sliding_window=64,
         layer_types=["sliding_attention", "full_attention"], mlp_layer_types=["dense", "sparse"],
     ),
     _family(
@@ -398,7 +401,7 @@ FAMILIES = (
         rope_parameters=dict(rope_type="default", rope_theta=10000.0), names=_ling(), since="0.6",
     ),
     _family(
-        "DeepSeek-V3.2", "deepseek_v32", "DeepseekV32ForCausalLM", _EP, fp32=_BIAS, **_DEEPSEEK, **_INDEXER,
+        "DeepSeek-V3.2", "deepseek_v32", "DeepseekV32ForCausalLM", _EP, _SPARSE, _BIAS, **_DEEPSEEK, **_INDEXER, since="0.6",
     ),
     _family(
         "GLM-5", "glm_moe_dsa", "GlmMoeDsaForCausalLM", _EP, _SPARSE, _BIAS, **{**_DEEPSEEK, "n_group": 1}, **_INDEXER, since="0.6",
@@ -539,8 +542,11 @@ BY_NAME = {f.name: f for f in FAMILIES}
 
 
 def register() -> None:
-    """The trainers' transformers does not know all families."""
+    """The trainers' transformers does not know all families, nor does Bridge. Bridge must have been imported."""
     from xfer.cli.layouts.megatron import make_known
+
+    if not too_new("0.6"):
+        importlib.import_module("tests.support.user_bridges")
 
     for family in FAMILIES:
         make_known(family.config)
