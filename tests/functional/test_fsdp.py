@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from examples.common import toy
+from tests.support import block_fp8
 from tests.support.marks import BOTH
 from tests.support.proc import Children
 from tests.support.refit_stage import stage_of, two_refits_are_fresh_loads
@@ -106,6 +107,34 @@ def moved_shards_only(case: Case, checkpoint: dict[str, torch.Tensor], reports: 
     ]:
         assert n < WHOLE, f"{what} grew by {n} bytes in a refit; a whole parameter has {WHOLE}"
     assert max(r["extra"] for r in reports) < WHOLE // 2
+
+
+BLOCKS = dict(
+    num_hidden_layers=2, vocab_size=1003, hidden_size=256, head_dim=128, num_attention_heads=4, num_key_value_heads=2
+)
+"""Engines in FP8 take these sizes. FSDP2 over four ranks cuts most matrices inside blocks of 128 rows."""
+
+
+@pytest.mark.parametrize(
+    "case, intermediate",
+    [
+        (Case("fsdp", "float32"), 768),  # 192 rows a rank
+        pytest.param(Case("fsdp over tp", "bfloat16", tp=1), 640, marks=pytest.mark.slow),  # also 320 columns a rank
+    ],
+    ids=lambda x: x.name if isinstance(x, Case) else "",
+)
+def test_ranks_that_share_blocks_refit_an_engine_in_fp8(case, intermediate, stage, tmp_path):
+    """The truth quantizes what torch gathered, whole matrices by the oracle in numpy."""
+    toy.write_checkpoint(case.family, tmp_path / "model", **BLOCKS, intermediate_size=intermediate)
+
+    def trained() -> None:
+        for cut in stage.trainers.ask("shards", "cut"):
+            shapes = {n: shape for n, shape, _ in cut["shards"]}
+            assert any(n % 128 for n in shapes["model.layers.0.mlp.down_proj.weight"])
+
+    how = dict(build=dict(scheme=case.scheme, dtype=case.dtype), engines=[dict(tp=case.tp, **block_fp8.ENGINE)])
+    how |= dict(narrow=["*"] if case.dtype == "float32" else [], as_served=block_fp8.serialize, trained=trained)
+    two_refits_are_fresh_loads(stage, tmp_path, model=tmp_path / "model", **how)
 
 
 # ---- the packed route

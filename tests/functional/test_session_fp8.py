@@ -10,9 +10,10 @@ import pytest
 
 from tests.functional.test_session_changes import export
 from tests.support.fp8_engine import MATRICES, SHAPES, Fp8Taker, fp8_engine
-from tests.support.world import ToyEngine, ToySource, World, good, raised, right, until_true
+from tests.support.world import ToyEngine, World, good, raised, right, until_true
 from xfer.coordinator import refit
-from xfer.errors import Unsupported
+from xfer.coordinator.blocks import SharedBlocks
+from xfer.errors import DeadlineExceeded, PeerLost, XferError
 from xfer.kernels.block_fp8 import ScaleRule
 
 
@@ -80,13 +81,96 @@ def test_trainers_that_moved_or_released_their_weights_quantize_what_they_have_n
             good(world.on_all(lambda i: world.sessions[i].release()))
 
 
-def test_ranks_that_share_a_block_are_told_which():
-    """Three trainers cut 256 rows at 85 and 170."""
-    world = World(trainers=3, shapes=dict(SHAPES), engines=[fp8_engine()])
-    world.sources = [ToySource(i, 3, dict(SHAPES)) for i in range(3)]
-    with pytest.raises(Unsupported) as error:
-        world.connect()
-    raised([error.value], Unsupported, "layers.0.w: this rank holds 0:85 x 0:512 of [256, 512]", "ignored_layers")
+def three(**more) -> World:
+    """Three trainers cut 256 rows at 85 and 170, so that each shares blocks with another one."""
+    return fp8_world([fp8_engine()], trainers=3, **more)
+
+
+def test_ranks_with_parts_of_one_block_agree_on_its_scale():
+    with three() as world:
+        for version in (1, 2):
+            world.commits(version)
+        world.leave(0)
+        world.come(0, fp8_engine(ScaleRule.POW2))
+        until_true(lambda: world.coordinator.generation == 3)
+        assert world.commits(3).rules == ("ieee", "pow2")
+
+
+def test_a_nan_in_one_part_of_a_block_shows_in_all_of_it():
+    with three() as world:
+        for source in world.sources:
+            source.set(1)
+        world.sources[2].params["layers.0.w"][-1, 0] = float("nan")  # row 255, in the second block
+        good(world.refit())
+        live = world.engines[0].takers[0].live
+        assert (live["layers.0.w"][128:, :128] == 0x7F).all() and (live["layers.0.w"][:128] != 0x7F).all()
+        assert live["layers.0.w_scale_inv"].isnan().tolist() == [[False, False], [True, False]]
+        world.commits(2)
+
+
+def test_no_rank_measures_where_no_block_is_shared(monkeypatch):
+    seen = []
+    monkeypatch.setattr(SharedBlocks, "measured", lambda self, client, msg: seen.append(client))
+    with fp8_world([fp8_engine()]) as world:
+        world.commits(1)
+    assert not seen
+
+
+@pytest.mark.parametrize("call", ["ready", "measured"])
+def test_ranks_that_wait_for_a_part_of_a_block_hear_why_it_does_not_come(call):
+    """A rank raises before it measures, or after: the others raise its error, and the next refit commits."""
+    with three() as world:
+        world.commits(1)
+        side = world.sessions[1].side
+        quantize = side.measure if call == "ready" else side.quantize
+
+        def fails(*args):
+            setattr(side, quantize.__name__, quantize)
+            raise ValueError("no memory")
+
+        setattr(side, quantize.__name__, fails)
+        world.fails(2, XferError, "no memory")
+        world.commits(3)
+
+
+def test_ranks_that_wait_for_a_rank_that_is_gone_hear_so():
+    with three() as world:
+        world.commits(1)
+        world.sessions[1].side.measure = lambda until: world.sessions[1]._party.channel.close()
+        results = world.refit(2)
+        raised(results[::2], PeerLost, "trainer 1 (host")
+        raised(results[1:2], PeerLost, "lost the control connection")
+
+
+def test_a_rank_that_does_not_come_is_named_at_the_deadline():
+    with three() as world:
+        world.commits(1)
+        end = threading.Event()
+        drain = world.sources[1].drain
+        world.sources[1].drain = lambda: (end.wait(20), drain())
+        results = world.start(2, deadline_s=1.5)
+        until_true(lambda: not results.running())
+        late = raised(results(), DeadlineExceeded, "trainer 1: it has called, and is not ready")
+        assert not any("trainer 0:" in str(e) or "trainer 2:" in str(e) for e in late)
+        end.set()
+        world.sources[1].drain = drain
+        world.commits(3)
+
+
+def test_ranks_whose_exports_change_measure_again():
+    """Of two ranks the exports change, one after the other: the union stays what it was, and all agree by a catalog made anew."""
+    with three(drop=("extra",)) as world:
+        world.commits(1)
+        export(world.sources[0])
+        generation = world.coordinator.generation
+        world.commits(2)
+        assert world.coordinator.generation == generation + 1
+        for source in world.sources[1:]:
+            export(source)
+            generation = world.coordinator.generation
+            world.commits(3 + source.rank)
+            assert world.coordinator.generation == generation + 1
+        world.commits(9)
 
 
 def test_an_engine_that_wants_another_form_once_exports_change_gets_it_in_that_refit():

@@ -1,12 +1,18 @@
-"""A rank's matrices in FP8: whatever boxes it holds, it offers what the oracle in numpy makes of the whole matrix, or refuses."""
+"""A rank's matrices in FP8: whatever boxes ranks hold, each offers what the oracle in numpy makes of the whole matrix."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support.block_fp8 import quantized as oracle
+from tests.support.plan_worlds import EXAMPLES
+from tests.unit.test_kernels_quantize import hard_weight
+from xfer.coordinator import messages as m
+from xfer.coordinator.blocks import largest
 from xfer.direct.quantized import ROOT, Quantized
 from xfer.errors import Unsupported
 from xfer.kernels.block_fp8 import ScaleRule
@@ -48,46 +54,49 @@ def offered(scratch: torch.Tensor, f: Fragment) -> torch.Tensor:
     return scratch.view(dtype).as_strided(f.extent, strides, f.offset // dtype.itemsize)
 
 
-@pytest.mark.parametrize("rule", ScaleRule)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_ranks_offer_what_the_whole_matrix_quantizes_to(rule, dtype):
-    """Ranks are cut at multiples of a block; a rank's own pieces may begin and end anywhere, overlap, and repeat."""
-    rng = np.random.default_rng(5)
-    for _ in range(12):
-        shape = tuple(int(n) for n in rng.integers(1, 4 * BLOCK, 2))
-        weight = (torch.randn(shape) * 10.0 ** torch.randint(-6, 3, shape)).to(dtype)
-        codes, scales, _ = oracle(weight.float().numpy(), rule)
-        catalog = Catalog((TensorSpec("w", shape, "bfloat16"),)).deriving([("w", rule.value)])
-        seen = {f"w|fp8-{rule.value}": np.zeros(shape, int), f"w|fp8-{rule.value}-scales": np.zeros(scales.shape, int)}
-        rows, columns = cuts(rng, shape[0], BLOCK, 3), cuts(rng, shape[1], BLOCK, 3)
-        for a, b in zip(rows, rows[1:]):
-            for c, d in zip(columns, columns[1:]):
-                inner = [a, *sorted(int(i) for i in rng.integers(a, b, int(rng.integers(0, 3)))), b]
-                parts = [(x, y) for x, y in zip(inner, inner[1:]) if y > x]
-                parts += [(max(a, x - 3), y) for x, y in parts[:1] if rng.random() < 0.5]
+@settings(max_examples=EXAMPLES // 10, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    rule=st.sampled_from(list(ScaleRule)),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    multiple=st.sampled_from([1, 1, 16, BLOCK]),
+)
+def test_ranks_offer_what_the_whole_matrix_quantizes_to(seed, rule, dtype, multiple):
+    """Ranks are cut anywhere in rows and columns, some twice (data-parallel). Their pieces begin and end anywhere, overlap, repeat."""
+    rng = np.random.default_rng(seed)
+    shape = tuple(int(n) for n in rng.integers(1, 3 * BLOCK, 2))
+    weight = torch.from_numpy(hard_weight(rng, *shape)).to(dtype)
+    codes, scales, _ = oracle(weight.float().numpy(), rule)
+    other = TensorSpec("v", (BLOCK, 2 * BLOCK), "bfloat16")  # its blocks are numbered before those of w
+    catalog = Catalog((other, TensorSpec("w", shape, "bfloat16"))).deriving([("v", rule.value), ("w", rule.value)])
+    seen = {f"w|fp8-{rule.value}": np.zeros(shape, int), f"w|fp8-{rule.value}-scales": np.zeros(scales.shape, int)}
+    rows, columns = cuts(rng, shape[0], multiple, 4), cuts(rng, shape[1], multiple, 3)
+    ranks, told = [], []
+    for a, b in zip(rows, rows[1:]):
+        for c, d in zip(columns, columns[1:]):
+            inner = [a, *sorted(int(i) for i in rng.integers(a, b, int(rng.integers(0, 3)))), b]
+            parts = [(x, y) for x, y in zip(inner, inner[1:]) if y > x]
+            parts += [(max(a, x - 3), y) for x, y in parts[:1] if rng.random() < 0.5]
+            for _ in range(int(rng.integers(1, 3))):
                 fragments, tensors = held(rng, weight, (a, b), (c, d), parts)
                 q = Quantized(catalog, fragments, CPU, "trainer 0")
                 table = q.bind(tensors)
                 table[ROOT].fill_(0x7F)  # a NaN, wherever nothing is written
-                q.run()
-                for f in q.fragments:
-                    want = codes if f.dtype == "float8_e4m3fn" else scales.view(np.int32)
-                    assert np.array_equal(offered(table[ROOT], f).numpy(), want[f.index])
-                    seen[f.tensor][f.index] += 1
-        assert all((count == 1).all() for count in seen.values())
-
-
-def test_a_rank_with_a_part_of_a_block_says_which_and_names_every_tensor():
-    specs = [TensorSpec(n, (512, 512), "bfloat16") for n in ("a", "b", "c")] + [TensorSpec("v", (512,), "bfloat16")]
-    catalog = Catalog(tuple(specs)).deriving([("a", "ieee"), ("b", "ieee"), ("c", "ieee")])
-    boxes = {"a": ((0, 0), (192, 512)), "b": ((128, 64), (128, 448)), "c": ((128, 0), (384, 512)), "v": ((0,), (512,))}
-    fragments = [Fragment(n, o, e, n, 0, tuple(2 * s for s in row_major(e)), "bfloat16") for n, (o, e) in boxes.items()]
-    with pytest.raises(Unsupported) as error:
-        Quantized(catalog, fragments, CPU, "trainer 3")
-    assert "trainer 3" in error.value.message
-    assert [v.split(":")[0] for v in error.value.violations] == ["a", "b"]
-    assert "0:192 x 0:512 of [512, 512], and so only a part of 4 blocks" in error.value.violations[0]
-    assert "128:256 x 64:512 of [512, 512], and so only a part of 1 blocks" in error.value.violations[1]
+                mine = q.measure(0.0)
+                ends = zip((b, d), shape)
+                assert (mine is None) == (
+                    a % BLOCK == c % BLOCK == 0 and all(i % BLOCK == 0 or i == n for i, n in ends)
+                )
+                told.append(None if mine is None else m.Measured(1, 1, mine.numbers, mine.largest))
+                ranks.append((q, table))
+    agreed = iter(largest([x for x in told if x is not None]))
+    for (q, table), x in zip(ranks, told):
+        q.run(next(agreed) if x is not None else b"")
+        for f in q.fragments:
+            want = codes if f.dtype == "float8_e4m3fn" else scales.view(np.int32)
+            assert np.array_equal(offered(table[ROOT], f).numpy(), want[f.index])
+            seen[f.tensor][f.index] += 1
+    assert all((count >= 1).all() for count in seen.values())
 
 
 def test_only_matrices_of_floats_are_quantized():

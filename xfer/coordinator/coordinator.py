@@ -66,7 +66,7 @@ class Coordinator:
         self.specs: dict[int, bytes] = {}
         self.derived: frozenset[tuple[str, str]] = frozenset()  # matrices that engines asked for in FP8, and rules
         self._underived = False  # whether the catalog lacks some of them
-        self._respecified: set[Client] = set()
+        self.respecified: set[Client] = set()  # trainers whose exports changed, until they get a catalog
         self.trainer_inventories: dict[int, bytes] = {}  # trainer -> digest of its layout
         self.silence = Silence()
         self.refit: Refit | None = None  # the running one
@@ -438,8 +438,11 @@ class Coordinator:
             if not self._underived:
                 self.make_catalog()
 
-    def make_catalog(self) -> bool:
-        """Unite what the trainers export, and what they have to derive from it. Returns whether the catalog changed.
+    def make_catalog(self, anew: bool = False) -> bool:
+        """Unite what the trainers export, and what they have to derive from it. Returns whether there is a new catalog.
+
+        Args:
+            anew: Whether to make a new one of what is in the old one, if nothing has changed.
 
         Raises:
             LayoutError: trainers disagree about a tensor.
@@ -449,7 +452,7 @@ class Coordinator:
         union = Catalog.union((f"trainer {i}", Catalog.from_bytes(catalog).specs) for i, (catalog, _) in told.items())
         union, self._underived = union.deriving(self.derived), False
         refuse_untrained({name for _, names in told.values() for name in names}, self.options.drop)
-        if self.catalog is not None and union.digest() == self.catalog.digest():
+        if self.catalog is not None and union.digest() == self.catalog.digest() and not anew:
             return False
         self.catalog, self.generation = union, self.generation + 1
         self.trainer_inventories.clear()
@@ -461,6 +464,8 @@ class Coordinator:
         broadcast(self.trainers.values(), message)
         for r in self.replicas.values():
             broadcast(r.workers.values(), message)
+        if self.refit is not None:
+            self.refit.shared.agree()
         return True
 
     def _inventory_came(self, client: Client, msg: m.InventoryMsg) -> None:
@@ -474,6 +479,7 @@ class Coordinator:
             for r in self.replicas.values():
                 self.plan_if_complete(r)
         if self.refit is not None:
+            self.refit.shared.agree()
             self.refit.advance()
 
     def take_inventory(self, client: Client, data: bytes) -> None:
@@ -498,7 +504,7 @@ class Coordinator:
         if specs:
             self.specs[h.index] = specs
             self.trainer_inventories.pop(h.index, None)  # a new one follows the catalog
-            self._respecified.add(client)
+            self.respecified.add(client)
             for r in self.replicas.values():
                 r.stale = True
         elif inventory and generation == self.generation:
@@ -510,9 +516,10 @@ class Coordinator:
         If trainers disagree, the running refit fails; their exports may agree in the next one.
         """
         try:
-            if (self._respecified or self._underived) and not self.make_catalog():
-                broadcast(self._respecified, m.CatalogMsg(self.packed_catalog, self.generation))
-            self._respecified = set()
+            again = self.refit is not None and self.refit.shared.used
+            if (self.respecified or self._underived) and not self.make_catalog(anew=again):
+                broadcast(self.respecified, m.CatalogMsg(self.packed_catalog, self.generation))
+            self.respecified = set()
         except XferError as e:
             if self.refit is not None:
                 self.fail(self.refit, e)
@@ -573,6 +580,7 @@ _RULES: dict[type[m.WireMessage], tuple[tuple[str, ...], _Handler]] = {
     m.RoutesClosed: (_DOMAIN, lambda co, client, msg: co.planning.closed(client, msg.replica)),
     m.Prepare: (_TRAINER, lambda co, client, msg: co.refits.prepare(msg)),
     m.Enter: (_TRAINER, lambda co, client, msg: co.refits.enter(client, msg)),
+    m.Measured: (_TRAINER, lambda co, client, msg: co.refits.measured(client, msg)),
     m.Ready: (_TRAINER, lambda co, client, msg: co.refits.ready(client, msg)),
     m.Armed: (_WORKER, Coordinator._armed),
     m.PartReady: (_WORKER, Coordinator._for_refit),

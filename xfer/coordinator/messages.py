@@ -23,7 +23,7 @@ from msgspec import Meta, Struct
 from xfer.errors import ProtocolError, XferError, from_wire
 from xfer.plan.explain import size
 
-WIRE_VERSION = 20
+WIRE_VERSION = 21
 """Sent in the challenge (rendezvous/channel.py), before any message that another version could not decode."""
 MAX_FRAME = 1 << 30
 """Bytes of one control frame. All layouts of a thousand ranks take well below 1 MB."""
@@ -336,6 +336,26 @@ class Ready(WireMessage, frozen=True):
     sample: Blob = b""
     sends: bool = True
     unsent: Annotated[tuple[Text, ...], Meta(max_length=8)] = ()
+
+
+class Measured(WireMessage, frozen=True):
+    """Trainer -> coordinator: the largest absolute values of my parts of blocks of which other trainers have parts, too.
+
+    It comes before `Ready`, or before `InventoryMsg` where a new catalog asks for other blocks. `blocks`: their numbers in the
+    catalog of `generation` (trace/catalog.py). `largest`: the bits of a float32 for each. Both are uint32, little-endian.
+    """
+
+    attempt: Count
+    generation: Count
+    blocks: Blob
+    largest: Blob
+
+
+class Agreed(WireMessage, frozen=True):
+    """Coordinator -> trainer: `Measured.largest`, over all trainers that have parts of these blocks."""
+
+    attempt: Count
+    largest: Blob
 
 
 class Arm(WireMessage, frozen=True):
@@ -752,7 +772,8 @@ class StatusReply(WireMessage, frozen=True):
 Message = (
     Hello | Welcome | Refused | DialAgain | Specs | CatalogMsg | InventoryMsg | RollAsk | Roll | LayoutsAsk | Layouts | LayoutAsk | Layout
     | PlanInputs | Planned | OpenLink | LinkOpen | Found | ReplicaReady
-    | Prepare | Enter | Ready | Arm | Armed | CallAgain | Go | PartReady | Progress | Done | Drained | Commit | Decided | Committed
+    | Prepare | Enter | Measured | Agreed | Ready | Arm | Armed | CallAgain | Go | PartReady | Progress | Done | Drained
+    | Commit | Decided | Committed
     | Abort | Stopped | Settle | Settled | Failed | Release | CloseRoutes | RoutesClosed | Released
     | Outcome | Leave | Ping | Pong | StoreSet | StoreGet | StoreAdd | StoreCompareSet | StoreCheck | StoreReply | StatusAsk | StatusReply
 )  # fmt: skip

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from xfer import logs
 from xfer.coordinator import exports, relays
 from xfer.coordinator import messages as m
+from xfer.coordinator.blocks import SharedBlocks
 from xfer.coordinator.commit import Phase, ReplicaRefit
 from xfer.coordinator.deadlines import ARM_AHEAD_S, TOGETHER_S
 from xfer.coordinator.messages import Label
@@ -119,6 +120,7 @@ class Refit:
         # The deadline of a prepared refit begins again with the first call: engines are armed for both.
         self.armed_s = deadline_s + (coordinator.options.deadline_s if prepared else 0.0)
         self._go_at = 0.0  # when replicas that can begin no longer wait for others
+        self.shared = SharedBlocks(self)
         self.owed = Owed(coordinator.options.trainers, coordinator.options.replicas)
         self._undrained = 0  # how many of `parts` may be read from
         self._to_tell: list[int] = []  # replicas for which trainers are not told Drained yet
@@ -201,6 +203,11 @@ class Refit:
         if len(self.entered) == co.options.trainers:
             self.finish_if_over()  # no replica was there to begin with
 
+    def measured(self, client: Client, msg: m.Measured) -> None:
+        """A trainer has measured blocks of which others have parts, too."""
+        if client.hello.index in self.entered:
+            self.shared.measured(client, msg)
+
     def ready(self, client: Client, msg: m.Ready) -> None:
         """A trainer's storages hold the version."""
         co = self.coordinator
@@ -209,6 +216,7 @@ class Refit:
         self.drained[client.hello.index] = msg
         self.drained_s = max(self.drained_s, msg.drained_s)
         co.planning.let_go.discard(client)
+        self.shared.agree()
         if len(self.drained) == co.options.trainers:
             self.ready_at = co.now
             co.mark("all trainers are ready")
@@ -425,7 +433,9 @@ class Refit:
         trainers = range(self.coordinator.options.trainers)
         out = [f"trainer {i}: it has not called nccl_xfer_refit()" for i in trainers if i not in self.entered]
         late = "it has called, and is not ready: it finishes parameter gathers in flight, or computes what it exports"
-        return out + [f"trainer {i}: {late}" for i in sorted(self.entered) if i not in self.drained]
+        return out + [
+            f"trainer {i}: {late}" for i in sorted(self.entered.keys() - self.drained.keys() - self.shared.waiting)
+        ]
 
     def waiting_for(self) -> list[str]:
         """What the refit waits for, one line each."""

@@ -27,7 +27,7 @@ class _Waiting:
     """A trainer's message about a refit that cannot begin yet, and the time when it came."""
 
     client: Client
-    message: m.Enter | m.Ready
+    message: m.Enter | m.Measured | m.Ready
     came: float
 
 
@@ -125,12 +125,15 @@ class RefitQueue:
         self.coordinator.take_changes(client, msg, msg.specs)
         self._ready(client, msg, self.coordinator.now)
 
-    def _ready(self, client: Client, msg: m.Ready, came: float) -> None:
+    def measured(self, client: Client, msg: m.Measured) -> None:
+        self._ready(client, msg, self.coordinator.now)
+
+    def _ready(self, client: Client, msg: m.Ready | m.Measured, came: float) -> None:
         running = self.coordinator.refit
         if running is None or msg.attempt in self.finished:
             return
         if running.number == msg.attempt:
-            running.ready(client, msg)
+            running.ready(client, msg) if isinstance(msg, m.Ready) else running.measured(client, msg)
         elif running.number < msg.attempt:
             self._waiting.append(_Waiting(client, msg, came))
 

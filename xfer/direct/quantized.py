@@ -2,6 +2,10 @@
 
 To the planner they are ordinary fragments in scratch (trace/derived.py). kernels/quantize.py has the arithmetic. Weights that are
 not in bf16 are rounded to bf16 first, since an engine's checkpoint has them so.
+
+A rank quantizes what it holds. Where it has only a part of a block, other ranks have the rest: it measures its part, learns the
+largest value of the whole block (coordinator/blocks.py), and quantizes by that. All ranks with a part of a block then have the
+same scale for it, and offer it as they offer any part that several of them hold.
 """
 
 from __future__ import annotations
@@ -18,12 +22,14 @@ from xfer.kernels.block_fp8 import ScaleRule, WeightBox
 from xfer.kernels.quantize import Quantizer, quantizer
 from xfer.kernels.torch_impl import Space
 from xfer.mesh.box import Box, row_major
+from xfer.participants.data_plane import PartialBlocks
 from xfer.plan.inventory import SCRATCH
 from xfer.plan.program import ITEMSIZE
 from xfer.trace.boxes import merge
 from xfer.trace.catalog import Catalog
 from xfer.trace.derived import BLOCK, SCALES, VALUES, block_grid, quantized
 from xfer.trace.fragment import Fragment, Ints, Root, TensorSpec
+from xfer.transport.group import wait_for_stream
 
 T = TypeVar("T")
 ALIGN = 512
@@ -34,21 +40,38 @@ ROOT = SCRATCH + "fp8"
 
 @dataclass(frozen=True, slots=True)
 class _MatrixPart:
-    """A box of the matrix that lies in one storage of this rank. `at`: byte of its values in scratch."""
+    """A box of the matrix that lies in one storage of this rank. `at`: byte of its values in scratch. `whole`: the part of it that has
+    whole blocks, if any. The rest is measured before it is quantized."""
 
     box: Box
     source: Fragment
     at: int
+    whole: Box | None
+
+    @property
+    def cut(self) -> list[tuple[Box, bool]]:
+        """Boxes to quantize, and whether they have to be measured first."""
+        if self.whole is None:
+            return [(self.box, True)]
+        return [(self.whole, False), *((rest, True) for rest in self.box.without(self.whole))]
 
 
 @dataclass(frozen=True, slots=True)
 class _InScratch:
-    """A matrix in one form. `blocks`: the part of its grid that this rank has scales of, at byte `at` of scratch."""
+    """A matrix in one form.
+
+    Attributes:
+        blocks: The part of its grid that this rank has scales of, at byte `at` of scratch.
+        amax: Where the largest values of these blocks begin among those of all matrices, if some part has to be measured.
+        shared: int64 [2, n], of the blocks of which other ranks have parts: numbers in the catalog, and places of the largest values.
+    """
 
     rule: ScaleRule
     pieces: tuple[_MatrixPart, ...]
     blocks: Box
     at: int
+    amax: int
+    shared: np.ndarray
 
 
 class Quantized:
@@ -66,14 +89,15 @@ class Quantized:
         rules: Names of the rules in use, sorted.
 
     Raises:
-        Unsupported: A matrix cannot be quantized here, because this rank holds only a part of some block, for example. It lists
-            all of them.
+        Unsupported: A matrix cannot be quantized here, because of its dtype, for example. It lists all of them.
     """
 
     def __init__(self, catalog: Catalog, fragments: Iterable[Fragment], device: torch.device, who: str):
         self._device, self._who = device, who
         self._storage: torch.Tensor | None = None
         self._quantizers: list[Quantizer] = []
+        self._amax: torch.Tensor | None = None
+        self._shared_at: torch.Tensor | None = None
         forms = sorted({(s.of, s.rule) for s in catalog.specs if s.of})
         wanted = {name for name, _ in forms}
         specs = {s.name: s for s in catalog.exported if s.name in wanted}
@@ -82,33 +106,41 @@ class Quantized:
             if f.tensor in wanted:
                 held.setdefault(f.tensor, []).append(f)
         self._matrices: list[_InScratch] = []
-        self._nbytes = 0
+        self._nbytes = self._measured = 0
+        first, _ = catalog.blocks
         offered: list[Fragment] = []
         bad: list[str] = []
         for name, rule in forms:
             if name not in held:
                 continue
             try:
-                offered += self._lay_out(specs[name], ScaleRule(rule), held[name])
+                offered += self._lay_out(specs[name], ScaleRule(rule), held[name], first[name, rule])
             except Unsupported as e:
                 bad += [f"{name}: {e.message}"]
         if bad:
             raise Unsupported(f"{who}: engines ask for weights in FP8 that this rank cannot quantize", bad)
+        shared = np.concatenate([np.zeros((2, 0), np.int64), *(m.shared for m in self._matrices)], 1)
+        self._numbers, self._places = shared[0].astype("<u4").tobytes(), shared[1]
         self.fragments = tuple(offered)
         self.rules = tuple(sorted({m.rule.value for m in self._matrices}))
         self.roots = (Root(ROOT, self._nbytes),) if self._matrices else ()
 
-    def _lay_out(self, spec: TensorSpec, rule: ScaleRule, held: Sequence[Fragment]) -> list[Fragment]:
-        """Give a matrix its place in scratch. Returns the fragments there."""
+    def _lay_out(self, spec: TensorSpec, rule: ScaleRule, held: Sequence[Fragment], first: int) -> list[Fragment]:
+        """Give a matrix, whose blocks are numbered from `first`, its place in scratch. Returns the fragments there."""
         if len(spec.shape) != 2 or spec.split or any(f.steps for f in held):
             raise Unsupported(f"has shape {list(spec.dims)}; only matrices that are held in plain boxes are quantized")
         if odd := sorted({f.dtype for f in held} - set(FROM)):
             raise Unsupported(f"is {', '.join(odd)}; only {' and '.join(FROM)} are quantized")
         boxes = _disjoint((Box(f.origin, f.extent), f) for f in held)
-        blocks = _blocks_of([box for box, _ in boxes], spec.shape)
-        pieces = [_MatrixPart(box, f, self._room(box.size)) for box, f in boxes]
-        bounds = _bounding(blocks)
-        matrix = _InScratch(rule, tuple(pieces), bounds, self._room(bounds.size * ITEMSIZE[SCALES]))
+        blocks = [b for b, _ in _disjoint((_blocks(box), None) for box, _ in boxes)]
+        pieces = [_MatrixPart(box, f, self._room(box.size), _whole_blocks(box, spec.shape)) for box, f in boxes]
+        bounds, amax = _bounding(blocks), self._measured
+        if any(p.whole != p.box for p in pieces):
+            self._measured += bounds.size
+        in_part = _held_in_part([box for box, _ in boxes], bounds, spec.shape)
+        down, across = (o + at for o, at in zip(bounds.origin, np.nonzero(in_part)))
+        shared = np.stack([first + down * block_grid(spec.shape)[1] + across, amax + np.flatnonzero(in_part)])
+        matrix = _InScratch(rule, tuple(pieces), bounds, self._room(bounds.size * ITEMSIZE[SCALES]), amax, shared)
         self._matrices.append(matrix)
         values, scales = quantized(spec, rule.value)
         strides = tuple(s * ITEMSIZE[SCALES] for s in row_major(bounds.extent))
@@ -135,32 +167,57 @@ class Quantized:
             return dict(tensors)
         if self._storage is None:
             self._storage = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
+        if self._amax is None:
+            self._amax = torch.empty(self._measured, dtype=torch.float32, device=self._device)
+            self._shared_at = torch.from_numpy(self._places).to(self._device)
         scratch, spaces = Space(self._storage), {name: Space(t) for name, t in tensors.items()}
         boxes: dict[ScaleRule, list[WeightBox]] = {}
         for m in self._matrices:
             scales = scratch.view(torch.float32, m.at, m.blocks.extent, _bytes(m.blocks.extent, SCALES))
-            amax = torch.empty_like(scales) if len(m.pieces) > 1 else None  # pieces may have parts of one block
-            for p in m.pieces:
-                f = p.source
-                at = f.offset + _offset(p.box.origin, f.origin, f.strides)
-                weight = spaces[f.root].view(getattr(torch, f.dtype), at, p.box.extent, f.strides)
-                values = scratch.view(torch.float8_e4m3fn, p.at, p.box.extent, _bytes(p.box.extent, VALUES))
-                part = tuple(map(_within, _blocks(p.box).origin, _blocks(p.box).extent, m.blocks.origin))
-                row0, col0 = (o % BLOCK for o in p.box.origin)
-                own = None if amax is None else amax[part]
+            amax = self._amax[m.amax : m.amax + m.blocks.size]
+            for p, box, measured in [(piece, *some) for piece in m.pieces for some in piece.cut]:
+                f, strides = p.source, _bytes(p.box.extent, VALUES)
+                at = f.offset + _offset(box.origin, f.origin, f.strides)
+                weight = spaces[f.root].view(getattr(torch, f.dtype), at, box.extent, f.strides)
+                to = p.at + _offset(box.origin, p.box.origin, strides)
+                values = scratch.view(torch.float8_e4m3fn, to, box.extent, strides)
+                part = tuple(map(_within, _blocks(box).origin, _blocks(box).extent, m.blocks.origin))
+                row0, col0 = (o % BLOCK for o in box.origin)
+                own = amax.view(m.blocks.extent)[part] if measured else None
                 boxes.setdefault(m.rule, []).append(WeightBox(weight, values, scales[part], own, row0, col0))
         self._quantizers = [quantizer(some, rule) for rule, some in boxes.items()]
         return {**tensors, **{r.name: self._storage for r in self.roots}}
 
-    def run(self) -> None:
-        """Quantize the present weights. Returns before a GPU has done it."""
+    def measure(self, until: float) -> PartialBlocks | None:
+        """Measure what has to be measured before `run`. Returns the blocks of which this rank has only a part; None if there are none.
+
+        Args:
+            until: Monotonic time until which a GPU may take.
+        """
         for q in self._quantizers:
             q.measure()
+        if not self._numbers or self._amax is None:
+            return None
+        mine = self._amax.view(torch.int32)[self._shared_at]
+        if self._device.type == "cuda":
+            wait_for_stream(self._device, until, self._who)
+        return PartialBlocks(self._numbers, mine.cpu().numpy().astype("<u4").tobytes())
+
+    def run(self, largest: bytes = b"") -> None:
+        """Quantize the weights that were measured. Returns before a GPU has done it.
+
+        Args:
+            largest: Bits of the largest value of each block that `measure` returned, over all ranks.
+        """
+        if largest and self._amax is not None:
+            bits = torch.from_numpy(np.frombuffer(largest, "<u4").astype(np.int32))
+            self._amax.view(torch.int32)[self._shared_at] = bits.to(self._device)
+        for q in self._quantizers:
             q.run()
 
     def release(self) -> None:
         """Free scratch and drop the storages until `bind`."""
-        self._storage, self._quantizers = None, []
+        self._storage, self._quantizers, self._amax, self._shared_at = None, [], None, None
 
     def explain(self) -> str:
         """Two lines for a person to read; empty if nothing is quantized."""
@@ -204,27 +261,21 @@ def _bounding(boxes: Sequence[Box]) -> Box:
     return Box(lo, tuple(h - low for h, low in zip(hi, lo)))
 
 
-def _blocks_of(boxes: Sequence[Box], shape: Ints) -> list[Box]:
-    """The blocks that disjoint boxes of a matrix touch, as disjoint boxes of its grid.
+def _whole_blocks(box: Box, shape: Ints) -> Box | None:
+    """The part of a box of a matrix that has whole blocks."""
+    first = [-(-o // BLOCK) * BLOCK for o in box.origin]
+    end = [e if e == n else e // BLOCK * BLOCK for e, n in zip(box.end, shape)]
+    return Box(tuple(first), tuple(e - o for o, e in zip(first, end))) if all(map(int.__lt__, first, end)) else None
 
-    Raises:
-        Unsupported: The boxes have only a part of some block.
-    """
-    touched = [_blocks(b) for b in boxes]
-    bounds = _bounding(touched)
+
+def _held_in_part(boxes: Sequence[Box], bounds: Box, shape: Ints) -> np.ndarray:
+    """Which blocks of `bounds`, a box of the matrix's grid, these disjoint boxes have a part of, and not all. bool."""
     held = np.zeros(bounds.extent, np.int64)
     for b in boxes:
         rows, cols = (_common(o, n, first, count) for o, n, first, count in zip(b.origin, b.extent, *_pair(bounds)))
         held += np.outer(rows, cols)
     size = np.outer(*(_common(0, n, first, count) for n, first, count in zip(shape, *_pair(bounds))))
-    if cut := int(((held > 0) & (held < size)).sum()):
-        some = " and ".join(" x ".join(f"{o}:{o + n}" for o, n in zip(b.origin, b.extent)) for b in boxes[:3])
-        raise Unsupported(
-            f"this rank holds {some}{' and more' * (len(boxes) > 3)} of {list(shape)}, and so only a part of {cut} blocks of "
-            f"{BLOCK}x{BLOCK}; other ranks hold the rest. Cut it at multiples of {BLOCK}, keep this layer in bf16 "
-            "(vLLM's `ignored_layers`), or take route=xfer.Packed()"
-        )
-    return [b for b, _ in _disjoint((b, None) for b in touched)]
+    return (held > 0) & (held < size)
 
 
 def _blocks(box: Box) -> Box:

@@ -14,7 +14,7 @@ from xfer.direct.quantized import Quantized
 from xfer.direct.sums import SourceSums
 from xfer.direct.unsent import Unsent
 from xfer.participants import faults
-from xfer.participants.data_plane import News
+from xfer.participants.data_plane import News, PartialBlocks
 from xfer.plan.cache import PlanCache
 from xfer.plan.inventory import Inventory, trainer_inventory
 from xfer.plan.part import PlanPart
@@ -98,8 +98,11 @@ class DirectTrainer:
     def wait_still(self, seconds: float) -> bool:
         return True
 
-    def quantize(self) -> None:
-        self._quantized.run()
+    def measure(self, until: float) -> PartialBlocks | None:
+        return self._quantized.measure(until)
+
+    def quantize(self, largest: bytes = b"") -> None:
+        self._quantized.run(largest)
 
     @property
     def scratch_bytes(self) -> int:

@@ -87,6 +87,14 @@ class News:
     unsent: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class PartialBlocks:
+    """Blocks of which this rank has a part and others have the rest, as `Measured` tells them (coordinator/messages.py)."""
+
+    numbers: bytes
+    largest: bytes
+
+
 Progress = Callable[[int, int], None]
 """Called with (wave or bucket, bytes so far) while bytes move."""
 
@@ -194,9 +202,23 @@ class TrainerSide(Protocol):
     def read(self, catalog: Catalog, layout: TrainerLayout) -> None:
         """Take a layout under a catalog, and set `inventory`."""
 
-    def quantize(self) -> None:
+    def measure(self, until: float) -> PartialBlocks | None:
+        """Measure the blocks of which this rank has only a part, in storages that hold the new weights.
+
+        Args:
+            until: Monotonic time until which a GPU may take.
+
+        Returns:
+            None if it has whole blocks only.
+        """
+
+    def quantize(self, largest: bytes = b"") -> None:
         """Bring the quantized form of the weights up to date, from storages that hold the new ones. On GPUs the current stream does
-        it, and this returns before it has; engines may read the result when it has."""
+        it, and this returns before it has; engines may read the result when it has.
+
+        Args:
+            largest: The largest values of the blocks that `measure` returned, over all ranks.
+        """
 
     def explain(self) -> str:
         """Describe what `quantize` does, for a person to read; empty if it does nothing."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from xfer.background import LOOK_S, BackgroundCall
 from xfer.coordinator import messages as m
-from xfer.coordinator.deadlines import CALL_GRACE_S, STOP_GRACE_S
+from xfer.coordinator.deadlines import CALL_GRACE_S, SILENCE_S, STOP_GRACE_S
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
 from xfer.participants import computing, faults, readers
 from xfer.participants.arguments import Arguments
@@ -112,7 +112,7 @@ class RefitCall:
                 rebound = any([lane.plane.moved() for lane in lanes])
                 broken = tuple(lane.replica for lane in lanes if lane.gave_up)
                 seconds = drain.seconds + self._computed()
-                session.side.quantize()
+                self._quantize()
                 news = session.side.news(session.version is not None)
                 if session.device.type == "cuda":
                     # Copies that a source makes when it is checked (of a callable) run on this thread's stream; lanes have others.
@@ -166,6 +166,32 @@ class RefitCall:
         finally:
             if session.computing is not None and session.computing.over:
                 session.computing = None  # its error would keep alive all objects of its frames
+
+    def _quantize(self) -> None:
+        """Bring this rank's quantized weights up to date. Ranks that have parts of one block agree on its largest value first.
+
+        Raises:
+            Over: The attempt has ended.
+            DeadlineExceeded: Another rank has not measured its parts. It names the ranks that have not come.
+        """
+        side, party = self.session.side, self.party
+        parts = side.measure(self.until)
+        if parts is None:
+            return side.quantize()
+
+        def agreed() -> bool:
+            return any(isinstance(x, m.Agreed) and x.attempt == self.number for x in list(party.inbox.queue))
+
+        party.send(m.Measured(self.number, self.session.generation, parts.numbers, parts.largest))
+        # The coordinator has the same deadline and knows which ranks are missing.
+        party.wait_for(lambda: agreed() or self._is_over(), self.until + SILENCE_S)
+        if self._is_over():
+            raise computing.Over
+        answer = party.newest(m.Agreed) if agreed() else None
+        if answer is None:
+            raise self._late("ranks that have parts of one block quantize it together, and not all have come in time")
+        mark(self.label, "agreed on blocks")
+        side.quantize(answer.largest)
 
     def _is_over(self) -> bool:
         """Whether the outcome is in the inbox, or none will come."""
@@ -313,7 +339,9 @@ class RefitCall:
     def _answer(self, message: m.CatalogMsg) -> None:
         """Answer a new catalog, or the same one again after this rank's exports changed."""
         try:
-            self.session.follow(message, self.until)
+            self.session.follow(message, self._quantize, self.until)
+        except computing.Over:
+            pass  # the outcome is in the inbox
         except Exception as e:
             self.party.try_send(m.Failed(m.WireError.of(e, self.label), self.number))
 

@@ -439,19 +439,20 @@ class TrainerSession:
         catalog = Catalog.union([(self._party.label, self.layout.traced.specs)])
         return pack_specs(catalog.to_bytes(), self.layout.trained)
 
-    def follow(self, message: m.CatalogMsg, until: float) -> None:
+    def follow(self, message: m.CatalogMsg, quantize: Callable[[], None], until: float) -> None:
         """Take a new catalog, or the same one again after this rank's exports changed, and answer with the inventory.
 
         Args:
+            quantize: Brings quantized weights up to date.
             until: Monotonic time until which the GPU may take to quantize what the catalog asks for.
         """
         # The coordinator's answer has come, even if this rank's answer to it fails.
         self._stale, self._told = True, (self._told[0], b"")
         self._take_catalog(message)
-        self.side.quantize()
+        self._stale = False
+        quantize()
         if self.side.rules and self.device.type == "cuda":
             wait_for_stream(self.device, until, self._party.label)  # lanes have streams of their own
-        self._stale = False
         self._party.send(m.InventoryMsg(self.side.inventory, self.generation))
         self.has_told(b"", self.side.inventory)
 

@@ -13,12 +13,13 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 import msgspec
 
 from xfer.errors import LayoutError, ProtocolError
 from xfer.trace.boxes import merge, refined
-from xfer.trace.derived import quantized
+from xfer.trace.derived import SCALES, quantized
 from xfer.trace.fragment import Fragment, Ints, TensorSpec
 
 MAX_BYTES = 64 << 20
@@ -84,6 +85,19 @@ class Catalog:
     def exported(self) -> tuple[TensorSpec, ...]:
         """The checkpoint's own tensors, without derived ones."""
         return tuple(s for s in self.specs if not s.of)
+
+    @cached_property
+    def blocks(self) -> tuple[dict[tuple[str, str], int], int]:
+        """Number the blocks of all matrices that are derived, in the order of the specs and row by row in a matrix.
+
+        Returns:
+            (name of the matrix, rule) -> number of its first block, and how many blocks there are.
+        """
+        first, count = dict[tuple[str, str], int](), 0
+        for s in self.specs:
+            if s.of and s.dtype == SCALES:
+                first[s.of, s.rule], count = count, count + prod(s.shape)
+        return first, count
 
     @cached_property
     def _groups(self) -> dict[str, list[TensorSpec]]:
