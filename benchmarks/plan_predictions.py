@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -66,8 +67,8 @@ NOT_DONE = {
 """Published mappings without a prediction, and the reason."""
 
 
-def reports(name: str) -> list[Report]:
-    """One report per size of BUCKETS, on whole hosts: trainers on the first ones, engines on the others."""
+def reports(name: str, buckets: Sequence[int] = BUCKETS) -> list[Report]:
+    """One report per size of `buckets`, MiB, on whole hosts: trainers on the first ones, engines on the others."""
     config, sizes, workers, replicas = ALL[name]
     of, model = TrainerParallel(**sizes), Model.named(config)
     catalog, class_of = model.catalog(fp8=name in FP8_ROWS), classes(of, of.world)
@@ -81,7 +82,7 @@ def reports(name: str) -> list[Report]:
     words = f"hosts of {HOST} GPUs, NVLink {NVLINK / 1e9:g} GB/s, a NIC of {NIC / 1e9:g} GB/s per GPU"
     left, right = name.split(" -> ")
     out = []
-    for bucket in BUCKETS:
+    for bucket in buckets:
         wave = max(WAVE_BYTES["cuda"], bucket << 20)
         plans = make_plans(catalog, sources, destinations, site, bucket_bytes=bucket << 20, wave_bytes=wave)
         note = f"Declared layouts, none was traced. Messages of at most {bucket} MiB."

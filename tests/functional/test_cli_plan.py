@@ -7,14 +7,17 @@ the same bytes from and to the same ranks.
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks import plan_predictions
 from benchmarks.lib import layouts
 from examples.common import toy
+from tests.support import block_fp8
 from tests.support.families import FAMILIES
 from tests.support.marks import BOTH
 from tests.support.proc import PYTHON
@@ -25,6 +28,8 @@ from xfer.transport.p2p import WAVE_BYTES
 
 pytestmark = BOTH
 SIZES = dict(world=8, tp=2, pp=2, ep=2, etp=1)
+WIDE_MOE = dict(hidden_size=256, head_dim=128, num_attention_heads=4, num_key_value_heads=2, intermediate_size=512)
+WIDE_MOE |= dict(moe_intermediate_size=256, num_experts=16)
 MOE = toy.FAMILIES["qwen3_moe"] | {"vocab_size": 192}  # as many as vLLM pads them to: declared engines have no padding
 
 
@@ -46,20 +51,20 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def declared(folder: Path) -> dict:
+def declared(folder: Path, config: dict = MOE, *, fp8: bool = False) -> dict:
     """The same refit from declared layouts."""
     from xfer.cli.plan_report import Header, make_plans, make_report
 
     configs = layouts.CONFIGS
     try:
-        (folder / "toy.json").write_text(json.dumps(MOE))
+        (folder / "toy.json").write_text(json.dumps(config))
         layouts.CONFIGS = folder
         model = layouts.Model.named("toy")
     finally:
         layouts.CONFIGS = configs
-    of, catalog = TrainerParallel(**SIZES), model.catalog()
+    of, catalog = TrainerParallel(**SIZES), model.catalog(fp8=fp8)
     sources = [layouts.trainer(model, of, r, folded=False).trainer(catalog, r) for r in range(of.world)]
-    destinations = [layouts.engine(model, EngineParallel(tp=2), r).engine(catalog, r) for r in range(2)]
+    destinations = [layouts.engine(model, EngineParallel(tp=2), r).in_fp8(catalog).engine(catalog, r) for r in range(2)]
     site = Site.packed(Fabric.uniform(2, 8, nvlink=396 * 10**9, nic=48_500_000_000, local=1600 * 10**9), 8, 2, 2)
     plans = make_plans(catalog, sources, destinations, site, bucket_bytes=240 << 20, wave_bytes=WAVE_BYTES["cuda"])
     return json.loads(json.dumps(make_report(Header("", "", "", ""), catalog, plans, site).to_data()))
@@ -84,6 +89,54 @@ def test_a_plan_from_two_descriptions_is_that_of_declared_layouts(folder):
     code, text, more, second = xfer_plan(folder, *sides[:3], "tp=2 replicas=3", "--trainer-python", PYTHON["trainer"])
     assert code == 0 and more["plan"]["nbytes"] == 3 * got["bytes_per_replica"][0], text
     assert second < first / 2, (first, second)
+
+
+IN_FP8 = "args.hf_overrides=" + shlex.quote(json.dumps(block_fp8.ENGINE["hf_overrides"]))
+COUNTED = (
+    "tensors",
+    "model_bytes",
+    "bytes_per_replica",
+    "nbytes",
+    "most_out",
+    "most_in",
+    "between_hosts",
+    "matrix",
+    "floor_s",
+)
+
+
+def test_a_plan_for_an_engine_in_fp8_is_that_of_declared_layouts(folder):
+    """Trainers quantize what the engine's own loader takes in FP8."""
+    (folder / "wide").mkdir()
+    wide = MOE | dict(vocab_size=256, **WIDE_MOE)
+    (folder / "wide" / "config.json").write_text(json.dumps(wide))
+    sides = ("--trainer", f"{folder}/wide world=8 tp=2 pp=2 ep=2 etp=1", "--engine", f"tp=2 replicas=2 {IN_FP8}")
+    code, text, data, _ = xfer_plan(folder, *sides)
+    assert code == 0, text
+    got, want = data["plan"], declared(folder, wide, fp8=True)
+    assert {k: got[k] for k in COUNTED} == {k: want[k] for k in COUNTED}
+    assert got["byte_classes"]["written"] == got["nbytes"]
+    assert "Engines serve 212 matrices in block FP8. Trainers quantize them before they are ready" in " ".join(
+        text.split()
+    )
+
+
+@pytest.mark.slow
+def test_a_published_row_in_fp8_moves_what_a_declared_one_does(folder):
+    sides = ("--trainer", "qwen3-4b world=8 tp=2", "--engine", f"tp=4 replicas=2 {IN_FP8}")
+    code, text, data, _ = xfer_plan(folder, *sides)
+    assert code == 0, text
+    (want,) = plan_predictions.reports("4B FP8 TP2xDP4 -> TP4xDP2", [240])
+    assert data["plan"]["nbytes"] == want.nbytes and data["plan"]["floor_s"] == want.floor_s
+    assert abs(data["plan"]["most_in"]["nbytes"] / 1.103e9 - 1) < 0.01
+
+
+@pytest.mark.slow
+def test_what_cannot_be_planned_in_fp8_is_refused_in_one_line(folder):
+    """An engine that quantizes while it loads."""
+    sides = ("--trainer", f"{folder}/dense world=1", "--engine", "tp=1 args.quantization=fp8_per_block")
+    code, text, data, _ = xfer_plan(folder, *sides)
+    assert code == 1 and data["refused"]["kind"] == "Unsupported", text
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from xfer.cli.describe import Described
+    from xfer.cli.layouts.processes import TracedSide
     from xfer.cli.plan_report import Report
 
 WRONG, REFUSED = 2, 1
@@ -159,9 +160,23 @@ def _plan(
             f"Layouts traced by the frameworks' own code: {sources.classes} different trainer ranks, {destinations.classes} "
             f"different workers. Messages of at most {bucket >> 20} MiB.",
             PREDICTED,
+            *_quantized(sources),
         ),
     )
     return make_report(header, sources.catalog, plans, told.site)
+
+
+def _quantized(sources: TracedSide) -> list[str]:
+    """A line about what trainers quantize, if engines serve block FP8."""
+    from xfer.direct.quantized import ROOT
+    from xfer.plan.explain import size
+
+    matrices = {s.of for s in sources.catalog.specs if s.of}
+    most = max(root.nbytes for i in sources.ranks for root in i.roots if root.name == ROOT) if matrices else 0
+    return [
+        f"Engines serve {len(matrices):,} matrices in block FP8. Trainers quantize them before they are ready, each into at most "
+        f"{size(most)} of scratch; that time is not predicted."
+    ] * bool(matrices)
 
 
 def show(r: Report, console: Console) -> None:

@@ -11,7 +11,7 @@ same scale for it, and offer it as they offer any part that several of them hold
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -23,8 +23,9 @@ from xfer.kernels.quantize import Quantizer, quantizer
 from xfer.kernels.torch_impl import Space
 from xfer.mesh.box import Box, row_major
 from xfer.participants.data_plane import PartialBlocks
-from xfer.plan.inventory import SCRATCH
+from xfer.plan.inventory import SCRATCH, Inventory
 from xfer.plan.program import ITEMSIZE
+from xfer.plan.table import FragmentTable
 from xfer.trace.boxes import merge
 from xfer.trace.catalog import Catalog
 from xfer.trace.derived import BLOCK, SCALES, VALUES, block_grid, quantized
@@ -228,6 +229,41 @@ class Quantized:
             f"{' and '.join(self.rules)}), into {self._nbytes:,} bytes of scratch.\nEngines then hold, bit for bit, what they would "
             "load from a checkpoint that this rule wrote from the exported weights in bfloat16."
         )
+
+
+def with_quantized(held: Inventory, exported: Catalog, catalog: Catalog) -> Inventory:
+    """Return a trainer's layout with the scratch in which it quantizes.
+
+    Args:
+        held: The layout under the catalog `exported`.
+        catalog: `exported`, with what engines need derived.
+
+    Raises:
+        Unsupported: As `Quantized`.
+    """
+    own = list(held.table.fragments(exported, held.roots))
+    wanted, apart = {s.of for s in catalog.specs if s.of}, []
+    for f in own:
+        members = exported.members(f.tensor)
+        if members == (f.tensor,):
+            apart.append(f)
+        elif wanted.intersection(members):
+            apart += [
+                Fragment(
+                    members[f.origin[0] + i],
+                    f.origin[1:],
+                    f.extent[1:],
+                    f.root,
+                    f.offset + i * f.strides[0],
+                    f.strides[1:],
+                    f.dtype,
+                )
+                for i in range(f.extent[0])
+            ]
+    q = Quantized(catalog, apart, torch.device("cpu"), held.who)
+    roots = tuple(sorted((*held.roots, *q.roots), key=lambda r: r.name))
+    table = FragmentTable.build([*own, *catalog.lift(q.fragments)], catalog, roots)
+    return replace(held, catalog=catalog.digest(), roots=roots, table=table)
 
 
 def _bytes(shape: Ints, dtype: str) -> Ints:

@@ -24,8 +24,9 @@ from typing import Any
 
 import msgspec
 
-from xfer.errors import Unsupported, XferError
+from xfer.errors import XferError
 from xfer.trace.catalog import Catalog
+from xfer.trace.fragment import TensorSpec
 
 FRAMEWORKS = {"trainer": "Megatron-Core and Bridge", "engine": "vLLM"}
 NAMES = "names"
@@ -58,7 +59,7 @@ class TraceTask(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TracedRank(msgspec.Struct, array_like=True):
-    """The checkpoint tensors that one trainer rank exports, as an encoded catalog."""
+    """The checkpoint tensors that one trainer rank exports, or those that an engine's rank needs derived, as an encoded catalog."""
 
     rank: int
     specs: bytes
@@ -152,11 +153,7 @@ def read_trainer(task: TraceTask, work: Path, say: Callable[..., None], told: Qu
             layout = MegatronTrainer(chunks, bridge, hf_names=names).read()
             found.append((rank, layout.roots, layout.traced))
         del bridge, chunks, layout
-    specs = [TracedRank(rank, Catalog(tuple(sorted(traced.specs))).to_bytes()) for rank, _, traced in found]
-    (work / f"trainer{task.number}.specs").write_bytes(msgspec.msgpack.encode(specs))
-    say(specs=True)
-    # The parent answers with the union of the catalogs of all processes of this side.
-    catalog = Catalog.from_bytes(Path(told.get()["catalog"]).read_bytes())
+    catalog = _agreed(task, [(rank, traced.specs) for rank, _, traced in found], work, say, told)
     for rank, roots, traced in found:
         made = trainer_inventory(
             catalog,
@@ -167,6 +164,20 @@ def read_trainer(task: TraceTask, work: Path, say: Callable[..., None], told: Qu
             recipes=(r.digest() for r in traced.recipes),
         )
         (work / f"trainer.{rank}").write_bytes(made.to_bytes())
+
+
+def _agreed(
+    task: TraceTask,
+    found: Sequence[tuple[int, Sequence[TensorSpec]]],
+    work: Path,
+    say: Callable[..., None],
+    told: Queue,
+) -> Catalog:
+    """Tells the parent which tensors these ranks name, and returns its catalog of those that all ranks of this side name."""
+    specs = [TracedRank(rank, Catalog(tuple(sorted(some))).to_bytes()) for rank, some in found]
+    (work / f"{task.side}{task.number}.specs").write_bytes(msgspec.msgpack.encode(specs))
+    say(specs=True)
+    return Catalog.from_bytes(Path(told.get()["catalog"]).read_bytes())
 
 
 def _names(task: TraceTask, say: Callable[..., None], told: Queue) -> list[str]:
@@ -206,18 +217,16 @@ def read_engine(task: TraceTask, work: Path, say: Callable[..., None], told: Que
     with rank_of(folder, parallel, 0, **task.options):
         say(checked=True)
     catalog = Catalog.from_bytes(Path(told.get()["catalog"]).read_bytes())
+    found = []
     for rank in _each(task, say):
         with rank_of(folder, parallel, rank, **task.options) as config, torch.no_grad():
             live = make_meta_model(config)
             model = EngineModel(config, live, torch.device("meta"), keep=task.keep, drop=task.drop)
-            layout = model.read(catalog)
-        if layout.derived:
-            raise Unsupported(
-                "this engine serves block FP8, for which trainers quantize; `xfer plan` traces engines in bf16 only",
-                ["take the config without its quantization: an FP8 engine takes about half of these bytes"],
-            )
+            found.append((rank, model.read(catalog)))
+        del live, model
+    catalog = _agreed(task, [(rank, layout.derived) for rank, layout in found], work, say, told)
+    for rank, layout in found:
         (work / f"engine.{rank}").write_bytes(layout.inventory(catalog, rank).to_bytes())
-        del live, model, layout
 
 
 if __name__ == "__main__":

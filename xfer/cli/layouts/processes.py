@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from queue import Empty, Queue
@@ -27,6 +27,7 @@ import msgspec
 
 from xfer.cli.describe import DescribedEngine, DescribedTrainer
 from xfer.cli.layouts.child import FRAMEWORKS, NAMES, TracedRank, TraceTask
+from xfer.direct.quantized import with_quantized
 from xfer.errors import DeadlineExceeded, ProtocolError, XferError, from_wire
 from xfer.mesh.parallel import Parallel, place_of
 from xfer.plan.file_cache import FileCache
@@ -80,7 +81,7 @@ class TracedSide:
     """Layouts of one side.
 
     Attributes:
-        catalog: the checkpoint tensors that the trainers export.
+        catalog: the checkpoint tensors that the trainers export, with those that they derive for engines.
         ranks: inventories of all ranks, in rank order.
         classes: number of different ranks, each of which was read once.
     """
@@ -152,7 +153,8 @@ class Tracer:
                 for task, p in ((for_trainer, t), (for_engine, e))
             ]
             sources = self._layouts(sides[0], None, sides)
-            return sources, self._layouts(sides[1], sources.catalog, sides[1:])
+            destinations = self._layouts(sides[1], sources.catalog, sides[1:])
+            return _quantizing(sources, destinations.catalog), destinations
 
     def _layouts(self, of: _Processes, catalog: Catalog | None, unchecked: Sequence[_Processes]) -> TracedSide:
         """Layouts of one side: those on disk, or newly read once all descriptions of `unchecked` are accepted.
@@ -202,7 +204,7 @@ class Tracer:
             if "specs" in line:
                 untold.discard(number)
                 if not untold:
-                    catalog = _union(of.work, len(children))
+                    catalog = _union(side, of.work, len(children), catalog)
                     of.say_catalog(catalog)
             if "done" in line:
                 waiting.discard(number)
@@ -414,12 +416,29 @@ def _heard(said: Queue[Line], what: str, state: str) -> Line:
     return number, line
 
 
-def _union(work: Path, children: int) -> Catalog:
+def _union(side: str, work: Path, children: int, exported: Catalog | None) -> Catalog:
+    """The catalog of what all ranks of a side name: trainers export it, or engines need it derived from what is `exported`."""
     parts = []
     for n in range(children):
-        parts += msgspec.msgpack.decode((work / f"trainer{n}.specs").read_bytes(), type=list[TracedRank])
+        parts += msgspec.msgpack.decode((work / f"{side}{n}.specs").read_bytes(), type=list[TracedRank])
     parts.sort(key=lambda t: t.rank)
-    return Catalog.union((f"trainer {t.rank}", Catalog.from_bytes(t.specs).specs) for t in parts)
+    named = [(f"{side} {t.rank}", Catalog.from_bytes(t.specs).specs) for t in parts]
+    return (
+        Catalog.union(named)
+        if exported is None
+        else exported.deriving((s.of, s.rule) for _, some in named for s in some)
+    )
+
+
+def _quantizing(sources: TracedSide, catalog: Catalog) -> TracedSide:
+    """The trainers as they are if they quantize what engines need: `catalog` has it beside the tensors of their own catalog."""
+    if catalog.digest() == sources.catalog.digest():
+        return sources
+    made: dict[str, Inventory] = {}
+    for i in sources.ranks:
+        if i.digest() not in made:
+            made[i.digest()] = with_quantized(i, sources.catalog, catalog)
+    return replace(sources, catalog=catalog, ranks=tuple(made[i.digest()].at(i.rank) for i in sources.ranks))
 
 
 # ---- interpreters
