@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 from safetensors.torch import save_file
@@ -31,7 +32,7 @@ pytestmark = BOTH
 class Case:
     """`layout`: of the trainer (4 ranks); `engines`: one dict per replica; `model`: overrides of the family's config;
     `frozen`: engine parameters that this training does not touch; `connect`: more arguments of `xfer.connect`; `fp8`: engines serve
-    block FP8, and fresh ones load what the oracle in numpy makes of Bridge's export."""
+    block FP8 of this quant_method, and fresh ones load what the oracle in numpy makes of Bridge's export."""
 
     family: str
     layout: dict
@@ -39,7 +40,7 @@ class Case:
     model: dict = field(default_factory=dict)
     frozen: tuple[str, ...] = ()
     connect: dict = field(default_factory=dict)
-    fp8: bool = False
+    fp8: str = ""
 
     @property
     def name(self) -> str:
@@ -49,7 +50,7 @@ class Case:
         lora = "-lora" if "lora" in self.layout else ""
         to = " > " if self.connect.get("relay") else " + "
         how = (
-            " in FP8" * self.fp8
+            f" in FP8 ({self.fp8})" * bool(self.fp8)
             + ", packed" * ("route" in self.connect)
             + ", mapped" * self.connect.get("colocated", False)
         )
@@ -67,7 +68,7 @@ PACKED = dict(connect=dict(route="packed", bucket_bytes=96 << 10, deadline_s=120
 """Buckets so small that there are many."""
 MAPPED = dict(connect=dict(PACKED["connect"], colocated=True))
 CASES = [
-    Case("qwen3_moe", dict(tp=2, pp=2, ep=2, etp=1, distopt=True), (dict(tp=2),), WIDE_MOE, fp8=True),
+    Case("qwen3_moe", dict(tp=2, pp=2, ep=2, etp=1, distopt=True), (dict(tp=2),), WIDE_MOE, fp8="fp8"),
     Case(  # two replicas, the second of which reads from the first
         "qwen3_tied",
         dict(tp=1, pp=2, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=3, distopt=True),
@@ -86,9 +87,11 @@ CASES = [
     Case("qwen3", dict(tp=2, pp=2, **PLAIN), (dict(tp=2),), **PACKED),
 ]
 SLOW = [
-    Case("qwen3", dict(tp=2, pp=2, distopt=True), (dict(tp=2),), WIDE, fp8=True),
-    Case("qwen3_moe", dict(tp=2, pp=2, ep=2, etp=1, distopt=True), (dict(tp=2, ep=True),), WIDE_MOE, fp8=True),
-    Case("qwen3_tied", dict(tp=2, pp=2, **PLAIN), (dict(tp=1), dict(tp=2)), WIDE, fp8=True),
+    Case("qwen3", dict(tp=2, pp=2, distopt=True), (dict(tp=2),), WIDE, fp8="fp8"),
+    Case("qwen3_moe", dict(tp=2, pp=2, ep=2, etp=1, distopt=True), (dict(tp=2, ep=True),), WIDE_MOE, fp8="fp8"),
+    Case("qwen3_tied", dict(tp=2, pp=2, **PLAIN), (dict(tp=1), dict(tp=2)), WIDE, fp8="fp8"),
+    Case("qwen3_moe", dict(tp=2, pp=2, ep=2, etp=1, distopt=True), (dict(tp=2),), WIDE_MOE, fp8="compressed-tensors"),
+    Case("qwen3", dict(tp=2, pp=2, distopt=True), (dict(tp=1),), WIDE, fp8="compressed-tensors"),
     Case("deepseek_v3", dict(tp=2, pp=2, ep=2, etp=1, distopt=True), (dict(tp=2),), **PACKED),
     Case("qwen3_tied", dict(tp=2, pp=2, **PLAIN), (dict(tp=1),), **MAPPED),
     Case("qwen3_moe", dict(tp=2, ep=2, etp=2, **PLAIN), (dict(tp=2), dict(tp=1)), **PACKED),
@@ -127,7 +130,7 @@ stage = stage_of()
 def test_refit_equals_a_fresh_load_of_the_export(case, stage, tmp_path):
     model = tmp_path / "model"
     toy.write_checkpoint(case.family, model, **case.model)
-    engines = tuple({**how, **block_fp8.ENGINE} for how in case.engines) if case.fp8 else case.engines
+    engines = tuple({**how, **block_fp8.ENGINES.get(case.fp8, {})} for how in case.engines)
     relay = case.connect.get("relay")
 
     def watched(engines: Children, refit: Callable[[], list[dict]]) -> list[dict]:
@@ -136,7 +139,7 @@ def test_refit_equals_a_fresh_load_of_the_export(case, stage, tmp_path):
         return reports
 
     how = dict(build=dict(layout=case.layout), engines=engines, frozen=case.frozen, watched=watched, **case.connect)
-    as_served = block_fp8.serialize if case.fp8 else str
+    as_served = partial(block_fp8.serialize, method=case.fp8) if case.fp8 else str
     two_refits_are_fresh_loads(stage, tmp_path, model=model, as_served=as_served, **how)
 
 

@@ -19,7 +19,7 @@ pytest.importorskip("vllm")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from examples.common import toy  # noqa: E402
-from tests.support import checkpoints  # noqa: E402
+from tests.support import block_fp8, checkpoints  # noqa: E402
 from tests.support.engine_bytes import scramble, written  # noqa: E402
 from tests.support.families import FAMILIES  # noqa: E402
 from xfer.engines import vllm_cpu  # noqa: E402
@@ -77,6 +77,35 @@ def test_a_head_that_vllm_unties_takes_the_embedding_of_a_tied_trainer(folders, 
             assert ("lm_head.weight" in {r.name for r in layout.roots}) is not tie_again
             assert torch.equal(live.lm_head.weight, live.model.embed_tokens.weight)
             assert {s.name for s in layout.traced.specs} == tensors.keys()
+
+
+@pytest.mark.parametrize("method", block_fp8.ENGINES)
+def test_an_engine_in_block_fp8_is_written_as_its_loader_writes_it_and_needs_scales(method, tmp_path):
+    """By values and scales that a checkpoint of that quant_method has. The packed route would load the values alone."""
+    wide = dict(hidden_size=256, head_dim=128, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
+    wide |= dict(moe_intermediate_size=256, num_experts=16)
+    tensors = toy.write_checkpoint("qwen3_moe", tmp_path / "model", **wide)
+    folder, options = str(tmp_path / "model"), dict(tp=2, rank=1, **block_fp8.ENGINES[method])
+    catalog = Catalog(checkpoint_specs(folder))
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    with rank_of(folder, **options) as (config, live):
+        process_weights_after_loading(live, config.model_config, CPU)
+        derived = EngineModel(config, live, CPU).read(catalog).derived
+        wanted = {(s.of, s.rule) for s in derived}
+        assert len(wanted) == 2 * (4 + 1 + 16 * 3) and {r for _, r in wanted} == {"ieee"}
+        with pytest.raises(Unsupported, match="cannot refit this engine") as error:
+            EngineModel(config, live, CPU).loader().accept(catalog)
+        assert all("is FP8 with scales in" in line for line in error.value.violations)
+        served, both = block_fp8.serialized(tensors, wanted, block_fp8.SCALES[method]), dict(tensors)
+        for s in derived:
+            both[s.name] = served[s.of if s.dtype != "float32" else s.of + block_fp8.SCALES[method]]
+        with rank_of(folder, **options) as (_, twin):
+            written(config, live, catalog.deriving(wanted), both, 1)
+            twin.load_weights((n, t) for n, t in served.items())
+            process_weights_after_loading(twin, config.model_config, CPU)
+            for (name, a), (_, b) in zip(live.state_dict().items(), twin.state_dict().items(), strict=True):
+                assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)), name
 
 
 @pytest.mark.parametrize("name", ["cpu_offload_gb", "offload_group_size"])

@@ -95,18 +95,33 @@ def te_quantized(weight: np.ndarray, pow2: bool):
 
 NATIVE = {"native": False, "native, powers of two": True}
 """Names of trainers that keep weights in FP8 themselves -> whether their scales are powers of two."""
-ENGINE = dict(
-    hf_overrides={
-        "quantization_config": {
-            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [SIDE, SIDE]
-        }
-    }
-)  # fmt: skip
-"""EngineArgs with which vLLM serves a bf16 model in block FP8. Its sizes per rank must be multiples of 128."""
+_OF_WEIGHTS = dict(
+    num_bits=8, type="float", strategy="block", block_structure=[SIDE, SIDE], symmetric=True, dynamic=False
+)
+_OF_INPUTS = dict(num_bits=8, type="float", strategy="group", group_size=SIDE, symmetric=True, dynamic=True)
+CONFIGS = {
+    "fp8": dict(fmt="e4m3", activation_scheme="dynamic", weight_block_size=[SIDE, SIDE]),
+    "compressed-tensors": dict(
+        format="float-quantized",
+        config_groups={"all": dict(targets=["Linear"], weights=_OF_WEIGHTS, input_activations=_OF_INPUTS)},
+        ignore=["lm_head"],
+    ),
+}
+ENGINES = {
+    method: dict(hf_overrides={"quantization_config": {"quant_method": method, **config}})
+    for method, config in CONFIGS.items()
+}
+"""By quant_method: EngineArgs with which vLLM serves a bf16 model in block FP8. Its sizes per rank must be multiples of 128."""
+ENGINE = ENGINES["fp8"]
+SCALES = {"fp8": "_scale_inv", "compressed-tensors": "_scale"}
+"""What such checkpoints append to the name of a matrix for that of its scales."""
 
 
 def serialized(
-    tensors: Mapping[str, torch.Tensor], wanted: Iterable[tuple[str, str]], native: str = ""
+    tensors: Mapping[str, torch.Tensor],
+    wanted: Iterable[tuple[str, str]],
+    native: str = "",
+    suffix: str = SCALES["fp8"],
 ) -> dict[str, torch.Tensor]:
     """A checkpoint in block FP8, as vLLM loads one: some matrices, each by the rule that is given, with scales beside them. `native`:
     in NATIVE, as such a trainer quantizes them; a rule then only says which scales an engine takes."""
@@ -118,11 +133,11 @@ def serialized(
         else:
             codes, scales, _ = quantized(weight, ScaleRule(rule))
         out[name] = torch.from_numpy(codes).view(torch.float8_e4m3fn)
-        out[f"{name}_scale_inv"] = torch.from_numpy(np.ascontiguousarray(scales))
+        out[name + suffix] = torch.from_numpy(np.ascontiguousarray(scales))
     return out
 
 
-def serialize(folder: str, rule: str = "ieee") -> str:
+def serialize(folder: str, rule: str = "ieee", method: str = "fp8") -> str:
     """Write the checkpoint in `folder` in block FP8 into another one, and return that. The matrices are those of linear layers in vLLM's
     Qwen3 models that are not in FP8 already."""
     out, tensors = f"{folder}-fp8", {}
@@ -131,5 +146,6 @@ def serialize(folder: str, rule: str = "ieee") -> str:
         tensors |= load_file(path)
     wide = [n for n, t in tensors.items() if t.dtype is not torch.float8_e4m3fn]
     matrices = [n for n in wide if n.endswith(("_proj.weight", "mlp.gate.weight"))]
-    save_file(serialized(tensors, ((n, rule) for n in matrices)), f"{out}/model.safetensors", {"format": "pt"})
+    quantized = serialized(tensors, ((n, rule) for n in matrices), suffix=SCALES[method])
+    save_file(quantized, f"{out}/model.safetensors", {"format": "pt"})
     return out

@@ -15,7 +15,7 @@ from xfer.engines.asleep import LeftAlone
 from xfer.engines.layout import joined, read_layout, refuse_kept_in_vain, renamed, run_recipes
 from xfer.engines.live import LiveStorages
 from xfer.engines.lock import candidates, choose
-from xfer.engines.processed import Processed, Relaid, read_processed
+from xfer.engines.processed import Processed, Relaid, read_processed, without_scales
 from xfer.engines.quantized import with_quantized
 from xfer.engines.vllm_layout import EmptyIsZero
 from xfer.errors import LayoutError, RebindError, Unsupported, XferError
@@ -365,6 +365,20 @@ def test_block_fp8_is_taken_as_it_was_loaded_and_nothing_else_is(monkeypatch, ki
     else:
         relaid = isinstance(said, Relaid)
         assert read_processed(net) == (Processed(ScaleRule.IEEE, (said,)) if relaid else Processed(said, ()))
+
+
+@pytest.mark.parametrize("suffix", ["_scale_inv", "_scale"])
+def test_a_checkpoint_without_scales_is_refused_where_a_loader_would_keep_old_ones(suffix):
+    """An engine that quantizes while it loads needs none."""
+    net = nn.ModuleDict()
+    for name, kind in (("served", "Fp8LinearMethod"), ("online", "Fp8PerBlockOnlineLinearMethod")):
+        net[name] = nn.Module()
+        net[name].weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.float8_e4m3fn), requires_grad=False)
+        net[name].register_parameter(f"weight{suffix}", nn.Parameter(torch.ones(1, 1)))
+        net[name].quant_method = type(kind, (), {})()
+    (line,) = without_scales(net, ["served.weight", "online.weight"])
+    assert line.startswith(f"served.weight: is FP8 with scales in weight{suffix}, and trainers send none; use connect(")
+    assert without_scales(net, ["served.weight", f"served.weight{suffix}", "online.weight"]) == []
 
 
 class Fp8Net(nn.Module):

@@ -6,6 +6,7 @@ relaid.py reads the new layouts. copies.py finds other tensors outside parameter
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,10 @@ _DEEP_GEMM = (
 _CPU = ("CPUFp8BlockScaledMMKernel", "CPU")
 PROCESSED = "this engine processed its weights after loading them"
 ELSE = "or have vLLM's own loader make them from whole tensors: connect(route=xfer.Packed())"
+_ELSE_FP8 = "or let it quantize while it loads (quantization='fp8_per_block'), with connect(route=xfer.Packed())"
+_UNSCALED = (
+    "use connect(route=xfer.Direct()), or an engine that quantizes while it loads (quantization='fp8_per_block')"
+)
 _RESIDENT = "set XFER_CPU_RESIDENT=1 where vLLM is started"
 
 
@@ -124,6 +129,26 @@ def read_processed(model: torch.nn.Module, prefix: str = "") -> Processed:
     return Processed(ScaleRule.of_all(rules), tuple(relaid))
 
 
+def without_scales(model: torch.nn.Module, names: Iterable[str]) -> list[str]:
+    """One line per layer that takes FP8 weights with scales beside them, if no tensor of the checkpoint is named like its scales.
+
+    vLLM would load the weights, and dequantize them by the scales of an earlier load.
+
+    Args:
+        names: The checkpoint's tensors.
+    """
+    bad, names = [], list(names)
+    for path, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False)) if type(quant_method(module)).__name__ in _FP8 else {}
+        for name, p in own.items():
+            scales = [n.removeprefix(name) for n in own if n.startswith(name) and n != name]
+            if p.dtype is torch.float8_e4m3fn and scales and not any(n.endswith(tuple(scales)) for n in names):
+                bad.append(
+                    f"{path}.{name}: is FP8 with scales in {name}{scales[0]}, and trainers send none; {_UNSCALED}"
+                )
+    return bad
+
+
 @dataclass(frozen=True, slots=True)
 class _Backend:
     name: str
@@ -135,9 +160,9 @@ def _block_fp8(kind: str, method: Any) -> ScaleRule | _Backend | str:
     block = getattr(method, "weight_block_size", None)
     if list(block or ()) != [BLOCK, BLOCK]:
         what = f"blocks of {list(block)}" if block else "scales per tensor or per channel"
-        return f"{kind}: {what}; xfer moves block FP8 [{BLOCK}, {BLOCK}] only; {ELSE}"
+        return f"{kind}: {what}; xfer moves block FP8 [{BLOCK}, {BLOCK}] only; {_ELSE_FP8}"
     if getattr(method, "weight_scale_refine", None) is not None:
-        return f"{kind}: scales of finer blocks than the checkpoint's; cut experts at multiples of {BLOCK}, {ELSE}"
+        return f"{kind}: scales of finer blocks than the checkpoint's; cut experts at multiples of {BLOCK}, {_ELSE_FP8}"
     backend = backend_of(method)
     kernel = backend or type(method.fp8_linear).__name__
     if kernel in _FP8_AS_LOADED:
@@ -146,11 +171,11 @@ def _block_fp8(kind: str, method: Any) -> ScaleRule | _Backend | str:
         return ScaleRule.IEEE if vllm_cpu.installed() else f"{kernel}: weights packed for the CPU; {_RESIDENT}"
     if kernel in _DEEP_GEMM:
         if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 10:
-            return f"{kernel}: scales are packed four to an int32 on this GPU; {ELSE}"
+            return f"{kernel}: scales are packed four to an int32 on this GPU; {_ELSE_FP8}"
         return ScaleRule.POW2 if _requantizes() else ScaleRule.IEEE
     if backend:
         return _Backend(backend)
-    return f"{kernel} repacks FP8 weights; start vLLM with linear_backend='cutlass', {ELSE}"
+    return f"{kernel} repacks FP8 weights; start vLLM with linear_backend='cutlass', {_ELSE_FP8}"
 
 
 def _requantizes() -> bool:

@@ -78,7 +78,7 @@ class PackedModel:
             LayoutError: The names of both sides differ. This is checked if transformers knows the engine's config.
             Unsupported: The packed route cannot refit this engine.
         """
-        from xfer.engines.processed import read_processed
+        from xfer.engines.processed import read_processed, without_scales
 
         engine = self.engine
         refuse_settings(engine.vllm_config, engine.workers)
@@ -91,6 +91,7 @@ class PackedModel:
             bad.append("enable_lora wraps layers under other names than the loader's; start vLLM without it")
         if engine.draft is not None or getattr(engine.vllm_config, "speculative_config", None) is not None:
             bad.append("a drafter is a second model that the loader does not reach")
+        bad += without_scales(engine.model, (s.name for s in catalog.specs))
         if bad:
             raise Unsupported("the packed route cannot refit this engine", bad)
         self._live, self._plain_scales = LiveStorages(engine.model), None

@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from xfer.errors import XferError
+from xfer.errors import LayoutError, XferError
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import TensorSpec
 
@@ -150,7 +150,14 @@ def read_trainer(task: TraceTask, work: Path, say: Callable[..., None], told: Qu
         with megatron.rank_of(parallel, rank):
             bridge = new_bridge()
             chunks = megatron.chunks_of(bridge, parallel, task.options)
-            layout = MegatronTrainer(chunks, bridge, hf_names=names).read()
+            try:
+                layout = MegatronTrainer(chunks, bridge, hf_names=names).read()
+            except LayoutError:
+                # Releases of transformers name a family differently: 5.12 has nemotron_h's embedding as no checkpoint has it.
+                before, names = names, _named_by_parent(say, told) if task.names is None else names
+                if names == before:
+                    raise
+                layout = MegatronTrainer(chunks, bridge, hf_names=names).read()
             found.append((rank, layout.roots, layout.traced))
         del bridge, chunks, layout
     catalog = _agreed(task, [(rank, traced.specs) for rank, _, traced in found], work, say, told)
@@ -188,6 +195,10 @@ def _names(task: TraceTask, say: Callable[..., None], told: Queue) -> list[str]:
         return task.names
     if is_known(task.config):
         return _named_by_transformers(task)
+    return _named_by_parent(say, told)
+
+
+def _named_by_parent(say: Callable[..., None], told: Queue) -> list[str]:
     say(unnamed=True)
     return told.get()["names"]
 
