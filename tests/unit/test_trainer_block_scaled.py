@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -111,6 +113,26 @@ def test_values_and_scales_are_watched_where_they_lie():
     module._parameters["weight"] = parameter()
     assert not seats.hold()
     assert block_scaled.Seats().hold()
+
+
+def test_a_look_at_them_calls_no_python_function_for_each():
+    """It runs in every refit."""
+
+    def calls(count: int) -> int:
+        modules = [module_of(parameter()) for _ in range(count)]
+        found = list(walk(modules))
+        slots, seats = Slots(modules, chain.from_iterable(map(block_scaled.slots_of, found))), block_scaled.Seats(found)
+        slots.bind()
+        seen: list[str] = []
+        sys.setprofile(lambda frame, event, _: seen.append(event) if event == "call" else None)
+        try:
+            same = seats.hold() and slots.check() == "same"
+        finally:
+            sys.setprofile(None)
+        assert same
+        return len(seen)
+
+    assert calls(1) == calls(20)
 
 
 def test_all_tensors_that_no_scale_fits_are_named_at_once():
