@@ -22,7 +22,7 @@ pytest.importorskip("vllm")
 
 from examples.common import toy  # noqa: E402
 from examples.common.ports import free_port  # noqa: E402
-from tests.support import checkpoints, refit_stage  # noqa: E402
+from tests.support import block_fp8, checkpoints, refit_stage  # noqa: E402
 from tests.support.families import FAMILIES  # noqa: E402
 from tests.support.proc import Child, Children  # noqa: E402
 from tests.support.refit_stage import differ  # noqa: E402
@@ -35,6 +35,7 @@ class Case:
     """`layout`: of the engine, vLLM's own words. `extra`: checkpoint tensors that transformers does not name. `keep`:
     engine tensors (globs) that no refit is to change; `frozen`: the checkpoint tensors (globs) that they come from, which
     the trainers lack, or (`sent`) have other values of. `half`: what the plan says of an engine tensor of which they have only a part.
+    `fp8`: the engines load block FP8, which the oracle in numpy made of the trainers' checkpoint.
     `adapter`: prompts are also asked with a LoRA. `drafter`: config of one that has a checkpoint of its own. `copied`:
     checkpoint tensors that repeat another one. `tokenizer`: the model's processor cannot be had without.
     """
@@ -48,6 +49,7 @@ class Case:
     sent: bool = False
     half: str = ""
     copied: dict[str, str] = field(default_factory=dict)
+    fp8: bool = False
     adapter: bool = False
     tokenizer: bool = False
     drafter: dict | None = None
@@ -104,8 +106,11 @@ IDEFICS = {
     },
 }  # fmt: skip
 
+WIDE = dict(hidden_size=256, head_dim=128, num_attention_heads=4, num_key_value_heads=2, intermediate_size=640)
+
 CASES = {
     "pp2": Case(toy.config("qwen3"), dict(pipeline_parallel_size=2)),
+    "pp2 in FP8": Case(toy.config("qwen3", **WIDE), dict(pipeline_parallel_size=2, **block_fp8.ENGINE), fp8=True),
     "adapters": Case(
         toy.config("qwen3"), dict(enable_lora=True, max_loras=1, max_lora_rank=8, max_cpu_loras=1), adapter=True
     ),
@@ -191,8 +196,9 @@ def run(case: Case, stage: Stage, tmp_path: Path) -> None:
     if case.drafter:
         folder = checkpoints.write(tmp_path / "drafter", case.drafter, eagle_specs(), 3, {})
         layout["speculative_config"] = {**layout["speculative_config"], "model": str(folder)}
-    stage.tested.say(do="start", model=str(folders.a), load_format="auto", **layout)
-    stage.truth.say(do="truth", folders=[str(folders.b)], layout=layout)
+    served = [block_fp8.serialize(str(f)) if case.fp8 else str(f) for f in (folders.a, folders.b)]
+    stage.tested.say(do="start", model=served[0], load_format="auto", **layout)
+    stage.truth.say(do="truth", folders=served[1:], layout=layout)
     port = free_port()
     leave = [] if case.sent else list(case.frozen)
     for r, t in enumerate(stage.trainers):
