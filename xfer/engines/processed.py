@@ -39,7 +39,7 @@ _DEEP_GEMM = (
 _CPU = ("CPUFp8BlockScaledMMKernel", "CPU")
 PROCESSED = "this engine processed its weights after loading them"
 ELSE = "or have vLLM's own loader make them from whole tensors: connect(route=xfer.Packed())"
-_ELSE_FP8 = "or let it quantize while it loads (quantization='fp8_per_block'), with connect(route=xfer.Packed())"
+ELSE_FP8 = "or let it quantize while it loads (quantization='fp8_per_block'), with connect(route=xfer.Packed())"
 _UNSCALED = (
     "use connect(route=xfer.Direct()), or an engine that quantizes while it loads (quantization='fp8_per_block')"
 )
@@ -160,9 +160,9 @@ def _block_fp8(kind: str, method: Any) -> ScaleRule | _Backend | str:
     block = getattr(method, "weight_block_size", None)
     if list(block or ()) != [BLOCK, BLOCK]:
         what = f"blocks of {list(block)}" if block else "scales per tensor or per channel"
-        return f"{kind}: {what}; xfer moves block FP8 [{BLOCK}, {BLOCK}] only; {_ELSE_FP8}"
+        return f"{kind}: {what}; xfer moves block FP8 [{BLOCK}, {BLOCK}] only; {ELSE_FP8}"
     if getattr(method, "weight_scale_refine", None) is not None:
-        return f"{kind}: scales of finer blocks than the checkpoint's; cut experts at multiples of {BLOCK}, {_ELSE_FP8}"
+        return f"{kind}: scales of finer blocks than the checkpoint's; cut experts at multiples of {BLOCK}, {ELSE_FP8}"
     backend = backend_of(method)
     kernel = backend or type(method.fp8_linear).__name__
     if kernel in _FP8_AS_LOADED:
@@ -171,11 +171,11 @@ def _block_fp8(kind: str, method: Any) -> ScaleRule | _Backend | str:
         return ScaleRule.IEEE if vllm_cpu.installed() else f"{kernel}: weights packed for the CPU; {_RESIDENT}"
     if kernel in _DEEP_GEMM:
         if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 10:
-            return f"{kernel}: scales are packed four to an int32 on this GPU; {_ELSE_FP8}"
+            return f"{kernel}: scales are packed four to an int32 on this GPU; {ELSE_FP8}"
         return ScaleRule.POW2 if _requantizes() else ScaleRule.IEEE
     if backend:
         return _Backend(backend)
-    return f"{kernel} repacks FP8 weights; start vLLM with linear_backend='cutlass', {_ELSE_FP8}"
+    return f"{kernel} repacks FP8 weights; start vLLM with linear_backend='cutlass', {ELSE_FP8}"
 
 
 def _requantizes() -> bool:

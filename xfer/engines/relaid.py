@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from xfer.engines.processed import ELSE, PROCESSED, Relaid, backend_of, quant_method
+from xfer.engines.processed import ELSE, ELSE_FP8, PROCESSED, Relaid, backend_of, quant_method
 from xfer.errors import Unsupported
 from xfer.trace.loader import Step
 from xfer.trace.watch import PythonData, Watch, framework_line
@@ -91,5 +91,6 @@ def refuse_computed(results: Sequence[str], relaid: Sequence[Relaid], prefix: st
 
 
 def _line(r: Relaid, prefix: str, why: str) -> str:
-    what = "FP8 " if r.fp8 else ""
-    return f"{prefix}{r.name}: MoE backend {r.backend} lays {what}experts out anew, {why}; start vLLM with moe_backend='triton', {ELSE}"
+    what, otherwise = ("FP8 ", ELSE_FP8) if r.fp8 else ("", ELSE)
+    where = f"{prefix}{r.name}: MoE backend {r.backend}"
+    return f"{where} lays {what}experts out anew, {why}; start vLLM with moe_backend='triton', {otherwise}"
