@@ -97,7 +97,8 @@ def test_an_engine_in_block_fp8_is_written_as_its_loader_writes_it_and_needs_sca
         with pytest.raises(Unsupported, match="cannot refit this engine") as error:
             EngineModel(config, live, CPU).loader().accept(catalog)
         assert all("is FP8 with scales in" in line for line in error.value.violations)
-        served, both = block_fp8.serialized(tensors, wanted, block_fp8.SCALES[method]), dict(tensors)
+        served = block_fp8.serialized(tensors, wanted, suffix=block_fp8.SCALES[method])
+        both = dict(tensors)
         for s in derived:
             both[s.name] = served[s.of if s.dtype != "float32" else s.of + block_fp8.SCALES[method]]
         with rank_of(folder, **options) as (_, twin):
