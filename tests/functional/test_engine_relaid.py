@@ -52,27 +52,33 @@ FP8 = {
     "FLASHINFER_CUTLASS": "moved", "HPC": "moved",
     "FLASHINFER_TRTLLM": "refused", "AITER": "refused", "XPU": "refused", "MARLIN": "refused", "HUMMING": "refused",
 }  # fmt: skip
+"""By backend: what it does to weights after loading."""
 CASES = [
-    *((p, False, n, said) for n, said in BF16.items() for p in (EXPERTS, CUT)),
-    *((EXPERTS, True, n, said) for n, said in FP8.items()),  # half an expert would be smaller than a block
+    *((p, "", n, said) for n, said in BF16.items() for p in (EXPERTS, CUT)),
+    *((EXPERTS, "fp8", n, said) for n, said in FP8.items()),  # half an expert would be smaller than a block
+    (EXPERTS, "compressed-tensors", "FLASHINFER_CUTLASS", "moved"),
 ]
 
 
 @contextmanager
-def rank(monkeypatch, parallel: EngineParallel, fp8: bool, backend: str) -> Iterator[object]:
-    """The configuration of the last worker, whose experts are served by this backend."""
+def rank(monkeypatch, parallel: EngineParallel, fp8: str, backend: str) -> Iterator[object]:
+    """The configuration of the last worker, whose experts are served by this backend. `fp8`: a quant_method, or "" for bf16."""
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
     from vllm.model_executor.layers.fused_moe.oracle import fp8 as fp8_oracle
     from vllm.model_executor.layers.fused_moe.oracle import unquantized as oracle
     from vllm.model_executor.layers.quantization import fp8 as fp8_method
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w8a8_fp8 as compressed_method,
+    )
 
     def choice(found, kernels):
         return found, kernels(found)[0]
 
-    with rank_of(CONFIG, parallel, 1, **(block_fp8.ENGINE if fp8 else {})) as config:
+    with rank_of(CONFIG, parallel, 1, **(block_fp8.ENGINES[fp8] if fp8 else {})) as config:
         if fp8:
             chosen = choice(fp8_oracle.Fp8MoeBackend[backend], fp8_oracle.backend_to_kernel_cls)
-            monkeypatch.setattr(fp8_method, "select_fp8_moe_backend", lambda *args, **more: chosen)
+            for owner in (fp8_method, compressed_method):
+                monkeypatch.setattr(owner, "select_fp8_moe_backend", lambda *args, **more: chosen)
         else:
             chosen = choice(oracle.UnquantizedMoeBackend[backend], oracle.backend_to_kernel_cls)
             monkeypatch.setattr(
@@ -85,17 +91,18 @@ def rank(monkeypatch, parallel: EngineParallel, fp8: bool, backend: str) -> Iter
 
 
 def process(config, model: torch.nn.Module) -> None:
-    """Do to experts what vLLM does after loading."""
+    """Do to experts, and to scales of the KV cache, what vLLM does after loading."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
     for module in model.modules():
-        if isinstance(method := quant_method(module), FusedMoEMethodBase):
+        if isinstance(method := quant_method(module), FusedMoEMethodBase | BaseKVCacheMethod):
             with set_current_vllm_config(config):
                 method.process_weights_after_loading(module)
 
 
-def checkpoint(fp8: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def checkpoint(fp8: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """What trainers send, by the names of the catalog, and what vLLM loads. Some experts are zero: in FP8, their scales are the
     smallest that there are."""
     tensors = random_weights(SPECS, 3)
@@ -104,16 +111,16 @@ def checkpoint(fp8: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tens
             tensors[name] = torch.zeros_like(tensors[name])
     if not fp8:
         return tensors, tensors
-    loaded = block_fp8.serialized(tensors, ((s.name, "ieee") for s in MATRICES))
+    loaded = block_fp8.serialized(tensors, ((s.name, "ieee") for s in MATRICES), suffix=block_fp8.SCALES[fp8])
     sent = dict(tensors)
     for s in MATRICES:
         values, scales = quantized(s, "ieee")
-        sent[values.name], sent[scales.name] = loaded[s.name], loaded[f"{s.name}_scale_inv"]
+        sent[values.name], sent[scales.name] = loaded[s.name], loaded[s.name + block_fp8.SCALES[fp8]]
     return sent, loaded
 
 
 @pytest.mark.parametrize(
-    "parallel, fp8, backend, said", CASES, ids=[f"{n} {'FP8' if fp8 else 'bf16'} ep={p.ep}" for p, fp8, n, _ in CASES]
+    "parallel, fp8, backend, said", CASES, ids=[f"{n} {fp8 or 'bf16'} ep={p.ep}" for p, fp8, n, _ in CASES]
 )
 def test_a_backend_gets_what_vllm_leaves_or_is_refused_by_name(monkeypatch, parallel, fp8, backend, said):
     with rank(monkeypatch, parallel, fp8, backend) as config:
@@ -155,7 +162,7 @@ def test_each_backend_that_vllm_knows_is_in_the_table():
     assert {b.name for b in Fp8MoeBackend} == FP8.keys() | elsewhere - {"TPU", "OOT"} | other
 
 
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "FP8"])
+@pytest.mark.parametrize("fp8", ["", "fp8"], ids=["bf16", "FP8"])
 def test_experts_that_trainers_do_not_send_are_kept_where_they_lie(monkeypatch, fp8):
     with rank(monkeypatch, EXPERTS, fp8, "FLASHINFER_CUTLASS") as config:
         live = make_model(config, "cpu")
@@ -171,7 +178,7 @@ def test_a_backend_that_computes_weights_is_refused_by_what_it_computes(monkeypa
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
     from vllm.model_executor.layers.quantization.utils import flashinfer_utils
 
-    for owner, fp8 in ((unquantized, False), (flashinfer_utils, True)):
+    for owner, fp8 in ((unquantized, ""), (flashinfer_utils, "fp8")):
         monkeypatch.setattr(owner, "swap_w13_to_w31", lambda x: (x.float() * 2).to(x.dtype))
         with rank(monkeypatch, EXPERTS, fp8, "FLASHINFER_CUTLASS") as config:
             live = make_model(config, "cpu")
