@@ -1028,3 +1028,19 @@ def test_the_same_seed_gives_the_same_run():
             job.mend()
             traces.append((sim.turns, sim.trace))
     assert traces[0] == traces[1]
+
+
+# ---- blocks in FP8
+
+
+@SEEDS
+def test_ranks_with_parts_of_a_block_agree_by_every_catalog_in_any_order(seed):
+    """Ranks export anew one after the other. The first time the union of exports changes, then it stays what it was: a catalog is made
+    anew either time, and all measure by it."""
+    with after_one_refit(seed, trainers=3, replicas=2, fp8=True) as job:
+        for rank in range(3):
+            job.sources[rank].export()
+            generation = job.coordinator.generation
+            assert job.commits(verify=True) == [True, True]
+            assert job.coordinator.generation == generation + 1
+        assert job.commits() == [True, True]

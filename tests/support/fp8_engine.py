@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from types import MappingProxyType
 
 import numpy as np
@@ -22,11 +23,12 @@ MATRICES = ("layers.0.w", "layers.1.w")
 """Those in FP8. The second one's last blocks are cut off, and only one worker has it."""
 
 
+@cache
 def truth(
-    name: str, version: int, rule: ScaleRule = ScaleRule.IEEE, native: str = ""
+    name: str, shape: tuple[int, ...], version: int, rule: ScaleRule = ScaleRule.IEEE, native: str = ""
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of a whole matrix, by the oracles in numpy. `native`: in block_fp8.NATIVE, as such a trainer has them."""
-    weight = ToySource.value(name, SHAPES[name], version).float().numpy()
+    weight = ToySource.value(name, shape, version).float().numpy()
     codes, scales = te_quantized(weight, NATIVE[native]) if native else oracle(weight, rule)[:2]
     return torch.from_numpy(codes), torch.from_numpy(np.ascontiguousarray(scales))
 
@@ -37,24 +39,27 @@ class Fp8Taker(ToyTaker):
     Attributes:
         rule: By which trainers quantize for it.
         native: By matrix, which of block_fp8.NATIVE its trainers are, if they keep it in FP8 themselves.
+        all_shapes, matrices: Of the model, and which of its tensors are in FP8.
     """
 
     rule = ScaleRule.IEEE
+    all_shapes, matrices = SHAPES, MATRICES
     native: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, rank: int, world: int):
-        super().__init__(rank, world, {n: s for n, s in SHAPES.items() if n not in MATRICES})
-        columns = SHAPES["layers.0.w"][1] // world
-        self.boxes = {"layers.0.w": ((0, rank * columns), (256, columns))}
+        first, *more = self.matrices
+        super().__init__(rank, world, {n: s for n, s in self.all_shapes.items() if n not in self.matrices})
+        rows, columns = self.all_shapes[first][0], self.all_shapes[first][1] // world
+        self.boxes = {first: ((0, rank * columns), (rows, columns))}
         if rank == 0:
-            self.boxes["layers.1.w"] = ((0, 0), SHAPES["layers.1.w"])
+            self.boxes |= {name: ((0, 0), self.all_shapes[name]) for name in more}
         for name, (_, extent) in self.boxes.items():
             self.live[name] = torch.full(extent, 0x7F, dtype=torch.uint8)
             self.live[f"{name}_scale_inv"] = torch.full(block_grid(extent), torch.nan)
 
     def read(self, catalog) -> EngineLayout:
         plain = super().read(catalog)
-        specs, fragments, sizes = [*specs_of(SHAPES)], [*plain.traced.fragments], []
+        specs, fragments, sizes = [*specs_of(self.all_shapes)], [*plain.traced.fragments], []
         bases = {s.name: s for s in specs}
         for name, (origin, _) in self.boxes.items():
             for spec, key in zip(quantized(bases[name], self.rule.value), (name, f"{name}_scale_inv")):
@@ -79,7 +84,7 @@ class Fp8Taker(ToyTaker):
     def wrong(self, version: int) -> list[str]:
         bad = super().wrong(version)
         for name, (origin, extent) in self.boxes.items():
-            codes, scales = truth(name, version, self.rule, self.native.get(name, ""))
+            codes, scales = truth(name, self.all_shapes[name], version, self.rule, self.native.get(name, ""))
             here = tuple(slice(o, o + n) for o, n in zip(origin, extent))
             blocks = tuple(slice(s.start // BLOCK, -(-s.stop // BLOCK)) for s in here)
             scale = self.live[f"{name}_scale_inv"]

@@ -12,7 +12,7 @@ import threading
 from collections import defaultdict
 from functools import cache
 
-from tests.support import cpu_peer, world
+from tests.support import cpu_peer, fp8_engine, world
 from tests.support.simulation import Simulation
 from tests.support.world import REFIT, Meets, ToyEngine, ToySource, ToyTaker, World
 from xfer.coordinator.commit import Phase
@@ -86,6 +86,17 @@ class Taker(ToyTaker):
         return next((v for v in range(versions, 0, -1) if not self.wrong(v)), None)
 
 
+class Fp8Taker(Taker, fp8_engine.Fp8Taker):
+    """Serves one matrix in FP8. It is smaller than a block, of which each trainer has some rows."""
+
+    all_shapes, matrices = world.SHAPES, ("layers.0.w",)
+
+    def __init__(self, rank: int, workers: int):
+        super().__init__(rank, workers)
+        for t in self.live.values():
+            t.fill_(7)
+
+
 class Engine(ToyEngine):
     """Carries out one call after the other, as an engine's core does, and dies with each of its workers."""
 
@@ -93,7 +104,7 @@ class Engine(ToyEngine):
         self.job, self.replica, self.name, self.dead = job, replica, f"engine {replica}", False
         self.life = next(job.sim.numbers)
         super().__init__(job.workers)
-        self.takers = [Taker(i, job.workers) for i in range(job.workers)]
+        self.takers = [(Fp8Taker if job.fp8 else Taker)(i, job.workers) for i in range(job.workers)]
         for t in self.takers:
             t.engine = self
         self.in_step, self._core = job.in_step, threading.Lock()
@@ -159,12 +170,12 @@ class Job(World):
 
     def __init__(
         self, sim: Simulation, trainers: int, replicas: int, workers: int, *, pulled: bool = False, relay: bool = False,
-        in_step: bool = False, holds: bool = False, computes: bool = False, **how
+        in_step: bool = False, holds: bool = False, computes: bool = False, fp8: bool = False, **how
     ):  # fmt: skip
         super().__init__(
             trainers, workers, replicas, DEADLINE_S, host_pull=pulled, relay=relay and pulled, drop=("extra",), **how
         )
-        self.sim, self.in_step, self.last = sim, in_step, 0
+        self.sim, self.in_step, self.fp8, self.last = sim, in_step, fp8, 0
         self.controlled = [""] * replicas  # by replica: the process of its controller
         self.faults: dict[tuple[str, str], str] = {}
         self.calls, self.running = [0] * self.trainers, {}
