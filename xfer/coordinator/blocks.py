@@ -67,14 +67,15 @@ class SharedBlocks:
         co, refit = self._coordinator, self._refit
         for client in [c for c, x in self._waiting.items() if x.generation != co.generation]:
             self._answer([client])  # a newer catalog is on its way to it, by which it measures again
+        if len(self._waiting) + len(refit.drained) < co.options.trainers:
+            return
         # A trainer that is ready has read this catalog, or is about to measure by it.
         here = self.waiting
         if len(here | (refit.drained.keys() & co.trainer_inventories.keys())) == co.options.trainers:
             self._answer([*self._waiting])
         elif len(here | refit.drained.keys()) == co.options.trainers and co.respecified:
-            for client in [
-                *self._waiting
-            ]:  # those whose exports changed measure by the catalog that follows once all are ready
+            # Trainers whose exports changed measure by the catalog that follows once all are ready.
+            for client in [*self._waiting]:
                 self._answer([client])
 
     def _answer(self, clients: list[Client]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from xfer import logs
@@ -121,6 +122,8 @@ class Refit:
         self.armed_s = deadline_s + (coordinator.options.deadline_s if prepared else 0.0)
         self._go_at = 0.0  # when replicas that can begin no longer wait for others
         self.shared = SharedBlocks(self)
+        # The different arguments of `entered`. A comparison of all ranks at each call would take time quadratic in their number.
+        self._asked: set[tuple] = set()
         self.owed = Owed(coordinator.options.trainers, coordinator.options.replicas)
         self._undrained = 0  # how many of `parts` may be read from
         self._to_tell: list[int] = []  # replicas for which trainers are not told Drained yet
@@ -196,9 +199,10 @@ class Refit:
             for part in self.parts.values():  # a replica of a prepared refit may be over by now
                 self._note_drained(part)
         self.entered[client.hello.index] = msg
-        if odd := differences(
-            self.entered
-        ):  # now: a rank with a shorter deadline than the first one's would give up before
+        self._asked.add(_asked(msg))
+        # Checked at each call: a rank with a shorter deadline than the first one's would give up before all have called.
+        if len(self._asked) > 1:
+            odd = differences(self.entered)
             co.fail(self, PlanMismatch("trainer ranks asked for different refits; nothing was moved", odd))
         if len(self.entered) == co.options.trainers:
             self.finish_if_over()  # no replica was there to begin with
@@ -464,10 +468,14 @@ class Refit:
         return "moving" if moving else "waiting"
 
 
+_EQUAL = ("version", "verify", "min_replicas", "deadline_s")
+"""Arguments that must be equal on all trainers."""
+_asked = attrgetter(*_EQUAL)
+
+
 def differences(entered: Mapping[int, m.Enter]) -> list[str]:
     """Compare arguments that must be equal on all trainers. Returns one line per trainer if some differ."""
-    names = ("version", "verify", "min_replicas", "deadline_s")
-    odd = [a for a in names if len({getattr(e, a) for e in entered.values()}) > 1]
+    odd = [a for a in _EQUAL if len({getattr(e, a) for e in entered.values()}) > 1]
     return [
         f"trainer {i}: " + ", ".join(f"{a}={getattr(e, a)!r}" for a in odd) for i, e in sorted(entered.items()) if odd
     ]
