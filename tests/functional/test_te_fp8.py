@@ -6,8 +6,6 @@ The truth is a fresh vLLM that loads these bytes as Bridge exports them (tests/s
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,10 +14,9 @@ import pytest
 from examples.common import toy
 from examples.common.ports import free_port
 from tests.functional.test_refit_e2e import WIDE, WIDE_MOE
-from tests.functional.test_trainer_families import TE_SITE
+from tests.functional.test_trainer_families import with_transformer_engine
 from tests.support import block_fp8
 from tests.support.marks import BOTH
-from tests.support.proc import PYTHON, ROOT, environment
 from tests.support.refit_stage import Stage, two_refits_are_fresh_loads
 
 pytestmark = [pytest.mark.slow, BOTH]
@@ -54,15 +51,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory) -> Iterator[Stage]:
-    paths = {"PYTHONPATH": os.pathsep.join((str(ROOT), TE_SITE))}
-    tried = subprocess.run(
-        [PYTHON["trainer"], "-c", "import transformer_engine.pytorch"],
-        env=environment(**paths),
-        capture_output=True,
-        text=True,
-    )
-    if tried.returncode:
-        pytest.skip(f"no TransformerEngine that can be imported: {tried.stderr.strip().splitlines()[-1]}")
+    paths = with_transformer_engine()
     stage = Stage(tmp_path_factory.mktemp("stage"), "te_fp8_main", trainer_env={**paths, **FP32_SCALES})
     yield stage
     stage.family.__exit__()

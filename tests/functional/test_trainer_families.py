@@ -62,9 +62,8 @@ def ask(tmp_path_factory):
     yield from _asking(tmp_path_factory.mktemp("families"))
 
 
-@pytest.fixture(scope="module")
-def ask_real(tmp_path_factory):
-    """Builds TransformerEngine's own layers, from the trainers' environment or from a folder beside it."""
+def with_transformer_engine() -> dict[str, str]:
+    """Environment in which trainers import TransformerEngine, from their own packages or from a folder beside them. Skips without one."""
     paths = {"PYTHONPATH": os.pathsep.join((str(ROOT), TE_SITE))}
     tried = subprocess.run(
         [PYTHON["trainer"], "-c", "import transformer_engine.pytorch"],
@@ -77,6 +76,13 @@ def ask_real(tmp_path_factory):
         pytest.skip(
             f"no TransformerEngine that can be imported ({why}); scripts/te_site.sh brings one for torch with CUDA 13"
         )
+    return paths
+
+
+@pytest.fixture(scope="module")
+def ask_real(tmp_path_factory):
+    """Builds TransformerEngine's own layers."""
+    paths = with_transformer_engine()
     yield from _asking(tmp_path_factory.mktemp("families-te"), XFER_TEST_TE="real", **paths)
 
 
