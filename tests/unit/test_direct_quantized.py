@@ -23,6 +23,12 @@ from xfer.trace.derived import BLOCK, block_grid
 from xfer.trace.fragment import Fragment, TensorSpec
 
 CPU = torch.device("cpu")
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+    ),
+]
 
 
 def cuts(rng: np.random.Generator, n: int, multiple: int, most: int) -> list[int]:
@@ -54,6 +60,7 @@ def offered(scratch: torch.Tensor, f: Fragment) -> torch.Tensor:
     return scratch.view(dtype).as_strided(f.extent, strides, f.offset // dtype.itemsize)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @settings(max_examples=EXAMPLES // 10, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -61,7 +68,7 @@ def offered(scratch: torch.Tensor, f: Fragment) -> torch.Tensor:
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
     multiple=st.sampled_from([1, 1, 16, BLOCK]),
 )
-def test_ranks_offer_what_the_whole_matrix_quantizes_to(seed, rule, dtype, multiple):
+def test_ranks_offer_what_the_whole_matrix_quantizes_to(device, seed, rule, dtype, multiple):
     """Ranks are cut anywhere in rows and columns, some twice (data-parallel). Their pieces begin and end anywhere, overlap, repeat."""
     rng = np.random.default_rng(seed)
     shape = tuple(int(n) for n in rng.integers(1, 3 * BLOCK, 2))
@@ -79,8 +86,8 @@ def test_ranks_offer_what_the_whole_matrix_quantizes_to(seed, rule, dtype, multi
             parts += [(max(a, x - 3), y) for x, y in parts[:1] if rng.random() < 0.5]
             for _ in range(int(rng.integers(1, 3))):
                 fragments, tensors = held(rng, weight, (a, b), (c, d), parts)
-                q = Quantized(catalog, fragments, CPU, "trainer 0")
-                table = q.bind(tensors)
+                q = Quantized(catalog, fragments, torch.device(device), "trainer 0")
+                table = q.bind({n: t.to(device) for n, t in tensors.items()})
                 table[ROOT].fill_(0x7F)  # a NaN, wherever nothing is written
                 mine = q.measure(0.0)
                 ends = zip((b, d), shape)
@@ -94,7 +101,7 @@ def test_ranks_offer_what_the_whole_matrix_quantizes_to(seed, rule, dtype, multi
         q.run(next(agreed) if x is not None else b"")
         for f in q.fragments:
             want = codes if f.dtype == "float8_e4m3fn" else scales.view(np.int32)
-            assert np.array_equal(offered(table[ROOT], f).numpy(), want[f.index])
+            assert np.array_equal(offered(table[ROOT], f).cpu().numpy(), want[f.index])
             seen[f.tensor][f.index] += 1
     assert all((count >= 1).all() for count in seen.values())
 
