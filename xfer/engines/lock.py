@@ -33,7 +33,7 @@ class Lock:
     Attributes:
         root: Name of the storage.
         slot: The tensor that fills it.
-        scratch: Flat uint8. While the lock is engaged it holds the true bytes of the storage, otherwise a copy of them.
+        scratch: Flat uint8. Every refit writes it whole, and the commit copies it to the live storage.
     """
 
     def __init__(self, slot: LiveSlot, live: torch.Tensor):
@@ -43,10 +43,11 @@ class Lock:
         self._engaged = False
 
     def engage(self) -> None:
-        """Fill the live tensor with NaN, before the first write. After an aborted refit this changes nothing."""
-        if not self._engaged:
-            self.scratch.copy_(self._live)
-            self._engaged = True
+        """Fill the live tensor with NaN, before the first write. After an aborted refit this changes nothing.
+
+        The old bytes are not kept: an engine whose refit fails answers NaN until a later one commits.
+        """
+        self._engaged = True
         _fill_nan(self.slot, self._live)
 
     def release(self) -> None:
