@@ -32,6 +32,9 @@ from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolErro
 _XFER = b"xfer"
 MAGIC = _XFER + struct.pack("<I", WIRE_VERSION)
 NONCE = 32
+PROOF = 32
+ANSWER = len(MAGIC) + NONCE + PROOF
+"""Bytes that a client sends before anything of it is parsed."""
 HANDSHAKE_S = 20.0
 """Seconds that either side may take for the challenge."""
 SEND_S = 120.0
@@ -49,7 +52,7 @@ def proof(token: str, side: bytes, first: bytes, second: bytes) -> bytes:
     return hmac.new(token.encode(), side + first + second, hashlib.sha256).digest()
 
 
-def _read_exactly(sock: socket.socket, n: int, until: float) -> bytes:
+def read_exactly(sock: socket.socket, n: int, until: float) -> bytes:
     """Read `n` bytes by monotonic `until`, however slowly they arrive."""
     parts, left = [], n
     while left:
@@ -76,6 +79,21 @@ def check_token(token: str) -> None:
         ) from None
 
 
+def judge(token: str, nonce: bytes, answer: bytes) -> tuple[bool, bytes]:
+    """Check what a client answered to MAGIC and `nonce`.
+
+    Args:
+        answer: ANSWER bytes: MAGIC, the client's nonce and its proof.
+
+    Returns:
+        Whether it proves the token, and the reply: the server's proof, or zeros, so that the client knows what to report.
+    """
+    magic, theirs, said = answer[: len(MAGIC)], answer[len(MAGIC) : -PROOF], answer[-PROOF:]
+    if magic == MAGIC and hmac.compare_digest(said, proof(token, b"client", nonce, theirs)):
+        return True, proof(token, b"server", theirs, nonce)
+    return False, bytes(PROOF)
+
+
 class _Unanswered(HandshakeError):
     """The challenge was not answered: the server had no room, or something else listens there. Try again."""
 
@@ -88,7 +106,7 @@ def connect_handshake(sock: socket.socket, token: str, address: str, until: floa
     """
     until = min(until, time.monotonic() + HANDSHAKE_S)
     try:
-        greeting = _read_exactly(sock, len(MAGIC) + NONCE, until)
+        greeting = read_exactly(sock, len(MAGIC) + NONCE, until)
         if not greeting.startswith(_XFER):
             raise HandshakeError(f"{address} is not an xfer rendezvous")
         if not greeting.startswith(MAGIC):
@@ -99,7 +117,7 @@ def connect_handshake(sock: socket.socket, token: str, address: str, until: floa
             )
         theirs, mine = greeting[len(MAGIC) :], os.urandom(NONCE)
         sock.sendall(MAGIC + mine + proof(token, b"client", theirs, mine))
-        said = _read_exactly(sock, 32, until)
+        said = read_exactly(sock, PROOF, until)
     except TimeoutError:
         raise _Unanswered(
             f"{address} accepts connections and says nothing: is that process stopped, or is it another service?"
@@ -112,6 +130,24 @@ def connect_handshake(sock: socket.socket, token: str, address: str, until: floa
             ["pass the same token= on every rank"],
         )
     sock.settimeout(None)
+
+
+def accept_handshake(sock: socket.socket, token: str, until: float) -> None:
+    """Do the server's half of the challenge by monotonic `until`, on a socket that blocks.
+
+    Raises:
+        HandshakeError: the caller holds another token, or does not speak the protocol.
+    """
+    nonce = os.urandom(NONCE)
+    try:
+        sock.settimeout(max(0.001, until - time.monotonic()))
+        sock.sendall(MAGIC + nonce)
+        good, reply = judge(token, nonce, read_exactly(sock, ANSWER, until))
+        sock.sendall(reply)
+    except OSError as e:
+        raise HandshakeError(f"a caller did not prove the token: {e}") from None
+    if not good:
+        raise HandshakeError("a caller holds another token")
 
 
 ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
@@ -328,6 +364,13 @@ def _resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple]]:
 
 
 def dial(rendezvous: str, token: str, deadline_s: float, given_up: Callable[[], bool] = lambda: False) -> Channel:
+    """`dial_socket`, as a channel."""
+    return Channel(dial_socket(rendezvous, token, deadline_s, given_up), "rendezvous")
+
+
+def dial_socket(
+    rendezvous: str, token: str, deadline_s: float, given_up: Callable[[], bool] = lambda: False
+) -> socket.socket:
     """Connect and prove the token. Waits for the listener until the deadline, since processes start in any order.
 
     Args:
@@ -367,11 +410,14 @@ def dial(rendezvous: str, token: str, deadline_s: float, given_up: Callable[[], 
         except HandshakeError:
             sock.close()
             raise
-        return Channel(sock, "rendezvous")
+        return sock
 
 
-def listen(rendezvous: str, token: str) -> list[socket.socket]:
+def listen(rendezvous: str, token: str, *, elsewhere: bool = True) -> list[socket.socket]:
     """Listen at every address of the host, since a client may know only some of them.
+
+    Args:
+        elsewhere: whether to listen on every interface if no address of the host is this machine's. Otherwise return none.
 
     Raises:
         HandshakeError: an address is in use, or the host has none.
@@ -381,14 +427,14 @@ def listen(rendezvous: str, token: str) -> list[socket.socket]:
     try:
         addresses = _resolve(host, port)
         socks = _listen_at(addresses)
-        if not socks:
+        if not socks and elsewhere:
             # The addresses are not this host's own (a service address, NAT): listen on every interface.
             logging.getLogger("xfer").warning(
                 "xfer: %s is not an address of this host; listening on all interfaces", host
             )
             families = dict.fromkeys(family for family, _ in addresses)
             socks = _listen_at([(f, ("::" if f == socket.AF_INET6 else "0.0.0.0", port)) for f in families])
-        if not socks:
+        if not socks and elsewhere:
             raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
     except OSError as e:
         raise HandshakeError(f"cannot listen at {rendezvous}: {e}", _why_not_listening(e)) from None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import hmac
 import itertools
 import logging
 import os
@@ -30,7 +29,7 @@ from xfer.coordinator.events import Close, Connected, Disconnected, Event, Recei
 from xfer.coordinator.messages import MAX_FRAME, WireError, decode
 from xfer.coordinator.state import Ended, Options
 from xfer.errors import ProtocolError
-from xfer.rendezvous.channel import HANDSHAKE_S, MAGIC, NONCE, SEND_S, frame, listen, prepare, proof
+from xfer.rendezvous.channel import ANSWER, HANDSHAKE_S, MAGIC, NONCE, SEND_S, frame, judge, listen, prepare
 
 logger = logging.getLogger("xfer")
 GOODBYE_S = 2.0
@@ -41,7 +40,6 @@ PATIENCE_S = 0.5
 READ_BYTES = 1 << 16
 _ended: dict[str, Ended] = {}
 """By rendezvous: the last session of this process there, if it failed before all its trainers had come."""
-_PROOF = len(MAGIC) + NONCE + 32
 
 
 class Server:
@@ -301,20 +299,18 @@ class _Connection:
 
     def _prove(self) -> bool:
         """Check the proof. The caller is answered in any case, so that it knows what to report."""
-        if len(self._buffer) < _PROOF:
+        if len(self._buffer) < ANSWER:
             return False
-        answer = bytes(self._buffer[:_PROOF])
-        del self._buffer[:_PROOF]
-        magic, theirs, said = answer[: len(MAGIC)], answer[len(MAGIC) : -32], answer[-32:]
-        token = self.server.token
-        good = magic == MAGIC and hmac.compare_digest(said, proof(token, b"client", self._nonce, theirs))
-        self.write(proof(token, b"server", theirs, self._nonce) if good else b"\0" * 32)
+        answer = bytes(self._buffer[:ANSWER])
+        del self._buffer[:ANSWER]
+        good, reply = judge(self.server.token, self._nonce, answer)
+        self.write(reply)
         self.server.unproven.pop(self, None)
         self._set_limit(None)
         if good:
             self.number = self.server.proven(self)
         else:
-            if magic == MAGIC:
+            if answer.startswith(MAGIC):
                 self.server.feed(Unproven(self.host))
             self.end("it did not prove the token")
         return good
