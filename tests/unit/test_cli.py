@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
@@ -10,10 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from xfer.cli import app
 from xfer.cli.describe import describe
+from xfer.cli.doctor import look
+from xfer.cli.doctor.command import HELP as DOCTOR_HELP
+from xfer.cli.doctor.facts import HostFacts, Interface, Resolved
 from xfer.cli.examples import FOLDER
 from xfer.cli.layouts import processes
 from xfer.cli.plan import HELP
@@ -100,6 +105,49 @@ def test_the_command_is_a_module_and_says_its_version():
     command = [sys.executable, "-m", "xfer", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 0 and done.stdout.startswith("xfer 0."), done.stderr
+
+
+# ---- xfer doctor
+
+
+@pytest.mark.parametrize(
+    "said, options",
+    [
+        ("is not of the form tcp://HOST:PORT", ["--rendezvous", "10.0.0.1"]),
+        ("at least 8 characters", ["--rendezvous", WHERE, "--token", "short"]),
+        ("--timeout=nan", ["--rendezvous", WHERE, "--timeout", "nan"]),
+        ("--listen goes with --rendezvous", ["--listen"]),
+        ("there is no folder", ["--json", "/no/such/folder/x.json"]),
+        ("--size", ["--size", "0"]),
+    ],
+)
+def test_options_of_doctor_that_cannot_work_are_refused_before_anything_is_looked_at(monkeypatch, said, options):
+    monkeypatch.setattr(look, "look", lambda *a: pytest.fail("it looked"))
+    done = xfer("doctor", *options)
+    assert done.exit_code == 2 and said in " ".join(done.output.split()), done.output
+
+
+def test_doctor_exits_with_1_if_there_are_problems_and_writes_its_json(monkeypatch, tmp_path):
+    own = Resolved(ODD, ("10.0.0.1",))
+    sick = HostFacts(ODD, "i", ODD, "m", 1, own, interfaces=(Interface("eth0", ("10.0.0.1",), running=False),))
+    for facts, code in ((sick, 1), (dataclasses.replace(sick, interfaces=(Interface("eth0", ("10.0.0.1",)),)), 0)):
+        monkeypatch.setattr(look, "look", lambda *a, facts=facts: facts)
+        done = xfer("doctor", "--json", str(tmp_path / "x.json"))
+        assert done.exit_code == code and ODD in done.output, done.output
+        assert json.loads((tmp_path / "x.json").read_text())["doctor"]["problems"] == code
+        done = xfer("doctor", "--json", "-")
+        assert done.exit_code == code and json.loads(done.output)["doctor"]["hosts"][0]["label"] == ODD
+
+
+@pytest.mark.parametrize("file", ["README.md", "docs/guide.md", "docs/hosts.md", "--help"])
+def test_commands_of_doctor_that_are_shown_have_options_that_exist(file):
+    text = DOCTOR_HELP if file == "--help" else (ROOT / file).read_text()
+    commands = re.findall(r"xfer doctor((?: +[^\s`#]+)*)", text)
+    assert commands
+    command = typer.main.get_command(app).commands["doctor"]
+    for words in map(shlex.split, commands):
+        if words[:1] in ([], ["--rendezvous"], ["--json"]):
+            command.make_context("doctor", words)
 
 
 # ---- xfer plan

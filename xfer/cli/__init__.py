@@ -13,6 +13,8 @@ from typing import Annotated
 
 import typer
 
+from xfer.cli.doctor.command import HELP as DOCTOR_HELP
+from xfer.cli.doctor.command import check_hosts
 from xfer.cli.plan import HELP, plain, plan_refit, say
 
 app = typer.Typer(
@@ -153,6 +155,7 @@ def timeline(
 
 
 app.command("plan", help=HELP)(plan_refit)
+app.command("doctor", help=DOCTOR_HELP)(check_hosts)
 
 
 @app.command()

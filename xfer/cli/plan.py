@@ -80,7 +80,7 @@ def plan_refit(
     from xfer.errors import XferError
 
     out, err = Console(), Console(stderr=True)
-    bad = [f"{p} cannot be written: {why}" for p in (html, json_) if p not in (None, "-") and (why := _closed(Path(p)))]
+    bad = [f"{p} cannot be written: {why}" for p in (html, json_) if p not in (None, "-") and (why := closed(Path(p)))]
     try:
         told = describe(trainer, engine, fabric, job)
     except XferError as e:
@@ -94,7 +94,7 @@ def plan_refit(
     except XferError as e:
         if json_ is not None:
             refused = {"kind": type(e).__name__, "message": e.message, "violations": e.violations, "where": e.where}
-            _write(json_, json.dumps({"refused": refused}, indent=1), out, err)
+            write_text(json_, json.dumps({"refused": refused}, indent=1), out, err)
         say(err, f"refused: {type(e).__name__}: {e}")
         raise typer.Exit(REFUSED) from None
     except KeyboardInterrupt:
@@ -102,11 +102,11 @@ def plan_refit(
     if json_ != "-":
         show(report, out)
     if json_ is not None:
-        _write(json_, json.dumps({"plan": report.to_data()}, indent=1), out, err)
+        write_text(json_, json.dumps({"plan": report.to_data()}, indent=1), out, err)
     if html is not None:
         from xfer.cli.html import page
 
-        _write(html, page(report), out, err)
+        write_text(html, page(report), out, err)
         if json_ != "-":
             say(out, f"page: {html}")
 
@@ -253,7 +253,7 @@ def say(console: Console, text: str, style: str = "") -> None:
     console.print(Text(plain(text), style=style), soft_wrap=True)
 
 
-def _closed(path: Path) -> str:
+def closed(path: Path) -> str:
     """Why no file can be written there; "" if one can. Asked before a plan is made, which may take minutes."""
     try:
         if path.is_dir():
@@ -265,7 +265,7 @@ def _closed(path: Path) -> str:
         return str(e.strerror)
 
 
-def _write(path: str, text: str, out: Console, err: Console) -> None:
+def write_text(path: str, text: str, out: Console, err: Console) -> None:
     if path == "-":
         typer.echo(text)
         return

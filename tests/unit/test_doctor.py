@@ -1,0 +1,288 @@
+"""`xfer doctor` without a network: which addresses gloo and NCCL choose, what is found in given facts, and what is printed."""
+
+from __future__ import annotations
+
+import io
+import socket
+from dataclasses import fields, replace
+from itertools import combinations
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from xfer.cli.doctor.addresses import Chosen, chosen, gloo_addresses, nccl_interfaces
+from xfer.cli.doctor.checks import Finding, Level, examine
+from xfer.cli.doctor.facts import Checkup, Gpu, HostFacts, Interface, MemoryRead, NetworkPath, RdmaPort, Resolved
+from xfer.cli.doctor.look import look, settings_of
+from xfer.cli.doctor.meeting import labelled, rounds
+from xfer.cli.doctor.page import SCHEMA, make_doctor_report, show
+
+LO = Interface("lo", ("127.0.0.1", "::1"), loopback=True, mtu=65536)
+ETH = Interface("eth0", ("10.0.0.1", "fd00::1"), mbit_per_s=10_000)
+IB = Interface("ib0", ("10.1.0.1",), mtu=4092, mbit_per_s=400_000)
+DOCKER = Interface("docker0", ("172.17.0.1",), bridge=True)
+DOWN = Interface("eth1", ("10.2.0.1",), running=False)
+V6 = Interface("eth2", ("fd00::2",))
+GPU = (Gpu(0, "H200", "u0", (1,)), Gpu(1, "H200", "u1", (0,)))
+SOUND = HostFacts(
+    label="a", identity="a", host="a", machine="m-a", pid=1, network="net", ipc="ipc", pids="pid", port=1,
+    own_name=Resolved("a", ("10.0.0.1",)), rendezvous=Resolved("a", ("10.0.0.1",)), interfaces=(LO, ETH),
+    versions={"xfer": "1", "torch": "2.11.0+cu130", "NCCL": "2.28.9"}, shm_bytes=16 << 30, shm_device=1,
+)  # fmt: skip
+
+
+def facts(label: str = "a", **changes) -> HostFacts:
+    """A sound machine of that name, with changes."""
+    return replace(SOUND, **{"label": label, "identity": label, "host": label, "machine": f"m-{label}", **changes})
+
+
+# ---- which interfaces gloo and NCCL choose
+
+
+@pytest.mark.parametrize(
+    "settings, name, expected",
+    [
+        ({}, ("10.0.0.1",), ["10.0.0.1"]),
+        ({}, ("192.0.2.9", "10.1.0.1"), ["10.1.0.1"]),  # the first that can be bound here
+        ({}, ("127.0.1.1",), ["127.0.1.1"]),
+        ({}, ("192.0.2.9",), ["127.0.0.1"]),
+        ({}, (), ["127.0.0.1"]),
+        ({"GLOO_SOCKET_IFNAME": "ib0"}, ("10.0.0.1",), ["10.1.0.1"]),
+        ({"GLOO_SOCKET_IFNAME": "ib0,eth0"}, (), ["10.1.0.1", "10.0.0.1"]),
+        ({"GLOO_SOCKET_IFNAME": "ib"}, ("10.0.0.1",), []),  # whole names only
+    ],
+)
+def test_gloo_listens_where_its_variable_or_the_hosts_name_says(settings, name, expected):
+    of = facts(settings=settings, own_name=Resolved("a", name), interfaces=(LO, ETH, IB))
+    assert gloo_addresses(of) == expected
+
+
+@pytest.mark.parametrize(
+    "settings, there, expected",
+    [
+        ({}, (LO, ETH, IB, DOCKER), ["ib0"]),
+        ({}, (LO, DOCKER, ETH, DOWN), ["eth0"]),
+        ({}, (LO, DOCKER), ["docker0"]),
+        ({}, (LO,), ["lo"]),
+        ({}, (DOWN,), []),
+        ({"NCCL_SOCKET_IFNAME": "eth"}, (LO, ETH, IB, V6), ["eth0", "eth2"]),
+        ({"NCCL_SOCKET_IFNAME": "=eth"}, (LO, ETH), []),
+        ({"NCCL_SOCKET_IFNAME": "=eth0,ib0"}, (LO, ETH, IB), ["eth0", "ib0"]),
+        ({"NCCL_SOCKET_IFNAME": "^ib,lo"}, (LO, ETH, IB), ["eth0"]),
+        ({"NCCL_SOCKET_IFNAME": "^=ib"}, (ETH, IB), ["eth0", "ib0"]),
+        ({"NCCL_SOCKET_FAMILY": "AF_INET6"}, (LO, ETH, IB), ["eth0"]),
+        ({"NCCL_SOCKET_FAMILY": "AF_INET"}, (V6, ETH), ["eth0"]),
+    ],
+)
+def test_nccl_takes_interfaces_by_its_own_rules(settings, there, expected):
+    assert [i.name for i in nccl_interfaces(facts(settings=settings, interfaces=there))] == expected
+
+
+def test_one_address_is_listed_once_with_all_that_use_it():
+    of = facts(gpus=GPU, interfaces=(LO, ETH, IB))
+    assert chosen(of, "10.1.0.1") == [Chosen("10.0.0.1", ("gloo",)), Chosen("10.1.0.1", ("NCCL", "rendezvous"))]
+    assert chosen(facts()) == [Chosen("10.0.0.1", ("gloo",))]  # no GPU, no NCCL
+
+
+# ---- findings
+
+
+def found(*hosts: HostFacts, level: Level | None = None, **rest) -> list[Finding]:
+    some = examine(Checkup(hosts or (facts(),), **rest))
+    return [f for f in some if f.level is not Level.OK and level in (None, f.level)]
+
+
+def path(source="a", destination="b", address="10.0.0.2", users=("gloo",), **rest) -> NetworkPath:
+    return NetworkPath(
+        source, destination, address, users, **{"round_trip_s": 5e-5, "nbytes": 10**9, "seconds": 0.5, **rest}
+    )
+
+
+B = facts("b", own_name=Resolved("b", ("10.0.0.2",)), interfaces=(LO, replace(ETH, addresses=("10.0.0.2",))))
+PORT = RdmaPort("mlx5_0", 1, "ACTIVE", "InfiniBand", "400 Gb/sec")
+
+
+def test_sound_machines_have_neither_problems_nor_warnings():
+    assert found() == [] and found(facts(), B, paths=(path(), path("b", "a", "10.0.0.1"))) == []
+    on_gpus = [replace(f, gpus=GPU, rdma=(PORT,), settings={"NCCL_PROTO": "Simple"}) for f in (facts(), B)]
+    assert found(*on_gpus) == []
+
+
+@pytest.mark.parametrize(
+    "changes, level, topic, said",
+    [
+        (dict(own_name=Resolved("a", ("127.0.1.1",))), "warning", "host name", "127.0.1.1, which no other machine"),
+        (dict(own_name=Resolved("a", ("192.0.2.9",))), "warning", "host name", "of no interface here"),
+        (dict(own_name=Resolved("a", (), "not known")), "warning", "host name", "has no address: not known"),
+        (dict(rendezvous=Resolved("x", (), "not known")), "problem", "rendezvous", "x has no address here"),
+        (dict(settings={"GLOO_SOCKET_IFNAME": "eth9"}), "problem", "interfaces", "there are lo, eth0"),
+        (dict(settings={"NCCL_SOCKET_IFNAME": "eth9"}), "problem", "interfaces", "no running interface"),
+        (dict(interfaces=(LO, replace(ETH, running=False))), "problem", "interfaces", "eth0, which is down"),
+        (dict(interfaces=(LO, replace(ETH, bridge=True))), "warning", "interfaces", "a bridge of this machine"),
+        (dict(interfaces=(LO, ETH, IB)), "warning", "interfaces", "gloo uses eth0 (10 Gbit/s, MTU 1500), and ib0 (400"),
+        (dict(rdma=(replace(PORT, state="DOWN"),)), "warning", "RDMA", "mlx5_0 port 1: DOWN"),
+        (dict(rdma=(PORT,), settings={"NCCL_IB_DISABLE": "1"}), "warning", "RDMA", "1 RDMA ports are active"),
+        (dict(rdma=(PORT,), memlock=1 << 16), "warning", "RDMA", "memory can be locked"),
+        (dict(open_files=1024), "warning", "limits", "at most 1024 open files"),
+        (dict(shm_bytes=64 << 20), "warning", "/dev/shm", "67.1 MB"),
+        (dict(shm_bytes=64 << 20, gpus=GPU), "problem", "/dev/shm", "67.1 MB"),
+        (dict(device_files=8), "warning", "GPUs", "torch sees no GPU, and the kernel shows 8"),
+        (dict(gpus=(GPU[0], replace(GPU[1], peers=()))), "warning", "GPUs", "memory: 0 and 1"),
+        (dict(gpus=(replace(GPU[0], peers=()), GPU[1])), "warning", "GPUs", "memory: 0 and 1"),
+        (dict(ptrace_scope=2), "warning", "host memory", "ptrace_scope is 2"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_one_machine_is_found(changes, level, topic, said):
+    """Each of these changes alone."""
+    some = found(facts(**changes))
+    assert [(f.level.value, f.topic) for f in some] == [(level, topic)], some
+    assert all(said in f.said and f.advice for f in some)
+
+
+def alike(**changes) -> tuple[HostFacts, HostFacts]:
+    return facts(), replace(B, **changes)
+
+
+A2 = dict(machine="m-a", host="b")
+"""Another process of a's machine, with a host name of its own."""
+
+
+@pytest.mark.parametrize(
+    "second, level, topic, said",
+    [
+        (dict(settings={"NCCL_PROTO": "LL"}), "problem", "environment", "NCCL_PROTO: not set on a; LL on b"),
+        (dict(settings={"NCCL_CUMEM_ENABLE": "0"}), "problem", "environment", "NCCL_CUMEM_ENABLE: not set on a; 0 on b"),
+        (dict(settings={"NCCL_IB_HCA": "mlx5_0"}), "warning", "environment", "NCCL_IB_HCA"),
+        (dict(settings={"UCX_TLS": "tcp"}), "warning", "environment", "UCX_TLS"),
+        (dict(settings={"NCCL_HOSTID": "b", "NCCL_DEBUG": "INFO"}), None, None, None),
+        (dict(versions={**SOUND.versions, "xfer": "2"}), "problem", "versions", "xfer: 1 on a; 2 on b"),
+        (dict(versions={**SOUND.versions, "NCCL": "2.27.3"}), "problem", "versions", "NCCL: 2.28.9 on a; 2.27.3 on b"),
+        (dict(versions={**SOUND.versions, "torch": "2.13.0"}), None, None, None),  # over gloo it may differ
+        (dict(versions={**SOUND.versions, "libibverbs.so.1": "1.15.60.0"}), "warning", "versions", "none on a"),
+        (dict(host="a"), "problem", "host identity", "two machines are called a"),
+        (dict(host="a", machine="m-a"), None, None, None),
+        (dict(host="a", machine="m-a", pids="other"), "problem", "host identity", "do not share process ids"),
+        ({**A2, "shm_device": 2}, "warning", "/dev/shm", "a /dev/shm of its own"),
+        (dict(interfaces=(LO, replace(ETH, addresses=("10.0.0.2",), mtu=9000))), "warning", "MTU", "1500 on a; 9000 on b"),
+        (dict(own_name=Resolved("b", ("127.0.1.1",))), "problem", "host name", "127.0.1.1, which no other machine"),
+        (dict(rendezvous=Resolved("a", ("127.0.0.1",))), "problem", "rendezvous", "127.0.0.1 here"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_between_two_machines_is_named_host_by_host(second, level, topic, said):
+    some = found(*alike(**second))
+    assert [(f.level and f.level.value, f.topic) for f in some] == ([(level, topic)] if level else []), some
+    assert all(said in f.said and f.advice for f in some)
+
+
+def test_processes_of_one_machine_that_hold_gpus_are_told_what_keeps_them_apart():
+    first, second = facts(gpus=GPU), replace(B, **A2, gpus=GPU[:1], ipc="other")
+    assert {(f.level, f.topic) for f in found(first, second)} == {
+        (Level.WARNING, "namespaces"), (Level.WARNING, "GPUs")
+    }  # fmt: skip
+    reads = [MemoryRead("a", "b", m, "refused") for m in ("host memory", "GPU memory")]
+    assert [f.topic for f in found(memory=tuple(reads))] == ["host memory", "GPU memory"]
+
+
+@pytest.mark.parametrize(
+    "paths, level, topic, where, said",
+    [
+        ([path(error="no answer within 5 s"), path("b", "a", "10.0.0.1")], "problem", "reachability", "a -> b", "other direction"),
+        ([path(round_trip_s=0.03)], "warning", "reachability", "a -> b", "30.0 ms"),
+        ([path(clock_ahead_s=-7.0)], "warning", "clock", "b", "7.0 s behind that of a"),
+        ([path(), path("b", "a", nbytes=10**8)], "warning", "rate", "b -> a", "200 MB/s, where 2.00 GB/s are usual"),
+        ([path(users=("rendezvous",), error="refused")], None, None, None, None),  # no bytes of weights travel there
+    ],
+)  # fmt: skip
+def test_what_was_measured_is_judged(paths, level, topic, where, said):
+    some = found(facts(), B, paths=tuple(paths))
+    assert [(f.level.value, f.topic, f.where) for f in some] == ([(level, topic, where)] if level else []), some
+    assert all(said in f.said and f.advice for f in some)
+
+
+def test_an_address_that_was_reached_is_the_advice_for_one_that_was_not():
+    paths = path(address="127.0.1.1", users=("gloo", "NCCL"), error="refused"), path(users=("rendezvous",))
+    (only,) = found(facts(), B, paths=paths)
+    assert only.advice == "10.0.0.2 was reached: set GLOO_SOCKET_IFNAME=eth0 and NCCL_SOCKET_IFNAME=eth0 on b"
+
+
+def test_rates_inside_a_machine_are_not_compared_with_those_of_a_network():
+    near = replace(facts("c"), machine="m-a")
+    fast = [path("a", "c", nbytes=10**11), path("c", "a", nbytes=10**11)]
+    assert found(facts(), B, near, paths=(*fast, path(), path("b", "a"))) == []
+
+
+def test_who_is_missing_is_a_problem_and_names_are_then_judged_as_between_machines():
+    own = Resolved("a", ("127.0.1.1",))
+    some = found(facts(own_name=own), failures=("tcp://a:1: only 1 of 2 processes came within 3 s: a",))
+    assert [(f.level, f.topic) for f in some] == [(Level.PROBLEM, "meeting"), (Level.PROBLEM, "host name")]
+
+
+# ---- the rest
+
+
+@pytest.mark.parametrize("n", range(1, 10))
+def test_all_pairs_meet_once_and_nobody_twice_in_a_round(n):
+    met = rounds(n)
+    assert sorted(tuple(sorted(p)) for r in met for p in r) == list(combinations(range(n), 2))
+    assert all(len({x for p in r for x in p}) == 2 * len(r) for r in met) and len(met) <= n
+
+
+def test_labels_are_unique():
+    hosts = labelled([facts("a"), facts("b"), facts("a")])
+    assert [f.label for f in hosts] == ["a #1", "b", "a #2"]
+
+
+def test_nccls_files_fill_in_what_the_environment_leaves_open(tmp_path):
+    file = tmp_path / "nccl.conf"
+    file.write_text("# NCCL_ALGO=Tree\nNCCL_PROTO=LL\nNCCL_BUFFSIZE = 4194304\n")
+    environ = {"NCCL_CONF_FILE": str(file), "NCCL_PROTO": "Simple", "XFER_TOKEN": "secret", "HOME": "/"}
+    got = settings_of(environ)
+    assert got == {"NCCL_BUFFSIZE": "4194304", "NCCL_CONF_FILE": str(file), "NCCL_PROTO": "Simple"}
+
+
+def test_this_machine_is_read_as_the_kernel_has_it():
+    here = look("localhost")
+    assert [i.name for i in here.interfaces] == [n for _, n in socket.if_nameindex()]
+    (loopback,) = (i for i in here.interfaces if i.loopback)
+    assert "127.0.0.1" in loopback.addresses and loopback.running and loopback.mtu > 1000
+    assert here.rendezvous.addresses[0] in ("127.0.0.1", "::1") and here.machine and here.shm_bytes
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(here), type=HostFacts) == here
+
+
+ODD = "[a] of [/b] [red]\x1b[31m"
+
+
+def test_a_page_prints_what_others_say_to_the_letter_and_without_control_characters():
+    checkup = Checkup((facts(ODD, own_name=Resolved(ODD, ("10.0.0.1",))), B), (path(ODD, error=ODD),), failures=(ODD,))
+    report, out = make_doctor_report(checkup, examine(checkup)), io.StringIO()
+    show(report, Console(file=out, width=300))
+    assert ODD.replace("\x1b", "?") in out.getvalue() and "\x1b" not in out.getvalue()
+
+
+def test_the_same_finding_of_many_machines_is_one_line():
+    hosts = [facts(f"h{i}", open_files=1024) for i in range(30)]
+    checkup, out = Checkup(tuple(hosts)), io.StringIO()
+    show(make_doctor_report(checkup, examine(checkup)), Console(file=out, width=300))
+    (line,) = (x for x in out.getvalue().splitlines() if "1024 open files" in x)
+    assert line.startswith("warning  limits: h0, h1,") and "and 22 more" in line
+
+
+JSON = {
+    "doctor": "problems warnings findings hosts paths memory schema",
+    "findings": "level topic where said advice",
+    "hosts": "label identity host machine pid own_name rendezvous interfaces port network ipc pids settings versions gpus device_files "
+    "rdma shm_bytes shm_device memlock open_files ptrace_scope",
+    "paths": "source destination address users error round_trip_s clock_ahead_s path_mtu nbytes seconds",
+    "memory": "source destination memory error",
+}
+
+
+def test_the_json_keeps_its_fields():
+    """A renamed or removed field is another schema: raise SCHEMA and say so in CHANGELOG.md."""
+    checkup = Checkup((facts(), B), (path(error="refused"),), (MemoryRead("a", "b", "host memory"),))
+    data = msgspec.json.decode(msgspec.json.encode(make_doctor_report(checkup, examine(checkup))))
+    assert data["schema"] == SCHEMA == 1 and data["problems"] == 1 and data["findings"][0]["level"] == "problem"
+    got = {k: list(data[k][0]) for k in JSON if k != "doctor"} | {"doctor": list(data)}
+    assert got == {k: v.split() for k, v in JSON.items()}
+    assert {f.name for f in fields(HostFacts)} == set(JSON["hosts"].split())

@@ -1,0 +1,101 @@
+"""`xfer doctor`: its arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from xfer.cli.plan import closed, say, write_text
+
+if TYPE_CHECKING:
+    from xfer.cli.doctor.facts import Checkup
+
+UNFIT = 1
+"""Exit code: there are problems."""
+HELP = "\n\n".join([
+    "Check this machine, and the paths between several, before a job. Prints one page; exit code 1 if there are problems.",
+    "[bold]One machine:[/bold] xfer doctor. Interfaces and what names resolve to, RDMA ports, limits, /dev/shm, GPUs and which of them "
+    "read each other's memory, versions.",
+    "[bold]Several:[/bold] the same command on each, at the same time, with the job's XFER_TOKEN in the environment:",
+    "xfer doctor --rendezvous tcp://10.0.0.1:29600 --size 2",
+    "The one that has this address listens. Then also: versions and variables that must agree, reachability both paths, round trips, "
+    "clocks, a rate by TCP for every pair, and on one machine whether processes read each other's memory. All print the same page.",
+    "Run it as the job runs: in its container, with its environment and its Python, trainers' and engines' side.",
+])  # fmt: skip
+
+
+def check_hosts(
+    rendezvous: Annotated[
+        str | None, typer.Option(help="tcp://HOST:PORT, as the job's; no session may be using it now")
+    ] = None,
+    size: Annotated[int, typer.Option(help="with --rendezvous: processes in all, one for each machine", min=1)] = 2,
+    token: Annotated[str | None, typer.Option(envvar="XFER_TOKEN", help="the job's token")] = None,
+    listen: Annotated[
+        bool,
+        typer.Option("--listen", help="listen here though HOST is not an address of this machine (NAT, a service)"),
+    ] = False,
+    timeout: Annotated[float, typer.Option(help="seconds that all processes have to come")] = 60.0,
+    seconds: Annotated[
+        float, typer.Option(help="seconds for which each rate is measured; 0: none", min=0, max=30)
+    ] = 0.5,
+    json_: Annotated[
+        str | None, typer.Option("--json", help="write all of it as data; - for standard output, and no page")
+    ] = None,
+) -> None:
+    """Runs `xfer doctor`; HELP describes it."""
+    from rich.console import Console
+
+    from xfer.cli.doctor.checks import examine
+    from xfer.cli.doctor.page import make_doctor_report, show
+    from xfer.errors import XferError
+    from xfer.participants.arguments import wrong_seconds
+    from xfer.rendezvous.channel import check_token, parse_address
+
+    out, err = Console(), Console(stderr=True)
+    bad = wrong_seconds("--timeout", timeout)
+    if json_ not in (None, "-") and (why := closed(Path(json_))):
+        bad.append(f"{json_} cannot be written: {why}")
+    if rendezvous is None and listen:
+        bad.append("--listen goes with --rendezvous")
+    try:
+        if rendezvous is not None:
+            parse_address(rendezvous)
+            check_token(token or "")
+    except XferError as e:
+        bad.append(e.message if token else f"{e.message}: set XFER_TOKEN")
+    if bad:
+        raise typer.BadParameter("; ".join(bad))
+    try:
+        checkup = _checkup(rendezvous, token or "", size, timeout, seconds, listen, err)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    report = make_doctor_report(checkup, examine(checkup))
+    if json_ != "-":
+        show(report, out)
+    if json_ is not None:
+        import msgspec
+
+        write_text(json_, msgspec.json.format(msgspec.json.encode({"doctor": report})).decode(), out, err)
+    if report.problems:
+        raise typer.Exit(UNFIT)
+
+
+def _checkup(
+    rendezvous: str | None, token: str, size: int, timeout: float, seconds: float, listen: bool, err
+) -> Checkup:
+    from xfer.cli.doctor.facts import Checkup
+    from xfer.cli.doctor.look import look
+    from xfer.cli.doctor.meeting import Terms, attend
+    from xfer.errors import XferError
+    from xfer.rendezvous.channel import parse_address
+
+    if rendezvous is None:
+        return Checkup((look(),))
+    facts = look(parse_address(rendezvous)[0])
+    say(err, f"waiting for {size} processes at {rendezvous}, {timeout:g} s at most")
+    try:
+        return attend(Terms(rendezvous, token, size, timeout, seconds, listen), facts)
+    except XferError as e:
+        return Checkup((facts,), failures=tuple(f"{rendezvous}: {line}" for line in (e.message, *e.violations)))

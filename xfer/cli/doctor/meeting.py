@@ -1,0 +1,310 @@
+"""Brings the doctors of several machines together, and measures between each two of them.
+
+The process that has an address of the rendezvous' host listens there, or one with `--listen`. All dial it, this one too, prove the
+job's token as sessions do (rendezvous/channel.py), and join with their facts. The leader, a thread of the process that listens, sends
+each of them the facts of all, tells pairs to visit each other, and sends everything that was found to all.
+
+A visit goes to each address that gloo, NCCL or the rendezvous use of a process. It finds out whether that process is reached there and
+no other, and measures round trips, clocks, and a rate of some TCP connections. On one machine the visitor also reads a probe in
+the other's memory, as a session would. Visits of one step have no process in common.
+
+Every message has a length and a type that msgspec decodes; nothing is unpickled. Every wait has a deadline. A process that is lost or
+late becomes a failure in the report, and the others go on.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from msgspec import Meta
+
+from xfer.cli.doctor.addresses import chosen, is_loopback
+from xfer.cli.doctor.facts import Checkup, HostFacts, MemoryRead, NetworkPath
+from xfer.cli.doctor.line import GREET_S, Door, Line, Note
+from xfer.cli.doctor.visits import (
+    CONNECT_S,
+    DRAIN_S,
+    PINGS_S,
+    STREAMS,
+    Offers,
+    offer_probes,
+    open_door,
+    read_probes,
+    visit,
+)
+from xfer.errors import HandshakeError, PeerLost, ProtocolError, XferError
+from xfer.rendezvous.channel import dial_socket, listen
+
+SLACK_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How to meet.
+
+    Attributes:
+        rendezvous: "tcp://HOST:PORT".
+        size: Processes in all.
+        timeout_s: Seconds that all have to come.
+        stream_s: Seconds for which a rate is measured; 0: not at all.
+        listen: This process listens, whatever the rendezvous' host resolves to.
+    """
+
+    rendezvous: str
+    token: str
+    size: int
+    timeout_s: float
+    stream_s: float
+    listen: bool = False
+
+
+class Join(Note, frozen=True):
+    """Member -> leader: the first message."""
+
+    facts: HostFacts
+    size: int
+    offers: Offers
+
+
+class Begin(Note, frozen=True):
+    """Leader -> member: all who came. `seen[i]`: address from which member i reached the rendezvous. `lasts_s`: longest time that
+    all measurements may take."""
+
+    you: int
+    hosts: tuple[HostFacts, ...]
+    seen: tuple[str, ...]
+    offers: tuple[Offers, ...]
+    lasts_s: float
+
+
+class Visit(Note, frozen=True):
+    """Leader -> member: visit that one, now."""
+
+    destination: Annotated[int, Meta(ge=0)]
+    stream_s: Annotated[float, Meta(ge=0, le=60)]
+
+
+class Visited(Note, frozen=True):
+    """Member -> leader."""
+
+    paths: tuple[NetworkPath, ...]
+    memory: tuple[MemoryRead, ...]
+
+
+class Result(Note, frozen=True):
+    """Leader -> member: the end."""
+
+    checkup: Checkup
+
+
+# ---- the leader
+
+
+def rounds(n: int) -> list[list[tuple[int, int]]]:
+    """All pairs of n, in rounds of pairs that have nobody in common: the circle method."""
+    some = list(range(n + n % 2))
+    out = []
+    for _ in range(len(some) - 1):
+        half = len(some) // 2
+        pairs = zip(some[:half], reversed(some[half:]))
+        out.append([(a, b) for a, b in pairs if a < n and b < n])
+        some[1:] = [some[-1], *some[1:-1]]
+    return out
+
+
+class Leader:
+    """Runs a meeting on a thread of its own. Members hear of everything that goes wrong."""
+
+    def __init__(self, listeners: Sequence[socket.socket], terms: Terms):
+        self._terms = terms
+        self._joined: queue.Queue[tuple[Line, Join, str]] = queue.Queue()
+        self._rejected: list[str] = []
+        self._door = Door(listeners, terms.token, self._welcome, self._rejected.append)
+        self.failures: list[str] = []
+        self._gone: set[Line] = set()
+        self._thread = threading.Thread(target=self._run, name="xfer-doctor-leader", daemon=True)
+        self._thread.start()
+
+    def _welcome(self, sock: socket.socket, address: str) -> None:
+        line = Line(sock, address)
+        try:
+            self._joined.put((line, line.take(time.monotonic() + GREET_S, Join), address))
+        except XferError as e:
+            self._rejected.append(e.message)
+            raise
+
+    def close(self) -> None:
+        """Called when the own member has its result: the others have theirs, or do not read."""
+        self._thread.join(SLACK_S)
+
+    def _run(self) -> None:
+        came = self._gather()
+        self._door.close()
+        lines = [line for line, _, _ in came]
+        try:
+            self._lead(lines, [j for _, j, _ in came], [address for *_, address in came])
+        finally:
+            for line in lines:
+                line.close()
+
+    def _gather(self) -> list[tuple[Line, Join, str]]:
+        terms = self._terms
+        came: list[tuple[Line, Join, str]] = []
+        until = time.monotonic() + terms.timeout_s
+        while len(came) < terms.size and (left := until - time.monotonic()) > 0:
+            try:
+                came.append(self._joined.get(timeout=left))
+            except queue.Empty:
+                break
+        came.sort(key=lambda c: (c[1].facts.host, c[1].facts.machine, c[1].facts.pid))
+        if len(came) < terms.size:
+            here = ", ".join(j.facts.host for _, j, _ in came)
+            self.failures.append(
+                f"{terms.rendezvous}: only {len(came)} of {terms.size} processes came within {terms.timeout_s:g} s: {here}"
+            )
+            self.failures += [f"{terms.rendezvous}: rejected: {line}" for line in dict.fromkeys(self._rejected)][:8]
+        for _, join, _ in came:
+            if join.size != terms.size:
+                self.failures.append(
+                    f"{join.facts.host}: was started with --size {join.size}, the one that listens with {terms.size}"
+                )
+        return came
+
+    def _lead(self, lines: Sequence[Line], joins: Sequence[Join], addresses: Sequence[str]) -> None:
+        hosts = labelled([j.facts for j in joins])
+        for line, facts in zip(lines, hosts):
+            line.label = facts.label
+        far = any(not hosts[0].shares_network(f) for f in hosts)
+        seen = tuple("" if far and is_loopback(a) else a for a in addresses)
+        steps = [step for pairs in rounds(len(hosts)) for step in (pairs, [(b, a) for a, b in pairs])]
+        bound = [self._longest(f, s) for f, s in zip(hosts, seen)]
+        lasts = [max((bound[b] for _, b in step), default=0.0) for step in steps]
+        offers = tuple(j.offers for j in joins)
+        for i, line in enumerate(lines):
+            self._tell(line, Begin(i, hosts, seen, offers, sum(lasts)), time.monotonic() + SLACK_S)
+        measured: list[NetworkPath] = []
+        memory: list[MemoryRead] = []
+        for step, seconds in zip(steps, lasts):
+            until = time.monotonic() + seconds
+            told = [a for a, b in step if not {lines[a], lines[b]} & self._gone]
+            told = [a for a in told if self._tell(lines[a], Visit(dict(step)[a], self._terms.stream_s), until)]
+            for a in told:
+                if found := self._hear(lines[a], until):
+                    measured += found.paths
+                    memory += found.memory
+        result = Result(Checkup(hosts, tuple(measured), tuple(memory), tuple(self.failures)))
+        for line in lines:
+            self._tell(line, result, time.monotonic() + SLACK_S)
+
+    def _longest(self, facts: HostFacts, seen: str) -> float:
+        """Seconds that a visit of this process may take."""
+        per_path = (2 + STREAMS) * CONNECT_S + PINGS_S + self._terms.stream_s + DRAIN_S
+        return len(chosen(facts, seen)) * per_path + SLACK_S
+
+    def _tell(self, line: Line, note: Note, until: float) -> bool:
+        if line in self._gone:
+            return False
+        try:
+            line.send(note, until)
+            return True
+        except XferError as e:
+            self._lost(line, e)
+            return False
+
+    def _hear(self, line: Line, until: float) -> Visited | None:
+        try:
+            return line.take(until, Visited)
+        except XferError as e:
+            self._lost(line, e)
+            return None
+
+    def _lost(self, line: Line, e: XferError) -> None:
+        self._gone.add(line)
+        self.failures.append(f"{line.label}: left during the measurements: {e.message}")
+        line.close()
+
+
+def labelled(hosts: Sequence[HostFacts]) -> tuple[HostFacts, ...]:
+    """Gives processes of one host name a number behind it."""
+    many, count = Counter(f.host for f in hosts), Counter[str]()
+    out = []
+    for f in hosts:
+        count[f.host] += 1
+        out.append(replace(f, label=f"{f.host} #{count[f.host]}" if many[f.host] > 1 else f.host))
+    return tuple(out)
+
+
+# ---- a member
+
+
+def attend(terms: Terms, facts: HostFacts) -> Checkup:
+    """Meets the others, measures what it is told to, and returns everything that was found.
+
+    Raises:
+        XferError: This process could not take part.
+    """
+    door, port = open_door(facts.identity, terms.token)
+    leader = None
+    try:
+        listeners = _listeners(terms)
+        at = terms.rendezvous
+        if listeners:
+            leader, at = Leader(listeners, terms), _own(listeners[0])
+        offers, kept = offer_probes(facts)
+        line = Line(dial_socket(at, terms.token, terms.timeout_s), "the doctor that listens")
+        try:
+            return _take_part(line, terms, replace(facts, port=port), offers)
+        finally:
+            line.close()
+            del kept
+    except (PeerLost, ProtocolError) as e:
+        raise type(e)(e.message, ["is a session running at this address? give doctor a port of its own"]) from None
+    finally:
+        door.close()
+        if leader is not None:
+            leader.close()
+
+
+def _listeners(terms: Terms) -> list[socket.socket]:
+    """Sockets of the rendezvous, if this process is the one that listens: the first with an address of its host."""
+    try:
+        return listen(terms.rendezvous, terms.token, elsewhere=terms.listen)
+    except HandshakeError:
+        if terms.listen:
+            raise
+        return []  # another doctor of this machine listens already, or this machine does not know the name
+
+
+def _own(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def _take_part(line: Line, terms: Terms, facts: HostFacts, offers: Offers) -> Checkup:
+    line.send(Join(facts, terms.size, offers), time.monotonic() + SLACK_S)
+    met = line.take(time.monotonic() + terms.timeout_s + SLACK_S, Begin)
+    until = time.monotonic() + met.lasts_s + 2 * SLACK_S
+    while True:
+        note = line.take(until, Visit, Result)
+        if isinstance(note, Result):
+            return note.checkup
+        if isinstance(note, Visit):
+            line.send(_visited(note, met, terms.token), until)
+
+
+def _visited(told: Visit, met: Begin, token: str) -> Visited:
+    if not told.destination < len(met.hosts):
+        raise ProtocolError(f"process {told.destination} of {len(met.hosts)} is to be visited")
+    me, other = met.hosts[met.you], met.hosts[told.destination]
+    names = {f.identity: f.label for f in met.hosts}
+    found = visit(me, other, met.seen[told.destination], token, told.stream_s, names)
+    memory = read_probes(me, other, met.offers[told.destination]) if me.shares_machine(other) else ()
+    return Visited(tuple(found), tuple(memory))

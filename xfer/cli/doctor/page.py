@@ -1,0 +1,119 @@
+"""Prints a checkup: two tables and the findings, on one page."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from xfer.cli.doctor.addresses import gloo_addresses, interface_of, nccl_interfaces, uses_nccl
+from xfer.cli.doctor.checks import Finding, Level
+from xfer.cli.doctor.facts import Checkup, HostFacts, MemoryRead, NetworkPath
+from xfer.cli.plan import plain, say
+from xfer.errors import by_kind
+from xfer.logs import counted
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+MOST_PATHS = 30
+"""Rows of the table of paths. More of them are summed up; `--json` has all."""
+SHOWN = 8
+"""Processes that are named in a line."""
+STYLES = {Level.PROBLEM: "bold red", Level.WARNING: "yellow", Level.OK: "green"}
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorReport:
+    """The JSON of a checkup. `schema` rises when a field is renamed or removed."""
+
+    problems: int
+    warnings: int
+    findings: tuple[Finding, ...]
+    hosts: tuple[HostFacts, ...]
+    paths: tuple[NetworkPath, ...]
+    memory: tuple[MemoryRead, ...]
+    schema: int = SCHEMA
+
+
+def make_doctor_report(checkup: Checkup, findings: Sequence[Finding]) -> DoctorReport:
+    problems, warnings = (sum(f.level is level for f in findings) for level in (Level.PROBLEM, Level.WARNING))
+    return DoctorReport(problems, warnings, tuple(findings), checkup.hosts, checkup.paths, checkup.memory)
+
+
+def show(report: DoctorReport, console: Console) -> None:
+    _hosts(report.hosts, console)
+    _paths(report.paths, console)
+    for level in STYLES:
+        _findings([f for f in report.findings if f.level is level], console)
+    style = STYLES[Level.PROBLEM if report.problems else Level.WARNING if report.warnings else Level.OK]
+    processes = "1 process" if len(report.hosts) == 1 else f"{len(report.hosts)} processes"
+    say(console, f"{processes}: {counted(report.problems, 'problem')}, {counted(report.warnings, 'warning')}", style)
+
+
+def _findings(findings: Sequence[Finding], console: Console) -> None:
+    """Findings of one level, those that say the same in one line."""
+    from rich.text import Text
+
+    same: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for f in findings:
+        same[f.topic, f.advice, f.said].append(f.where)
+    grouped: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for (topic, advice, said), wheres in same.items():
+        more = f" and {len(wheres) - SHOWN} more" if len(wheres) > SHOWN else ""
+        grouped[topic, advice].append(f"{', '.join(wheres[:SHOWN])}{more}: {said}")
+    for (topic, advice), lines in grouped.items():
+        for line in by_kind(lines):
+            level = findings[0].level
+            head = Text(f"{level.value:8} ", style=STYLES[level])
+            console.print(head.append(plain(f"{topic}: {line}"), style="default"), soft_wrap=True)
+        if advice:
+            say(console, f"{'':9}{advice}")
+
+
+def _table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table()
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(plain(c)) for c in row))
+    console.print(table)
+
+
+def _hosts(hosts: Sequence[HostFacts], console: Console) -> None:
+    rows = []
+    for f in hosts:
+        gloo = ", ".join(f"{a} {i.name}" if (i := interface_of(f, a)) else a for a in gloo_addresses(f))
+        nccl = ", ".join(f"{i.addresses[0]} {i.name}" for i in nccl_interfaces(f)) if uses_nccl(f) else "no GPU"
+        kinds = ", ".join(f"{sum(g.name == n for g in f.gpus)} x {n}" for n in dict.fromkeys(g.name for g in f.gpus))
+        rows.append(
+            (f.label, str(f.pid), gloo, nccl, kinds or "none", *(f.versions.get(n, "-") for n in ("torch", "NCCL")))
+        )
+    _table(console, ("host", "pid", "gloo listens at", "NCCL listens at", "GPUs", "torch", "NCCL"), rows, ("pid",))
+
+
+def _paths(measured: Sequence[NetworkPath], console: Console) -> None:
+    if not measured:
+        return
+    # The slowest paths, and those that do not work, first where not all are shown.
+    some = (
+        measured
+        if len(measured) <= MOST_PATHS
+        else sorted(measured, key=lambda m: (not m.error, m.gb_per_s))[:MOST_PATHS]
+    )
+    rows = [
+        (
+            m.source, m.destination, m.address, ", ".join(m.users), f"{m.round_trip_s * 1e6:,.0f}" if m.round_trip_s else "-",
+            str(m.path_mtu or "-"), f"{m.gb_per_s:.3f}" if m.nbytes else m.error or "-",
+        )
+        for m in some
+    ]  # fmt: skip
+    columns = ("from", "to", "address", "of", "round trip, us", "path MTU", "GB/s by TCP")
+    _table(console, columns, rows, columns[4:])
+    if len(some) < len(measured):
+        say(console, f"the slowest {len(some)} of {len(measured)} paths; --json has all")

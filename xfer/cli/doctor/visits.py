@@ -1,0 +1,235 @@
+"""Measures between two processes: reachability, round trips, clocks, a rate, and whether one reads the other's memory.
+
+A visit goes to each address that gloo, NCCL or the rendezvous use of a process. It finds out whether that process is reached there and
+no other. On one machine the visitor also reads a probe in the other's memory, as a session would.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from xfer.cli.doctor.addresses import chosen
+from xfer.cli.doctor.facts import HostFacts, MemoryRead, NetworkPath
+from xfer.cli.doctor.line import GREET_S, Door, Line, Note
+from xfer.errors import HandshakeError, XferError
+from xfer.rendezvous.channel import connect_handshake, read_exactly
+
+CONNECT_S, PINGS_S, DRAIN_S = 5.0, 5.0, 10.0
+PINGS, STREAMS, BLOCK_BYTES = 20, 4, 1 << 18
+_IP_MTU, _IPV6_MTU = 14, 24
+"""Linux: the path MTU of a connected socket."""
+
+
+class Knock(Note, frozen=True):
+    """Visitor -> visited: the first message of a connection. `lasts_s`: seconds until the visited may hang up."""
+
+    stream: bool
+    lasts_s: Annotated[float, Meta(ge=0, le=120)]
+
+
+class Here(Note, frozen=True):
+    """Visited -> visitor: who it is."""
+
+    identity: str
+
+
+class Offers(Struct, frozen=True):
+    """Offers of a probe (transport/peer_host.py, transport/peer.py) in host memory and in that of GPU 0; empty for none."""
+
+    host: bytes = b""
+    gpu: bytes = b""
+
+
+# ---- the visited side
+
+
+def open_door(identity: str, token: str) -> tuple[Door, int]:
+    """Answers visitors, on every interface. Returns the door and its port."""
+    dual = socket.has_dualstack_ipv6()
+    try:
+        listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True) if dual else None
+    except OSError:
+        listener = None
+    listener = listener or socket.create_server(("", 0))
+
+    def welcome(sock: socket.socket, address: str) -> None:
+        line = Line(sock, address)
+        knock = line.take(time.monotonic() + GREET_S, Knock)
+        until = time.monotonic() + knock.lasts_s
+        line.send(Here(identity), until)
+        (_swallow if knock.stream else _answer)(sock, until)
+        sock.close()
+
+    return Door([listener], token, welcome), listener.getsockname()[1]
+
+
+def _answer(sock: socket.socket, until: float) -> None:
+    """Answers each byte with this machine's clock, until the visitor hangs up."""
+    while True:
+        sock.settimeout(max(0.001, until - time.monotonic()))
+        if not sock.recv(1):
+            return
+        sock.sendall(struct.pack("<d", time.time()))
+
+
+def _swallow(sock: socket.socket, until: float) -> None:
+    """Reads until the visitor has sent all, and answers how many bytes these were."""
+    buffer, total = bytearray(4 * BLOCK_BYTES), 0
+    while True:
+        sock.settimeout(max(0.001, until - time.monotonic()))
+        got = sock.recv_into(buffer)
+        if not got:
+            break
+        total += got
+    sock.sendall(struct.pack("<Q", total))
+
+
+# ---- the visiting side
+
+
+def visit(
+    me: HostFacts, other: HostFacts, seen: str, token: str, stream_s: float, names: dict[str, str]
+) -> Iterator[NetworkPath]:
+    """Measures the path to each address of another process.
+
+    Args:
+        seen: Address from which it reached the rendezvous; "" if that means nothing here.
+        stream_s: See `Terms`.
+        names: Labels by identity.
+    """
+    for at in chosen(other, seen):
+        found = NetworkPath(me.label, other.label, at.address, at.users)
+        try:
+            yield _measure(found, other, token, stream_s, names)
+        except XferError as e:
+            yield replace(found, error=e.message)
+        except OSError as e:
+            late = isinstance(e, TimeoutError)
+            yield replace(found, error=f"no answer within {CONNECT_S:g} s" if late else e.strerror or str(e))
+
+
+def _measure(found: NetworkPath, other: HostFacts, token: str, stream_s: float, names: dict[str, str]) -> NetworkPath:
+    at = found.address, other.port
+    with _call(at, other, token, names, False, PINGS_S) as sock:
+        until = time.monotonic() + PINGS_S
+        trips = []
+        for _ in range(PINGS):
+            began, clock = time.perf_counter(), time.time()
+            sock.sendall(b"?")
+            (theirs,) = struct.unpack("<d", read_exactly(sock, 8, until))
+            took = time.perf_counter() - began
+            trips.append((took, theirs - (clock + took / 2)))
+        v6 = sock.family == socket.AF_INET6
+        try:
+            mtu = sock.getsockopt(*(socket.IPPROTO_IPV6, _IPV6_MTU) if v6 else (socket.IPPROTO_IP, _IP_MTU))
+        except OSError:
+            mtu = 0
+    round_trip, ahead = min(trips)
+    found = replace(found, round_trip_s=round_trip, clock_ahead_s=ahead, path_mtu=mtu)
+    if not stream_s:
+        return found
+    lasts = stream_s + DRAIN_S
+    streams = []
+    try:
+        for _ in range(STREAMS):
+            streams.append(_call(at, other, token, names, True, lasts + STREAMS * CONNECT_S))
+        began = time.monotonic()
+        nbytes = _send(streams, began + stream_s, began + lasts)
+        return replace(found, nbytes=nbytes, seconds=time.monotonic() - began)
+    except OSError as e:
+        why = f"not all arrived within {lasts:g} s" if isinstance(e, TimeoutError) else e.strerror or str(e)
+        return replace(found, error=f"small messages arrive, a stream of bytes does not: {why}")
+    finally:
+        for sock in streams:
+            sock.close()
+
+
+def _call(
+    at: tuple[str, int], other: HostFacts, token: str, names: dict[str, str], stream: bool, lasts_s: float
+) -> socket.socket:
+    """Connects, and makes sure that it is `other` that answers."""
+    until = time.monotonic() + CONNECT_S
+    sock = socket.create_connection(at, CONNECT_S)
+    try:
+        connect_handshake(sock, token, f"{at[0]} port {at[1]}", until)
+        line = Line(sock, f"{at[0]} port {at[1]}")
+        line.send(Knock(stream, lasts_s), until)
+        identity = line.take(until, Here).identity
+        if identity != other.identity:
+            raise HandshakeError(f"{names.get(identity, 'another process')} answers there, not {other.label}")
+        sock.settimeout(lasts_s)
+        return sock
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _send(streams: Sequence[socket.socket], stop: float, until: float) -> int:
+    """Sends over all streams until `stop`. Returns how many bytes arrived. Raises OSError if they did not by `until`."""
+    block, arrived, failed = bytes(BLOCK_BYTES), [], []
+
+    def send(sock: socket.socket) -> None:
+        try:
+            while time.monotonic() < stop:
+                sock.settimeout(max(0.001, until - time.monotonic()))
+                sock.sendall(block)
+            sock.shutdown(socket.SHUT_WR)
+            arrived.append(struct.unpack("<Q", read_exactly(sock, 8, until))[0])
+        except OSError as e:
+            failed.append(e)
+
+    threads = [threading.Thread(target=send, args=(s,), daemon=True) for s in streams]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    if failed:
+        raise failed[0]
+    return sum(arrived)
+
+
+def offer_probes(facts: HostFacts) -> tuple[Offers, list[object]]:
+    """Offers of this process, and what has to be kept for as long as others may read it."""
+    import torch
+
+    from xfer.transport import peer, peer_host
+
+    host = peer_host.Export(0, (), torch.device("cpu"))
+    if not facts.gpus:
+        return Offers(host.to_bytes()), [host]
+    try:
+        gpu = peer.Export(0, (), torch.device("cuda", 0))
+    except RuntimeError:  # out of memory, say; then there is nothing to read
+        return Offers(host.to_bytes()), [host]
+    return Offers(host.to_bytes(), gpu.to_bytes()), [host, gpu]
+
+
+def read_probes(me: HostFacts, other: HostFacts, offers: Offers) -> Iterator[MemoryRead]:
+    """Reads the probes of another process of this machine, as a worker that pulls would."""
+    import torch
+
+    from xfer.transport import peer, peer_host
+
+    kinds = [("host memory", offers.host, peer_host, torch.device("cpu"))]
+    if me.gpus:
+        kinds.append(("GPU memory", offers.gpu, peer, torch.device("cuda", 0)))
+    for memory, offer, route, device in kinds:
+        if not offer:
+            continue
+        mapping = route.Mapping(1, device)
+        try:
+            mapping.open(offer, 0, ())
+            why = mapping.why(0)
+        except (XferError, RuntimeError) as e:
+            why = str(e)
+        finally:
+            mapping.close()
+        yield MemoryRead(other.label, me.label, memory, why)
