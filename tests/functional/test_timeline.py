@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections import deque
@@ -67,6 +68,39 @@ def test_moments_of_all_processes_come_in_the_order_in_which_things_happen(kept)
     code, text = shown(kept, "--median", "--attempt", 1)
     assert code == 2 and "give one of the two" in text, text
     assert "was XFER_TIMELINE set" in shown(kept, "--median", "--session", "never")[1]
+
+
+def test_a_timeline_as_data_and_as_a_trace_has_the_moments_that_are_printed(kept, tmp_path):
+    refitted(2)
+    data, trace = tmp_path / "data.json", tmp_path / "trace.json"
+    code, text = shown(kept, "--json", data, "--trace", trace)
+    assert code == 0 and "refit 2 on" in text, text
+    (host,) = json.loads(data.read_text())["timeline"]["hosts"]
+    (last,) = timelines.of_attempt(timelines.read(kept)).values()
+    assert [timelines.Moment(**x) for x in host["moments"]] == last and host["host"] == last[0].host
+    assert json.loads(shown(kept, "--json", "-")[1]) == json.loads(data.read_text())
+    assert (
+        json.loads(shown(kept, "--median", "--skip", 0, "--json", "-")[1])["timeline"]["hosts"][0]["moments"][0][
+            "count"
+        ]
+        == 2
+    )
+
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    told = {(names[e["tid"]], e["name"], e["args"]["attempt"]) for e in events if e["ph"] in "Xi"}
+    assert told == {(x.who, x.what, x.attempt) for x in timelines.read(kept)}
+    one = [e for e in json.loads(shown(kept, "--attempt", 1, "--trace", "-")[1])["traceEvents"] if e["ph"] != "M"]
+    assert {e["args"]["attempt"] for e in one} == {1} and len({e["pid"] for e in one}) == 1
+
+
+def test_a_slice_of_a_trace_ends_at_the_moment_whose_name_it_has():
+    """It never begins before the refit: the first moment of each is an instant. Each host begins at 0."""
+    at = [(5.0, "w", "a", "h", 1), (5.25, "w", "b", "h", 1), (9.0, "w", "a", "h", 2), (7.0, "x", "a", "g", 1)]
+    events = [e for e in timelines.chrome_trace(timelines.Moment(*x) for x in at)["traceEvents"] if e["ph"] != "M"]
+    assert [(e["ph"], e["name"], e["ts"], e.get("dur"), e["pid"]) for e in events] == [
+        ("i", "a", 0.0, None, 1), ("X", "b", 0.0, 0.25e6, 1), ("i", "a", 0.0, None, 2), ("i", "a", 4e6, None, 1),
+    ]  # fmt: skip
 
 
 def test_a_job_that_was_started_again_does_not_mix_with_the_one_before(kept):

@@ -74,6 +74,22 @@ def test_status_prints_what_it_is_told_to_the_letter(monkeypatch):
     assert done.exit_code == 1 and f"[rendezvous] {ODD}" in done.output and f"- {ODD}" in done.output
 
 
+def test_status_as_data_has_all_that_is_printed(monkeypatch, tmp_path):
+    party = m.PartyStatus("trainer 0", ODD, "moving", 1, 2, 3)
+    reply = m.StatusReply(7, ODD, (ODD,), (party,), ((0, "v"), (1, 5)))
+    expected = {
+        "attempt": 7, "state": ODD, "waiting_for": [ODD],
+        "processes": [dict(label="trainer 0", host=ODD, phase="moving", wave=1, bytes_done=2, bytes_planned=3)],
+        "versions": [{"replica": 0, "version": "v"}, {"replica": 1, "version": 5}],
+    }  # fmt: skip
+    done, _ = status(monkeypatch, "--json", "-", reply=reply)
+    assert done.exit_code == 0 and json.loads(done.output) == {"status": expected}
+    done, _ = status(monkeypatch, "--json", str(tmp_path / "x"), reply=reply)
+    assert done.output == "" and json.loads((tmp_path / "x").read_text()) == {"status": expected}
+    done, _ = status(monkeypatch, "--json", "/no/such/folder/x", end=AssertionError("it was called"))
+    assert done.exit_code == 2 and "there is no folder" in done.output
+
+
 def test_status_can_be_interrupted_at_any_time(monkeypatch):
     done, client = status(monkeypatch, "--watch", "1", end=KeyboardInterrupt())
     assert done.exit_code == 0 and client.closed

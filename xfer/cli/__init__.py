@@ -5,17 +5,23 @@ Each subcommand imports its packages when it is called, so that `--help` is quic
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from xfer.cli.doctor.command import HELP as DOCTOR_HELP
 from xfer.cli.doctor.command import check_hosts
-from xfer.cli.plan import HELP, plain, plan_refit, say
+from xfer.cli.plan import HELP, plain, plan_refit, say, write_text, wrong_files
+
+if TYPE_CHECKING:
+    from xfer.coordinator import messages as m
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -46,6 +52,9 @@ def status(
     token: Annotated[str, typer.Option(envvar="XFER_TOKEN", help="the job's token")],
     watch: Annotated[float, typer.Option(help="repeat every so many seconds; 0: once")] = 0.0,
     timeout: Annotated[float, typer.Option(help="seconds to wait for the rendezvous")] = 10.0,
+    json_: Annotated[
+        str | None, typer.Option("--json", help="write it as data instead, one line each time; - for standard output")
+    ] = None,
 ) -> None:
     """Show the connected processes, their state, and the processes that are waited for."""
     from rich.console import Console
@@ -56,6 +65,7 @@ def status(
     from xfer.rendezvous.client import RendezvousClient
 
     bad = wrong_seconds("--timeout", timeout) + (wrong_seconds("--watch", watch) if watch else [])
+    bad += wrong_files(json_)
     if bad:
         raise typer.BadParameter("; ".join(bad))
     console, client = Console(), None
@@ -64,9 +74,12 @@ def status(
         while True:
             client.send(m.StatusAsk())
             reply = client.take(time.monotonic() + timeout, "a status", m.StatusReply)
-            if watch:
-                console.clear()
-            _print_status(console, reply)
+            if json_ is not None:
+                write_text(json_, json.dumps({"status": _status_data(reply)}), console, Console(stderr=True))
+            else:
+                if watch:
+                    console.clear()
+                _print_status(console, reply)
             if not watch:
                 break
             time.sleep(watch)
@@ -78,6 +91,18 @@ def status(
     finally:
         if client is not None:
             client.close()
+
+
+def _status_data(reply: m.StatusReply) -> dict:
+    from msgspec import structs
+
+    return {
+        "attempt": reply.attempt,
+        "state": reply.state,
+        "waiting_for": reply.waiting_for,
+        "processes": [structs.asdict(p) for p in reply.parties],
+        "versions": [{"replica": i, "version": version} for i, version in reply.versions],
+    }
 
 
 def _print_status(console, reply) -> None:
@@ -104,6 +129,13 @@ def timeline(
     median: Annotated[bool, typer.Option("--median", help="medians over all refits but the first --skip")] = False,
     skip: Annotated[int, typer.Option(help="with --median: refits at the start that do not count", min=0)] = 2,
     session: Annotated[str | None, typer.Option(help="how its name begins; default: the last one")] = None,
+    json_: Annotated[
+        str | None, typer.Option("--json", help="write the same as data; - for standard output, and no tables")
+    ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(help="write a Chrome trace for ui.perfetto.dev, of all refits of the session or of --attempt"),
+    ] = None,
 ) -> None:
     """Show the time of each step of a refit. Run every process with XFER_TIMELINE=FOLDER, refit, then call this."""
     from rich.console import Console
@@ -113,11 +145,15 @@ def timeline(
     from xfer.cli import timelines
     from xfer.errors import XferError
 
+    if bad := wrong_files(json_, trace):
+        raise typer.BadParameter("; ".join(bad))
     if median and attempt is not None:
         raise typer.BadParameter("--attempt is of one refit and --median of all: give one of the two")
-    console = Console()
+    console, err = Console(), Console(stderr=True)
+    data_only = "-" in (json_, trace)
+    note = partial(say, err if data_only else console)
     try:
-        moments, sessions = timelines.of_session(timelines.read(folder, lambda text: say(console, text)), session)
+        moments, sessions = timelines.of_session(timelines.read(folder, note), session)
     except XferError as e:
         say(console, str(e), "red")
         raise typer.Exit(1) from None
@@ -133,6 +169,14 @@ def timeline(
         if sessions:
             say(console, "\n  ".join(("sessions in this folder:", *sessions)))
         raise typer.Exit(1)
+    if trace is not None:
+        chosen = [x for x in moments if attempt in (None, x.attempt)]
+        write_text(trace, json.dumps(timelines.chrome_trace(chosen)), console, err)
+    if json_ is not None:
+        data = timelines.TimelineData(moments[0].session, sessions, timelines.by_host(hosts))
+        write_text(json_, json.dumps({"timeline": asdict(data)}, indent=1), console, err)
+    if data_only:
+        return
     for host, found in hosts.items():
         first = found[0]
         title = f"refit {first.attempt} on {host}" if isinstance(first, timelines.Moment) else f"medians on {host}"

@@ -80,7 +80,7 @@ def plan_refit(
     from xfer.errors import XferError
 
     out, err = Console(), Console(stderr=True)
-    bad = [f"{p} cannot be written: {why}" for p in (html, json_) if p not in (None, "-") and (why := closed(Path(p)))]
+    bad = wrong_files(html, json_)
     try:
         told = describe(trainer, engine, fabric, job)
     except XferError as e:
@@ -253,7 +253,12 @@ def say(console: Console, text: str, style: str = "") -> None:
     console.print(Text(plain(text), style=style), soft_wrap=True)
 
 
-def closed(path: Path) -> str:
+def wrong_files(*paths: str | None) -> list[str]:
+    """One line for each path at which no file can be written; - is standard output."""
+    return [f"{p} cannot be written: {why}" for p in paths if p not in (None, "-") and (why := _closed(Path(p)))]
+
+
+def _closed(path: Path) -> str:
     """Why no file can be written there; "" if one can. Asked before a plan is made, which may take minutes."""
     try:
         if path.is_dir():

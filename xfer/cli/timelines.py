@@ -6,7 +6,7 @@ import json
 import logging
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,3 +145,61 @@ def of_attempt(moments: Iterable[Moment], attempt: int | None = None) -> dict[st
         if x.attempt == attempt:
             out.setdefault(x.host, []).append(x)
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class HostTimeline:
+    """What happened on one host, in order. `at` of the moments: seconds of its own clock, or after the first one for medians."""
+
+    host: str
+    moments: tuple[Moment | Typical, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineData:
+    """The JSON of `xfer timeline`. `sessions`: names of all sessions in the folder."""
+
+    session: str
+    sessions: Sequence[str]
+    hosts: tuple[HostTimeline, ...]
+
+
+def by_host(hosts: Mapping[str, Sequence[Moment | Typical]]) -> tuple[HostTimeline, ...]:
+    return tuple(HostTimeline(host, tuple(found)) for host, found in hosts.items())
+
+
+def chrome_trace(moments: Iterable[Moment]) -> dict[str, Any]:
+    """Make a trace in Chrome's Trace Event Format, which Perfetto shows.
+
+    A host is a process of the trace, a participant one of its threads. A slice lasts from one moment of a participant to its next one
+    in the same refit, and has the name of the later moment, which ended it. Each host begins at 0, because each has its own clock.
+
+    Args:
+        moments: Moments of any refits of one session.
+    """
+    events: list[dict[str, Any]] = []
+    pids: dict[str, int] = {}
+    tids: dict[tuple[str, str], int] = {}
+    begins: dict[str, float] = {}
+    last: dict[tuple[str, str], Moment] = {}
+
+    def name(kind: str, label: str, **where: int) -> None:
+        events.append({"ph": "M", "name": f"{kind}_name", **where, "args": {"name": label}})
+
+    for x in sorted(moments):
+        key = x.host, x.who
+        if x.host not in pids:
+            pids[x.host] = len(pids) + 1
+            begins[x.host] = x.at
+            name("process", x.host, pid=pids[x.host])
+        if key not in tids:
+            tids[key] = len(tids) + 1
+            name("thread", x.who, pid=pids[x.host], tid=tids[key])
+        before = last.get(key)
+        same = before is not None and before.attempt == x.attempt
+        since = before.at if before is not None and same else x.at
+        shape = {"ph": "X", "dur": (x.at - since) * 1e6} if same else {"ph": "i", "s": "t"}
+        where = {"pid": pids[x.host], "tid": tids[key], "ts": (since - begins[x.host]) * 1e6}
+        events.append({**shape, "name": x.what, "cat": "refit", **where, "args": {"attempt": x.attempt}})
+        last[key] = x
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

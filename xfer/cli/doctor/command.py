@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from xfer.cli.plan import closed, say, write_text
+from xfer.cli.plan import say, write_text, wrong_files
 
 if TYPE_CHECKING:
     from xfer.cli.doctor.facts import Checkup
@@ -54,9 +53,7 @@ def check_hosts(
     from xfer.rendezvous.channel import check_token, parse_address
 
     out, err = Console(), Console(stderr=True)
-    bad = wrong_seconds("--timeout", timeout)
-    if json_ not in (None, "-") and (why := closed(Path(json_))):
-        bad.append(f"{json_} cannot be written: {why}")
+    bad = wrong_seconds("--timeout", timeout) + wrong_files(json_)
     if rendezvous is None and listen:
         bad.append("--listen goes with --rendezvous")
     try:
