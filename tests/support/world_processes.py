@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from examples.common.ports import free_port
+from tests.support.hosts import Host
 from tests.support.proc import cause, stopped
 from tests.support.world import REFIT, TOKEN, ToyEngine, ToySource, ToyTaker, trainer_session
 from xfer.errors import DeadlineExceeded, EngineLost
@@ -77,6 +78,7 @@ def _serve_trainer(conn: Connection, made: Callable[..., TrainerSession], **more
             "version": r.version,
             "committed": [o.committed for o in r.outcomes],
             "errors": [f"{type(o.error).__name__}: {o.error}" if o.error else "" for o in r.outcomes],
+            "transfer_s": r.transfer_s,
         }
 
     _serve(conn, {"connect": connect, "refit": refit, **more})
@@ -92,8 +94,10 @@ def _trainer(conn: Connection, rank: int, world: int, env: dict) -> None:
     _serve_trainer(conn, made, set=source.set, change=source.turn)
 
 
-def _worker(conn: Connection, engine: Connection, rank: int, world: int, env: dict, make=ToyTaker) -> None:
-    """`conn`: the test's; `engine`: the controller's calls."""
+def _worker(
+    conn: Connection, engine: Connection, rank: int, world: int, env: dict, make=ToyTaker, **more: Callable
+) -> None:
+    """`conn`: the test's; `engine`: the controller's calls; `more`: further commands of the test."""
     os.environ.update(env)
     taker, session, busy = make(rank, world), None, threading.Lock()
 
@@ -120,7 +124,7 @@ def _worker(conn: Connection, engine: Connection, rank: int, world: int, env: di
         }
 
     threading.Thread(target=_serve, args=(engine, {"init": init, "update": update}), daemon=True).start()
-    _serve(conn, {"holds": holds})
+    _serve(conn, {"holds": holds, **more})
 
 
 class ProcessEngine(ToyEngine):
@@ -188,11 +192,12 @@ def _controller(conn: Connection, workers: list[Connection], env: dict) -> None:
 
 
 class Process:
-    """A process and the pipe for its commands."""
+    """A process and the pipe for its commands. host: an emulated host (hosts.py) that it runs on."""
 
-    def __init__(self, target, *args):
+    def __init__(self, target, *args, host: Host | None = None):
         self.conn, there = _ctx.Pipe()
-        self.proc = _ctx.Process(target=target, args=(there, *args), daemon=True)
+        run = target if host is None else host.run
+        self.proc = _ctx.Process(target=run, args=(*([target] if host else []), there, *args), daemon=True)
         self.proc.start()
         there.close()
 
@@ -249,6 +254,8 @@ class ProcessWorld:
 
     mains = (_trainer, _worker, _controller)
     """Main functions of the processes of each kind."""
+    address = "127.0.0.1"
+    """Where trainer 0 listens."""
 
     def __init__(self, folder: Path, trainers=2, workers=2, replicas=2, deadline_s=20.0, host_pull=False, relay=False):
         self.folder, self.workers, self.deadline_s = Path(folder), workers, deadline_s
@@ -260,14 +267,23 @@ class ProcessWorld:
         env = {"XFER_FAULT_FILE": str(self.folder / f"{name}.fault"), "XFER_FAULT_HANG_S": "4", "OMP_NUM_THREADS": "1"}
         return env | ({HOST_PULL: "1"} if self.host_pull else {}) | ({RELAY: "1"} if self.relay else {})
 
+    def host(self, number: int) -> tuple[Host | None, dict[str, str]]:
+        """Where a rank runs (trainers come first, and then the workers of each replica), and its further environment."""
+        return None, {}
+
     def _trainer(self, rank: int, world: int) -> Process:
-        return Process(self.mains[0], rank, world, self._env("trainers"))
+        host, env = self.host(rank)
+        return Process(self.mains[0], rank, world, self._env("trainers") | env, host=host)
 
     def _replica(self, index: int) -> Replica:
         pipes = [_ctx.Pipe() for _ in range(self.workers)]
-        env = self._env(f"replica{index}")
-        workers = [Process(self.mains[1], there, i, self.workers, env) for i, (_, there) in enumerate(pipes)]
-        controller = Process(self.mains[2], [here for here, _ in pipes], env)
+        env, first = self._env(f"replica{index}"), len(self.trainers) + index * self.workers
+        places = [self.host(first + i) for i in range(self.workers)]
+        workers = [
+            Process(self.mains[1], there, i, self.workers, env | more, host=host)
+            for i, ((_, there), (host, more)) in enumerate(zip(pipes, places))
+        ]
+        controller = Process(self.mains[2], [here for here, _ in pipes], env, host=places[0][0])
         for pair in pipes:
             for end in pair:
                 end.close()
@@ -277,19 +293,20 @@ class ProcessWorld:
         """`who`: "trainers" or "replica0"; `text` as in xfer/participants/faults.py."""
         cause(self.folder / f"{who}.fault", text)
 
-    def meet(self) -> list[dict]:
-        """All connect at a new rendezvous; results of the trainers. Those that are dead are started again."""
+    def meet(self, **more) -> list[dict]:
+        """All connect at a new rendezvous; results of the trainers. Those that are dead are started again. more: for
+        `trainer_session`."""
         for i, t in enumerate(self.trainers):
             if not t.proc.is_alive():
                 t.stop()
                 self.trainers[i] = self._trainer(i, len(self.trainers))
         self.serve_all()
         where = dict(rendezvous=self.rendezvous, replicas=len(self.replicas), deadline_s=self.deadline_s)
-        return self.on_all("connect", **where)
+        return self.on_all("connect", **where, **more)
 
     def serve_all(self) -> None:
         """Engines connect to a new rendezvous before any trainer does."""
-        self.rendezvous = f"tcp://127.0.0.1:{free_port()}"
+        self.rendezvous = f"tcp://{self.address}:{free_port()}"
         for r in self.replicas:
             self.serve(r)
 

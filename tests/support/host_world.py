@@ -1,0 +1,48 @@
+"""The processes of world_processes.py on emulated hosts (hosts.py): a session whose every byte crosses a shaped network interface.
+
+Ranks are numbered, trainers first and then the workers of each replica, and fill the hosts in order. A replica's controller is on
+the host of its first worker. The rendezvous is at the name of host 0.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+from tests.support.hosts import Cluster, Host
+from tests.support.world import TOKEN, ToySource, ToyTaker, trainer_session
+from tests.support.world_processes import ProcessWorld, _controller, _serve_trainer, _worker
+
+BYTES = {"layers.0.w": (512, 1024), "layers.1.w": (512, 1024), "embed": (36, 8), "norm": (12,)}
+"""2 MB: a sixth of a second at 100 Mbit/s."""
+BUCKET = 128 << 10
+
+
+def _trainer(conn, rank: int, world: int, env: dict) -> None:
+    os.environ.update(env)
+    source = ToySource(rank, world, BYTES)
+
+    def made(rendezvous: str, **args):
+        return trainer_session(source, rendezvous, TOKEN, bucket_bytes=BUCKET, **args)
+
+    _serve_trainer(conn, made, set=source.set, change=source.turn)
+
+
+def _taker(rank: int, world: int) -> ToyTaker:
+    return ToyTaker(rank, world, BYTES)
+
+
+class HostWorld(ProcessWorld):
+    """See ProcessWorld. The cluster has to hold all ranks."""
+
+    mains = (_trainer, functools.partial(_worker, make=_taker), _controller)
+    address = "h0"
+
+    def __init__(self, cluster: Cluster, folder: Path, **how):
+        self.cluster = cluster
+        super().__init__(folder, **how)
+
+    def host(self, number: int) -> tuple[Host, dict[str, str]]:
+        host, rank = self.cluster.place(number)
+        return host, host.env(rank)

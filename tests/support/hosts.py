@@ -1,0 +1,294 @@
+"""Hosts on one machine: namespaces with a name, processes and network interfaces of their own, on emulated switches.
+
+    why = missing()                                       # a sentence, or None
+    with Cluster(hosts=4, ranks=2, mbit=400) as cluster:  # one NIC for the two ranks of a host; rails=True: one for each
+        a = cluster.hosts[0]
+        subprocess.Popen(a.command("python", "-m", "job"), env={**os.environ, **a.env(rank=1)})
+        a.enter()                                         # or, in a forked process: from here on this one is on that host
+        cluster.cut(a); cluster.mend(a); cluster.slow(a, 0.1); cluster.lose(a, 0.01)
+        cluster.fabric([0, 1, 2, 3], [[4, 5], [6, 7]])    # a fabric file: trainers and replicas, numbered as they fill the hosts
+
+A NIC is a veth pair, shaped at both ends: what leaves the host, and what the switch sends to it. Buffers are 4 ms long, as those of a
+NIC and a switch are short. TCP's congestion control is Reno, whatever the machine's is: of those that a kernel lets every namespace
+choose, it fills a link that many connections share. (BBR reaches 70 % where four hosts send to four.)
+
+Each rail is a network and a switch of its own. gloo listens at the NIC that `env` names, but connects by the kernel's routes: the bytes
+of two ranks travel on the rail of the one that was connected to.
+
+Hosts know each other's names (/etc/hosts) and have process ids of their own, so that no process reads another host's memory. They
+share all files, those of /dev/shm too.
+
+A host is a process that waits for this one's end of a pipe to close. It is process 1 of its host, so the kernel ends all processes of
+the host with it, and the namespaces after them: nothing is left to clean up, however this process ends. Nothing outside is touched.
+Needs root, iproute2 and util-linux.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+NAMESPACES = {"net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000, "pid_for_children": 0x20000000}
+"""Files in /proc/PID/ns, and what `setns` calls them."""
+PR_SET_PDEATHSIG = 1
+BUFFER_S, BURST = 0.004, 128 << 10
+"""Seconds and bytes of a NIC's buffer, in each direction. A burst holds two of the packets that TCP hands to a NIC at once."""
+LOCAL = 2 * 10**9
+"""For fabric files: bytes/s between ranks of one host, over its loopback interface."""
+
+
+def missing() -> str | None:
+    """Why hosts cannot be emulated here, or None."""
+    gone = [p for p in ("ip", "tc", "nsenter", "unshare") if shutil.which(p) is None]
+    if gone:
+        return f"{', '.join(gone)} not installed: apt-get install iproute2 util-linux"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    try:
+        with Cluster(1, mbit=100) as c:
+            c.lose(c.hosts[0], 1.0)
+    except HostError as e:
+        return f"no emulated host: {e}"
+    return None
+
+
+class HostError(RuntimeError):
+    """A namespace, an interface or its shaping cannot be had."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """One emulated host. Picklable: any process of this machine (and root) may enter it.
+
+    keeper: process id by whose /proc/PID/ns it is entered. addresses: one for each NIC, `nic0`, `nic1`, ...
+    """
+
+    name: str
+    keeper: int
+    addresses: tuple[str, ...]
+
+    @property
+    def address(self) -> str:
+        return self.addresses[0]
+
+    def env(self, rank: int = 0) -> dict[str, str]:
+        """Variables by which gloo and NCCL use the NIC of local rank `rank`."""
+        nic = f"nic{rank % len(self.addresses)}"
+        return {"GLOO_SOCKET_IFNAME": nic, "NCCL_SOCKET_IFNAME": nic}
+
+    def command(self, *words: str) -> list[str]:
+        """A command that runs `words` on this host, in the caller's folder."""
+        at = f"/proc/{self.keeper}/ns"
+        where = [f"--{flag}={at}/{n}" for flag, n in zip(("net", "uts", "mount", "pid"), NAMESPACES)]
+        return ["nsenter", *where, f"--wdns={os.getcwd()}", *words]
+
+    def enter(self) -> None:
+        """Moves this process, of one thread, to the host. Its children, not itself, then have process ids of that host."""
+        libc, folder = ctypes.CDLL(None, use_errno=True), os.getcwd()
+        with contextlib.ExitStack() as stack:  # all are opened first: there is another /proc on the host
+            files = [stack.enter_context(open(f"/proc/{self.keeper}/ns/{name}", "rb")) for name in NAMESPACES]
+            for f, flag in zip(files, NAMESPACES.values()):
+                if libc.setns(f.fileno(), flag):
+                    code = ctypes.get_errno()
+                    raise OSError(code, f"{os.strerror(code)}: {f.name} of host {self.name}")
+        os.chdir(folder)  # entering a mount namespace leaves one at its root
+
+    def run(self, main: Callable[..., None], *args: Any) -> None:
+        """Runs `main(*args)` on the host in a child of this process, of one thread, and returns as the child does.
+
+        The child dies with this process, and this process stops and goes on with the child: tests see one process.
+        """
+        self.enter()
+        child = os.fork()
+        if not child:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            main(*args)
+            return
+        for a in args:
+            if isinstance(a, Connection):
+                a.close()  # or the child's end would not be seen
+        while True:
+            _, status = os.waitpid(child, os.WUNTRACED)
+            if not os.WIFSTOPPED(status):
+                break
+            os.kill(os.getpid(), signal.SIGSTOP)
+            os.kill(child, signal.SIGCONT)
+        if os.WIFSIGNALED(status):
+            os.kill(os.getpid(), os.WTERMSIG(status))
+        os._exit(os.WEXITSTATUS(status))
+
+
+@dataclass
+class _Link:
+    """A NIC's present state. rate: bits/s. loss: part of all packets that do not arrive, each way."""
+
+    rate: float
+    loss: float = 0.0
+
+
+class Cluster:
+    """`hosts` of `ranks` each with a NIC of `mbit` Mbit/s each way; `rails`: a NIC of that rate for each rank."""
+
+    def __init__(self, hosts: int, ranks: int = 1, *, mbit: float = 400.0, rails: bool = False):
+        if not 1 <= hosts <= 250 or not 1 <= ranks <= 250:  # see _address
+            raise ValueError(f"hosts={hosts}, ranks={ranks}: 1 to 250 of each")
+        self.ranks, self.rate, self.nics = ranks, mbit * 1e6, ranks if rails else 1
+        self.hosts: list[Host] = []
+        self._count = hosts
+        self._keepers: list[subprocess.Popen] = []
+        self._links: dict[tuple[str, int], _Link] = {}
+
+    def __enter__(self) -> Cluster:
+        try:
+            self._build()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for k in self._keepers:
+            with contextlib.suppress(OSError):
+                k.stdin.close()  # its `cat` ends, with it process 1 of the host, and with that all others
+        for k in self._keepers:
+            k.wait(10)
+        self.hosts, self._keepers = [], []
+
+    def _build(self) -> None:
+        names = [f"h{i}" for i in range(self._count)]
+        known = "".join(f"{_address(i, 0)} {n}\n" for i, n in enumerate(names))
+        with tempfile.NamedTemporaryFile("w", prefix="hosts") as f:
+            f.write(f"127.0.0.1 localhost\n{known}")
+            f.flush()
+            begun = [_keeper(n, f.name) for n in ("switch", *names)]
+            self._keepers = begun
+            for k in begun:
+                if k.stdout.readline() != "up\n":
+                    raise HostError(k.stderr.read().strip() or "a namespace was refused")
+        self._switch = Host("switch", begun[0].pid, ())
+        for i, (n, k) in enumerate(zip(names, begun[1:])):
+            self.hosts.append(Host(n, k.pid, tuple(_address(i, r) for r in range(self.nics))))
+        ports = [(h, r) for h in self.hosts for r in range(self.nics)]
+        lines = [line for r in range(self.nics) for line in (f"link add rail{r} type bridge", f"link set rail{r} up")]
+        for h, r in ports:
+            lines.append(f"link add {_port(h, r)} type veth peer name nic{r} netns /proc/{h.keeper}/ns/net")
+            lines += [f"link set {_port(h, r)} master rail{r}", f"link set {_port(h, r)} up"]
+        _batch(self._switch, "ip", lines)
+        _batch(self._switch, "tc", [f"qdisc add dev {_port(h, r)} clsact" for h, r in ports])
+        for h in self.hosts:
+            nics = list(enumerate(h.addresses))
+            _batch(h, "ip", [x for r, a in nics for x in (f"addr add {a}/16 dev nic{r}", f"link set nic{r} up")])
+        for h, r in ports:
+            self._links[h.name, r] = _Link(self.rate)
+            self._shape(h, r)
+
+    # ---- what becomes of a link
+
+    def cut(self, host: Host) -> None:
+        """From now on no packet leaves or reaches the host. Neither end is told."""
+        self.lose(host, 1.0)
+
+    def lose(self, host: Host, part: float) -> None:
+        """From now on this part of all packets is lost at random, in each direction."""
+        for r in range(self.nics):
+            self._links[host.name, r].loss = part
+            self._filter(host, r)
+
+    def slow(self, host: Host, part: float) -> None:
+        """From now on the host's NICs have this part of their rate."""
+        for r in range(self.nics):
+            self._links[host.name, r].rate = self.rate * part
+            self._shape(host, r)
+
+    def mend(self, host: Host) -> None:
+        """The host's links are whole and fast again."""
+        self.lose(host, 0.0)
+        self.slow(host, 1.0)
+
+    def bytes_in(self, host: Host) -> int:
+        """Bytes that came over the NICs so far, with headers (one for each packet of up to 64 KB that TCP hands over)."""
+        shown = json.loads(_run(host, "ip", "-j", "-s", "link", "show"))
+        return sum(x["stats64"]["rx"]["bytes"] for x in shown if x["ifname"].startswith("nic"))
+
+    def _shape(self, host: Host, nic: int) -> None:
+        rate = self._links[host.name, nic].rate
+        how = f"root tbf rate {rate:.0f}bit burst {BURST} latency {BUFFER_S * 1e3:g}ms"
+        _batch(host, "tc", [f"qdisc replace dev nic{nic} {how}"])
+        _batch(self._switch, "tc", [f"qdisc replace dev {_port(host, nic)} {how}"])
+
+    def _filter(self, host: Host, nic: int) -> None:
+        """A classic BPF program that draws a random number for each packet: netem is not in every kernel."""
+        loss, port = self._links[host.name, nic].loss, _port(host, nic)
+        # Without loss, a packet may stand for 64 KB of TCP's; a random loss is one of packets as they are on the wire.
+        _batch(host, "ip", [f"link set nic{nic} gso_max_segs {1 if 0 < loss < 1 else 65535}"])
+        for way in ("ingress", "egress"):
+            lines = [f"filter del dev {port} {way}"]
+            if loss:
+                below = min((1 << 32) - 1, int(loss * (1 << 32)))
+                program = f"4,32 0 0 {0xFFFFF038},53 0 1 {below},6 0 0 0,6 0 0 2"  # random >= below ? pass : drop
+                lines.append(f'filter add dev {port} {way} bpf da bytecode "{program}"')
+            _batch(self._switch, "tc", lines)
+
+    # ---- what a plan is told
+
+    def place(self, number: int) -> tuple[Host, int]:
+        """(host, local rank) of a rank, when ranks are numbered host by host."""
+        return self.hosts[number // self.ranks], number % self.ranks
+
+    def fabric(self, trainers: Sequence[int], replicas: Sequence[Sequence[int]], *, rate: float | None = None) -> str:
+        """A fabric file (xfer/plan/fabric_file.py) of this cluster.
+
+        Args:
+            trainers, replicas: The number of each rank, as of `place`.
+            rate: bit/s of a NIC that payload reaches; default: the rate to which it is shaped.
+        """
+        gpus = [[g] for g in range(self.ranks)] if self.nics > 1 else [list(range(self.ranks))]
+        cards = ", ".join(f"{{gpus = {g}, rate = {int((rate or self.rate) / 8)}}}" for g in gpus)
+        first, *others = (
+            json.dumps([f"{h.name}:{r}" for h, r in map(self.place, side)]) for side in (trainers, *replicas)
+        )
+        return (
+            f"[[host]]\nnames = {json.dumps([h.name for h in self.hosts])}\ngpus = {self.ranks}\nnvlink = {LOCAL}\n"
+            f"nics = [{cards}]\n\n[ranks]\ntrainers = {first}\nreplicas = [{', '.join(others)}]\n"
+        )
+
+
+def _address(host: int, nic: int) -> str:
+    return f"10.{nic + 1}.{host}.1"
+
+
+def _port(host: Host, nic: int) -> str:
+    return f"{host.name}n{nic}"
+
+
+def _keeper(name: str, known: str) -> subprocess.Popen:
+    """Starts process 1 of a new host, which says "up". known: its /etc/hosts."""
+    tcp = "echo reno > /proc/sys/net/ipv4/tcp_congestion_control"
+    script = f"mount --bind {known} /etc/hosts && hostname {name} && {tcp} && ip link set lo up && echo up && exec cat"
+    apart = ["--net", "--uts", "--mount-proc", "--pid", "--fork", "--propagation", "private"]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(["unshare", *apart, "sh", "-c", script], start_new_session=True, **pipes)
+
+
+def _run(host: Host, *words: str, told: str | None = None) -> str:
+    """Only the network is the host's: process ids, by which other hosts' namespaces are named, are not."""
+    enter = ["nsenter", f"--net=/proc/{host.keeper}/ns/net"]
+    done = subprocess.run([*enter, *words], input=told, capture_output=True, text=True)
+    if done.returncode:
+        raise HostError(f"{' '.join(words)} on {host.name}: {done.stderr.strip() or done.returncode}")
+    return done.stdout
+
+
+def _batch(host: Host, tool: str, lines: list[str]) -> None:
+    """Runs `ip` or `tc` once for all these lines."""
+    _run(host, tool, "-batch", "-", told="\n".join(lines) + "\n")
