@@ -39,6 +39,7 @@ from benchmarks.lib.layouts import CONFIGS, ROWS, Model, engine, trainer  # noqa
 from xfer.coordinator import messages as m  # noqa: E402
 from xfer.coordinator.layouts import (  # noqa: E402
     LayoutExchange,
+    Roll,
     pack,
     unpack_one,
 )
@@ -46,6 +47,7 @@ from xfer.mesh.parallel import EngineParallel, TrainerParallel  # noqa: E402
 from xfer.plan.cache import PlanCache  # noqa: E402
 from xfer.plan.fabric import Fabric, Site  # noqa: E402
 from xfer.plan.options import PlanOptions  # noqa: E402
+from xfer.rendezvous.client import Questions  # noqa: E402
 from xfer.rendezvous.layouts import Shelf  # noqa: E402
 from xfer.trace.catalog import Catalog  # noqa: E402
 
@@ -78,8 +80,8 @@ class Job(msgspec.Struct):
     """What a rank gets from the coordinator: the catalog, both sides' layouts, and the options of each replica's plan."""
 
     catalog: bytes  # packed
-    rolls: list[m.Roll]
-    layouts: list[m.Layouts]
+    rolls: list[bytes]  # digests of the trainers' roll and of a replica's
+    answers: list[tuple[tuple[bytes, ...], bytes]]  # what a rank asks for, and the answer
     site: bytes
     replicas: int
     seconds: float = 3600.0
@@ -95,18 +97,21 @@ class Job(msgspec.Struct):
 def child(role: str, path: str, cache: str) -> None:
     """Plan as a lane of a session does; print the figures as JSON."""
     job = msgspec.msgpack.decode(Path(path).read_bytes(), type=Job)
-    clock, shelf = Clock(), Shelf(lambda message: None)
+    clock, answers = Clock(), dict(job.answers)
+    questions = Questions(lambda x, _: questions.put(m.Reply(x.call, answers[x.digests])), "a rank")
+    shelf = Shelf(questions)
     clock.seconds["imports"] = [time.perf_counter() - START[0], time.process_time() - START[1]]
     catalog = clock("catalog", lambda: Catalog.from_bytes(unpack_one(job.catalog, "catalog")))
     links = clock("links", lambda: Site.from_bytes(job.site) if job.site else None)
-    for message in (*job.rolls, *job.layouts):
-        shelf.take(message)
     disk = PlanCache(cache, 8 << 30) if cache else None
-    parts, rank = [], 0 if role == "trainer" else len(job.rolls[0].inventories)
+    parts, rank = [], 0
+    if role == "worker":
+        trainers = unpack_one(answers[job.rolls[0],], "roll")
+        rank = len(Roll.from_content(trainers).inventories)
     for r in range(job.replicas if role == "trainer" else 1):
-        inputs = m.PlanInputs(r, 1, *(x.roll for x in job.rolls), replicas=job.replicas, deadline_s=job.seconds)
+        inputs = m.PlanInputs(r, 1, *job.rolls, replicas=job.replicas, deadline_s=job.seconds)
         part, _ = clock(
-            "plan", lambda r=r, i=inputs: shelf.plan(i, rank, catalog, job.options(r, links), disk, lambda: None)
+            "plan", lambda r=r, i=inputs: shelf.plan(i, rank, catalog, job.options(r, links), disk, lambda: False)
         )
         parts.append(part)
     first, s = parts[0], parts[0].summary
@@ -137,7 +142,7 @@ def measure(name: str, folded: bool, fabric: bool) -> dict:
     if fabric:
         links = Fabric.uniform(hosts, nvlink=396 * 10**9, nic=48_500_000_000, local=1600 * 10**9)
         site = Site.packed(links, of.world, replicas, workers).to_bytes()
-    relay, answers = LayoutExchange(lambda d: owners.get(d, [])), []
+    relay = LayoutExchange(lambda d: owners.get(d, []))
     inventories = {i.digest().encode(): i for i in (*sources, *destinations)}
 
     class Everybody:
@@ -150,7 +155,7 @@ def measure(name: str, folded: bool, fabric: bool) -> dict:
                 content = inventories[message.inventory].content()
                 relay.came(self, m.Layout(message.inventory, pack([content])))
             else:
-                answers.append(message)
+                answers[asked[message.call]] = message.value
 
     rank = Everybody()
     owners = {d: [rank] for d in inventories}
@@ -159,20 +164,20 @@ def measure(name: str, folded: bool, fabric: bool) -> dict:
         for side in (sources, destinations)
     ]
     t = time.perf_counter()
-    for roll in rolls:
-        relay.roll_asked(rank, m.RollAsk(roll))
-        relay.layouts_asked(rank, m.LayoutsAsk(roll))
+    asked = [(roll,) for roll in rolls] + [
+        tuple(dict.fromkeys(i.digest().encode() for i in side)) for side in (sources, destinations)
+    ]
+    answers: dict[tuple[bytes, ...], bytes] = {}
+    for call, digests in enumerate(asked):
+        relay.fetch(rank, m.Fetch(call, digests))
     packing = time.perf_counter() - t
     packed_catalog = pack([catalog.to_bytes()])
-    job = Job(
-        packed_catalog, [a for a in answers if isinstance(a, m.Roll)], [a for a in answers if isinstance(a, m.Layouts)],
-        site, replicas,
-    )  # fmt: skip
+    job = Job(packed_catalog, rolls, list(answers.items()), site, replicas)
     per_rank = {"layouts": relay.sent, "catalog": len(packed_catalog), "site": len(site)}
     ranks = of.world + workers * replicas
     inputs = len(m.encode(m.PlanInputs(0, 1, *rolls, replicas=replicas)))
     # A trainer hears of every replica with its roll of hosts, and gets the layouts of equal replicas once.
-    hosts_of = len(m.encode(job.rolls[1]))
+    hosts_of = len(answers[rolls[1],])
     told = of.world * replicas * (inputs + hosts_of) + workers * replicas * inputs
     total = ranks * (relay.sent + len(packed_catalog) + len(site)) + told
     out = {

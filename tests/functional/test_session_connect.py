@@ -429,7 +429,7 @@ def test_a_layout_is_published_once_per_class_and_not_at_all_with_a_plan_in_the_
     with World(**made, sources=[Replicated(i, 4) for i in range(4)]) as w:
         relay = w.coordinator.planning.layouts
         # Two classes of trainers, two of workers, whatever the number of ranks and replicas.
-        assert len(relay._known) == 4 and not relay._waiting
+        assert len(relay._known) == 4 + 2 and not relay._wanted, "and a roll of each side"
         first = relay.received
         for version in (1, 2):
             w.commits(version)
@@ -438,7 +438,7 @@ def test_a_layout_is_published_once_per_class_and_not_at_all_with_a_plan_in_the_
     with World(**made, sources=[Replicated(i, 4) for i in range(4)]) as w:
         # Workers keep no cache of their own and still ask; trainers do not.
         assert all(not s.party.shelf._layouts for s in w.sessions)
-        assert all(len(x._party.shelf._layouts) == 2 for engine in w.engines for x in engine.sessions)
+        assert all(len(x._party.shelf._layouts) == 4 for engine in w.engines for x in engine.sessions)
         assert digests(w) == plans
         w.commits(1)
     assert written and len(puts) == written, "what came from the cache is not written there again"

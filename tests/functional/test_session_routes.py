@@ -229,24 +229,6 @@ def test_release_needs_nothing_of_a_replica_that_has_not_come():
     w.close()
 
 
-def test_an_answer_to_a_release_that_was_given_up_is_none_to_the_next(monkeypatch):
-    """It comes late and lies in the inbox, while a refit has opened routes again: the trainer freed what was still mapped."""
-    close, seconds = Lane._close_routes, [0.8]
-    monkeypatch.setattr(Lane, "_close_routes", lambda lane: (time.sleep(seconds[0]), close(lane)))
-    with World(trainers=1, workers=1, deadline_s=10.0) as w:
-        w.commits(1)
-        given_up(w, 0.4)
-        until_true(lambda: any(isinstance(x, m.Released) for x in list(w.sessions[0].party.inbox.queue)))
-        seconds[0], returned = 0.3, threading.Event()
-        w.engines[0].takers[0].installs_after(returned)
-        assert all(r.pending for r in w.refit(2, wait="sources")), "it takes nothing from the inbox"
-        returned.set()
-        assert MAPPED
-        w.sessions[0].release()
-        assert not MAPPED
-        w.commits(3)
-
-
 def test_a_release_that_was_given_up_while_a_replica_was_planned_closes_nothing_of_a_later_refit(monkeypatch):
     plan, post, go_on, asked = Lane._plan, Lane.post, threading.Event(), []
     with World(trainers=1, workers=1, replicas=2) as w:

@@ -18,18 +18,17 @@ from xfer.direct.plane import DirectPlane
 from xfer.errors import PeerLost
 from xfer.participants.data_plane import PlanFacts, Stop
 from xfer.participants.lane import Lane
-from xfer.rendezvous.client import DoneCollector
-from xfer.rendezvous.store import RendezvousStore, Replies
+from xfer.rendezvous.client import DoneCollector, Questions
+from xfer.rendezvous.store import RendezvousStore
 
 
 class RendezvousClient:
-    """Keeps what a lane says; its store has no value but those of `replies`."""
+    """Keeps what a lane says; nobody answers its questions."""
 
     label = "trainer 0"
 
     def __init__(self):
-        self.replies, self.said = Replies(), []
-        self.channel = SimpleNamespace(send=lambda message: None)
+        self.questions, self.said = Questions(lambda *_: None, self.label), []
         self.send = self.try_send = self.said.append
 
     def stirred(self) -> None:
@@ -49,7 +48,7 @@ class Waiting(DirectPlane):
         self._close_routes()
         if order.epoch == 1:
             self.waits.set()
-            RendezvousStore(self.party.channel, self.party.replies, "e1/", 60.0, stop.stopped).get("never")
+            RendezvousStore(self.party.questions, "e1/", 60.0, stop.stopped).get("never")
         return m.LinkOpen(self.replica, order.epoch)
 
 

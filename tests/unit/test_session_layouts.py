@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 from tests.support.plan_worlds import worlds
 from tests.support.threads import run_ranks
 from xfer.coordinator import messages as m
-from xfer.coordinator.layouts import LayoutExchange, pack, roll_digest, unpack, unpack_one
+from xfer.coordinator.layouts import LayoutExchange, Roll, digest_of, pack, unpack, unpack_one
 from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError
 from xfer.plan.options import PlanOptions
 from xfer.plan.planner import plan_replica
 from xfer.rendezvous import layouts
+from xfer.rendezvous.client import Questions
 from xfer.rendezvous.layouts import KEPT, Shelf
 from xfer.trace.catalog import Catalog
 
@@ -37,15 +38,19 @@ class Rank:
 
     def __init__(self, job: Job, label: str, inventory=None):
         self.label, self.job = label, job
-        self.shelf = Shelf(lambda msg: job.events.put((self, m.decode(m.encode(msg)))))
+        self.questions = Questions(lambda msg, _=0: job.events.put((self, m.decode(m.encode(msg)))), label)
+        self.shelf = Shelf(self.questions)
         self.deaf = False
         self.got: list[m.Message] = []
         self.digest = b"" if inventory is None else self.shelf.offer(inventory)
 
     def send(self, msg: m.Message) -> None:
         self.got.append(msg)
-        if not self.deaf:
-            self.shelf.take(m.decode(m.encode(msg)))
+        msg = m.decode(m.encode(msg))
+        if isinstance(msg, m.Reply):
+            self.questions.put(msg)
+        elif not self.deaf:
+            self.shelf.give(msg.inventory)
 
     def count(self, kind: type) -> int:
         return sum(isinstance(g, kind) for g in self.got)
@@ -67,8 +72,7 @@ class Job:
 
     def brain(self) -> None:
         handlers = {
-            m.RollAsk: lambda r, msg: self.relay.roll_asked(r, msg),
-            m.LayoutsAsk: lambda r, msg: self.relay.layouts_asked(r, msg),
+            m.Fetch: lambda r, msg: self.relay.fetch(r, msg),
             m.Layout: lambda r, msg: self.relay.came(r, msg),
         }
         while (event := self.events.get()) is not None:
@@ -88,14 +92,14 @@ class Job:
         ]
         return m.PlanInputs(replica, 1, *rolls, deadline_s=seconds)
 
-    def plan(self, ranks=None, inputs=None, cache=None, check=lambda: None) -> list:
+    def plan(self, ranks=None, inputs=None, cache=None, stopped=lambda: False) -> list:
         """Return what `Shelf.plan` returns or raises, on a thread per rank."""
         inputs, ranks = inputs or self.inputs(), ranks or self.ranks
 
         def one(i: int):
             options = replace(self.options, hosts=())
             rank = self.ranks.index(ranks[i]) if ranks[i] in self.ranks else 0
-            return ranks[i].shelf.plan(inputs, rank, self.catalog, options, cache, check)
+            return ranks[i].shelf.plan(inputs, rank, self.catalog, options, cache, stopped)
 
         return run_ranks(len(ranks), one, 30.0)
 
@@ -133,7 +137,7 @@ def test_all_ranks_plan_the_same_and_each_class_is_sent_once(world, copies):
         classes = {r.digest for r in job.ranks}
         assert sum(r.count(m.LayoutAsk) for r in job.ranks) == len(classes)
         for r in job.ranks:
-            assert r.count(m.Roll) == r.count(m.Layouts) == 2
+            assert r.count(m.Reply) == 4, "for each side, a roll and the layouts that it names"
         before = job.relay.sent, job.relay.received
         assert [p.digest for p, _ in job.plan()] == [want.digest] * len(job.ranks)  # what is known is not asked for
         assert before == (job.relay.sent, job.relay.received)
@@ -154,7 +158,7 @@ def test_bytes_do_not_grow_with_equal_ranks_but_for_the_roll(job):
     few.plan()
     many.plan()
     assert many.relay.received == few.relay.received
-    one = {j: next(len(g.packed) for g in j.workers[0].got if isinstance(g, m.Layouts)) for j in (few, many)}
+    one = {j: [len(g.value) for g in j.workers[0].got if isinstance(g, m.Reply)][2:] for j in (few, many)}
     assert one[few] == one[many]
     assert many.relay.sent / len(many.ranks) < few.relay.sent / len(few.ranks) + 64 * 40
 
@@ -181,24 +185,20 @@ def test_what_never_comes_ends_at_the_deadline_or_with_the_lane(job):
     j = small(job)
     j.trainers[2].deaf = True  # the only one of its class
     assert all(isinstance(e, DeadlineExceeded) for e in j.plan(j.trainers[:2], j.inputs(seconds=1.0)))
-
-    def cancelled():
-        raise PeerLost("the replica is gone")
-
-    assert all(isinstance(e, PeerLost) for e in j.plan(j.trainers[:2], check=cancelled))
+    assert all(isinstance(e, PeerLost) for e in j.plan(j.trainers[:2], stopped=lambda: True))
     j.trainers[2].deaf = False  # a lane that was cancelled, or gave up, holds up nobody after it
     j.events.put((lambda r: j.relay.gone(r), j.trainers[2]))
     assert len({p.digest for p, _ in j.plan(j.trainers[:2])}) == 1
 
 
 def test_lanes_of_one_process_share_what_comes(job, monkeypatch):
-    unpacked = layouts._unpacked
-    monkeypatch.setattr(layouts, "_unpacked", lambda *a: (time.sleep(0.3), unpacked(*a))[1])  # lanes look on meanwhile
+    opened = layouts._opened
+    monkeypatch.setattr(layouts, "_opened", lambda *a: (time.sleep(0.3), opened(*a))[1])  # lanes look on meanwhile
     j = small(job)
     inputs = j.inputs()
     got = j.plan([j.trainers[0]] * 6, inputs)
     assert len({p.digest for p, _ in got}) == 1
-    assert j.trainers[0].count(m.Layouts) == j.trainers[0].count(m.Roll) == 2
+    assert j.trainers[0].count(m.Reply) == 4
 
 
 def test_a_layout_under_a_false_digest_is_refused_by_everyone(job):
@@ -213,10 +213,11 @@ def test_a_layout_under_a_false_digest_is_refused_by_everyone(job):
 
     class LyingHub(Rank):
         def send(self, msg):
-            if isinstance(msg, m.Layouts):
-                msg = m.Layouts(msg.roll, pack([good, good]))
-            if isinstance(msg, m.Roll) and self.lies == "roll":
-                msg = m.Roll(msg.roll, msg.inventories[::-1], msg.hosts)
+            lie = (
+                pack([Roll((b.digest, a.digest), ("h", "h")).content()]) if self.lies == "roll" else pack([good, good])
+            )
+            if len(self.got) == (0 if self.lies == "roll" else 1):
+                msg = m.Reply(msg.call, lie)
             super().send(msg)
 
     for lies in ("layouts", "roll"):
@@ -232,10 +233,10 @@ def test_a_rank_answers_for_its_last_inventories_only(job):
 
     j = small(job)
     shelf, sent = j.trainers[0].shelf, []
-    shelf._send = sent.append
+    shelf._questions.send = sent.append
     digests = [shelf.offer(trainer(0, nbytes=1024 + 256 * i)) for i in range(KEPT + 1)]
     for d in digests:
-        shelf.take(m.LayoutAsk(d))
+        shelf.give(d)
     assert [s.inventory for s in sent] == digests[1:]
 
 
@@ -272,6 +273,10 @@ def test_a_stream_that_grows_without_bound_is_refused(monkeypatch):
 
 
 def test_a_roll_is_its_inventories_in_order_and_its_hosts():
-    a, b = b"0" * 32, b"1" * 32
-    seen = [roll_digest(*r) for r in (([a, b], ["x", "y"]), ([b, a], ["x", "y"]), ([a, b], ["xy", ""]), ([a], ["x"]))]
-    assert len(set(seen)) == 4 and all(len(d) == 32 for d in seen)
+    x, y = b"0" * 32, b"1" * 32
+    rolls = [Roll(*r) for r in (((x, y), ("a", "b")), ((y, x), ("a", "b")), ((x, y), ("ab", "")), ((x,), ("a",)))]
+    assert len({digest_of(r.content()) for r in rolls}) == 4
+    assert [Roll.from_content(r.content()) for r in rolls] == rolls
+    for bad in (b"", Roll((x,), ("a", "b")).content(), Roll((x,), ("a",)).content() + b"x"):
+        with pytest.raises(ProtocolError, match="roll: "):
+            Roll.from_content(bad)

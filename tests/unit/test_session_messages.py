@@ -32,7 +32,7 @@ SAMPLES = [
     m.Hello("trainer", 0, 4, 0, "host", 1),
     m.DialAgain(),
     m.Enter(1, "7", True, 1, 60.0),
-    m.Measured(1, 2, b"\0\0\0\0", b"\0\0\x80\x3f"),
+    m.Measured(9, 1, 2, b"\0\0\0\0", b"\0\0\x80\x3f"),
     m.Ready(1, 0.5, b"s", b"i", 3, True),
     m.Abort(0, 1, 2, m.WireError("PeerLost", "gone", ("a", "b"), "trainer 1")),
     m.Go(3, (0, 2), (1, 4), "7", True, 60.0),

@@ -1,7 +1,7 @@
 """Blocks of FP8 matrices of which several trainers have parts: all of them quantize by the largest value of the whole block.
 
     trainer        measures its parts                                  -> Measured
-    coordinator    all trainers have measured, or have no such block   -> Agreed
+    coordinator    all trainers have measured, or have no such block   -> Reply to each, with the largest values
 
 A trainer that has no part of a block says nothing of its own, and no message is sent where no block is shared. Trainers need not
 know who has the rest of a block.
@@ -82,7 +82,7 @@ class SharedBlocks:
         """Answer these, by what they have measured together."""
         told = [self._waiting.pop(c) for c in clients]
         for client, x, most in zip(clients, told, largest(told)):
-            client.send(m.Agreed(x.attempt, most))
+            client.send(m.Reply(x.call, most))
 
 
 def largest(told: Sequence[m.Measured]) -> list[bytes]:

@@ -1,12 +1,14 @@
 """How layouts reach the ranks that plan: announced by digest, published once per class of equal ranks, fetched when needed.
 
-    rank --InventoryMsg(digest)--> coordinator                              every rank announces its layout
-    coordinator --PlanInputs(rolls)--> rank --RollAsk--> coordinator --Roll--> rank     digests and hosts: enough for the cache
-    rank --LayoutsAsk(roll)--> coordinator --LayoutAsk(digest)--> one owner --Layout--> coordinator --Layouts(roll)--> rank
+    rank --InventoryMsg(digest)--> coordinator                       every rank announces its layout
+    coordinator --PlanInputs(rolls)--> rank --Fetch(rolls)--> coordinator --Reply--> rank     enough for the cache
+    rank --Fetch(layouts)--> coordinator --LayoutAsk(digest)--> one owner --Layout--> coordinator --Reply--> rank
 
-A *roll* lists the trainers, or the workers of a replica: the digest of each rank's layout, and its host. The trainers'
-roll is the same for all replicas. All layouts of a roll travel in one compressed stream that is made once, so the
-coordinator's traffic hardly grows with the number of classes. A rank that has the plan in its cache receives no layout.
+A *roll* lists the trainers, or the workers of a replica: the digest of each rank's layout, and its host. Rolls and layouts are both
+fetched by the digest of their content, which the receiver compares. A rank asks for what it does not have yet: the trainers' roll
+is the same for all replicas, and so are the layouts of equal engines. What is asked for together travels in one compressed stream
+that is made once, so the coordinator's traffic hardly grows with the number of classes. A rank that has the plan in its cache
+receives no layout.
 
 The clients' half is in rendezvous/layouts.py.
 
@@ -20,6 +22,7 @@ from __future__ import annotations
 import lzma
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -93,8 +96,41 @@ def unpack_one(data: bytes, what: str) -> bytes:
     return parts[0]
 
 
-def roll_digest(inventories: Sequence[bytes], hosts: Sequence[str]) -> bytes:
-    return col.digest([b"".join(inventories), *hosts]).encode()
+def digest_of(content: bytes) -> bytes:
+    """Return the digest of a layout's or a roll's content."""
+    return col.digest([content]).encode()
+
+
+class Roll(msgspec.Struct, frozen=True, array_like=True):
+    """The trainers, or the workers of a replica, in rank order: the digest of each one's layout, and its host."""
+
+    inventories: tuple[bytes, ...]
+    hosts: tuple[str, ...]
+
+    def content(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def from_content(cls, content: bytes) -> Roll:
+        """Decode `content`. Raises ProtocolError if it is no roll."""
+        try:
+            roll = _rolls.decode(content)
+        except msgspec.MsgspecError as e:
+            raise ProtocolError(f"roll: {e}") from e
+        if len(roll.inventories) != len(roll.hosts):
+            raise ProtocolError(f"roll: {len(roll.inventories)} layouts and {len(roll.hosts)} hosts")
+        return roll
+
+
+_rolls = msgspec.msgpack.Decoder(Roll)
+
+
+@dataclass(eq=False)
+class _Wanted:
+    """Contents that some clients asked for together, and those of them that are not here yet."""
+
+    missing: set[bytes]
+    asked: list[tuple[Client, int]] = field(default_factory=list)  # clients, and the numbers of their calls
 
 
 class LayoutExchange:
@@ -110,39 +146,38 @@ class LayoutExchange:
 
     def __init__(self, owners: Callable[[bytes], Iterable[Client]]):
         self._owners = owners
-        self._rolls: OrderedDict[bytes, m.Roll] = OrderedDict()
+        self._rolls: OrderedDict[bytes, tuple[bytes, ...]] = OrderedDict()  # roll -> the layouts that it names
         self._known: dict[bytes, bytes] = {}  # digest -> content
-        self._packed: dict[bytes, bytes] = {}  # roll -> all its contents
-        self._waiting: dict[bytes, list[Client]] = {}  # roll -> clients that asked
+        self._packed: dict[tuple[bytes, ...], bytes] = {}  # contents that were asked for together
+        self._wanted: dict[tuple[bytes, ...], _Wanted] = {}
         self._asked: dict[bytes, Client] = {}  # digest -> the client that was asked for it
         self.sent = self.received = 0
 
     def roll(self, inventories: Sequence[bytes], hosts: Sequence[str], keep: int) -> bytes:
-        """Make the roll of these ranks and return its digest. The latest `keep` rolls are kept."""
-        digest = roll_digest(inventories, hosts)
-        self._rolls.setdefault(digest, m.Roll(digest, tuple(inventories), tuple(hosts)))
+        """Make the roll of these ranks and return its digest. The latest `keep` rolls are kept, and the layouts that they name."""
+        content = Roll(tuple(inventories), tuple(hosts)).content()
+        digest = digest_of(content)
+        if digest not in self._rolls:
+            self._rolls[digest], self._known[digest] = tuple(inventories), content
+            while len(self._rolls) > keep:
+                self._rolls.popitem(last=False)
+            named = self._rolls.keys() | {d for some in self._rolls.values() for d in some}
+            self._known = {d: c for d, c in self._known.items() if d in named}
+            self._packed = {some: p for some, p in self._packed.items() if named.issuperset(some)}
+            self._wanted = {some: w for some, w in self._wanted.items() if named.issuperset(some)}
         self._rolls.move_to_end(digest)
-        while len(self._rolls) > keep:
-            old, _ = self._rolls.popitem(last=False)
-            self._packed.pop(old, None)
-            self._waiting.pop(old, None)
-        named = {d for r in self._rolls.values() for d in r.inventories}
-        self._known = {d: c for d, c in self._known.items() if d in named}
         return digest
 
-    def roll_asked(self, client: Client, msg: m.RollAsk) -> None:
-        roll = self._rolls.get(msg.roll)
-        if roll is not None:  # else the plan that it was for is no longer wanted
-            self.sent += 32 * len(roll.inventories) + sum(map(len, roll.hosts))
-            client.send(roll)
-
-    def layouts_asked(self, client: Client, msg: m.LayoutsAsk) -> None:
-        roll = self._rolls.get(msg.roll)
-        if roll is None:
-            return
-        self._waiting.setdefault(msg.roll, []).append(client)
-        self._ask(roll)
-        self._answer(msg.roll)
+    def fetch(self, client: Client, msg: m.Fetch) -> None:
+        """A rank asks for contents. It is answered once all of them are here; never, if the plan that it is for is not wanted any more."""
+        wanted = self._wanted.get(msg.digests)
+        if wanted is None:
+            wanted = self._wanted[msg.digests] = _Wanted({d for d in msg.digests if d not in self._known})
+        wanted.asked.append((client, msg.call))
+        if wanted.missing:
+            self._ask(msg.digests)
+        else:
+            self._answer(msg.digests)
 
     def came(self, client: Client, msg: m.Layout) -> None:
         """A layout arrived.
@@ -152,36 +187,35 @@ class LayoutExchange:
         """
         self.received += len(msg.packed)
         content = unpack_one(msg.packed, f"layout of {client.label}")
-        if col.digest([content]).encode() != msg.inventory:
+        if digest_of(content) != msg.inventory:
             raise ProtocolError(f"{client.label} sent a layout with another digest than it announced")
         self._known[msg.inventory] = content
         self._asked.pop(msg.inventory, None)
-        for roll in list(self._waiting):
-            self._answer(roll)
+        for digests, wanted in list(self._wanted.items()):
+            wanted.missing.discard(msg.inventory)
+            if not wanted.missing:
+                self._answer(digests)
 
     def gone(self, client: Client) -> None:
         """Ask other ranks of its class for the layouts that this client has not sent."""
-        for d in [d for d, c in self._asked.items() if c is client]:
-            del self._asked[d]
-        for roll, clients in self._waiting.items():
-            self._waiting[roll] = [c for c in clients if c is not client]
-            self._ask(self._rolls[roll])
+        self._asked = {d: c for d, c in self._asked.items() if c is not client}
+        for digests, wanted in list(self._wanted.items()):
+            wanted.asked = [(c, call) for c, call in wanted.asked if c is not client]
+            if wanted.asked:
+                self._ask(digests)
+            else:
+                del self._wanted[digests]
 
-    def _ask(self, roll: m.Roll) -> None:
-        for d in dict.fromkeys(roll.inventories):
-            if d not in self._known and d not in self._asked:
-                owner = next(iter(self._owners(d)), None)
-                if owner is not None:
-                    self._asked[d] = owner
-                    owner.send(m.LayoutAsk(d))
+    def _ask(self, digests: tuple[bytes, ...]) -> None:
+        missing = self._wanted[digests].missing
+        for d in digests:
+            if d in missing and d not in self._asked and (owner := next(iter(self._owners(d)), None)) is not None:
+                self._asked[d] = owner
+                owner.send(m.LayoutAsk(d))
 
-    def _answer(self, digest: bytes) -> None:
-        roll = self._rolls[digest]
-        distinct = list(dict.fromkeys(roll.inventories))
-        if not self._waiting.get(digest) or not all(d in self._known for d in distinct):
-            return
-        if digest not in self._packed:
-            self._packed[digest] = pack([self._known[d] for d in distinct])
-        for client in self._waiting.pop(digest):
-            self.sent += len(self._packed[digest])
-            client.send(m.Layouts(digest, self._packed[digest]))
+    def _answer(self, digests: tuple[bytes, ...]) -> None:
+        if digests not in self._packed:
+            self._packed[digests] = pack([self._known[d] for d in digests])
+        for client, call in self._wanted.pop(digests).asked:
+            self.sent += len(self._packed[digests])
+            client.send(m.Reply(call, self._packed[digests]))

@@ -23,7 +23,7 @@ from msgspec import Meta, Struct
 from xfer.errors import ProtocolError, XferError, from_wire
 from xfer.plan.explain import size
 
-WIRE_VERSION = 21
+WIRE_VERSION = 22
 """Sent in the challenge (rendezvous/channel.py), before any message that another version could not decode."""
 MAX_FRAME = 1 << 30
 """Bytes of one control frame. All layouts of a thousand ranks take well below 1 MB."""
@@ -138,12 +138,21 @@ class Leave(WireMessage, frozen=True):
     """Client -> coordinator: I leave on purpose."""
 
 
+class Reply(WireMessage, frozen=True):
+    """Coordinator -> client: the answer to the client's message of this number.
+
+    A client numbers the messages that it waits for an answer to (rendezvous/client.py): they have a field `call`. A caller that
+    gives up waiting leaves its number behind, so that a late answer is none to a later question.
+    """
+
+    call: Count
+    value: Blob = b""
+
+
 class Ping(WireMessage, frozen=True):
-    """Client -> coordinator: are you alive? Sent by clients that have waited past a deadline of the coordinator."""
+    """Client -> coordinator: are you alive? Everything that was due to this client before is sent before the answer."""
 
-
-class Pong(WireMessage, frozen=True):
-    """Coordinator -> client. Everything that was due to this client before has been sent before it."""
+    call: Count
 
 
 # ---- layouts, plans and links (layouts.py and planning.py tell the order)
@@ -173,31 +182,11 @@ class InventoryMsg(WireMessage, frozen=True):
     generation: Count
 
 
-class RollAsk(WireMessage, frozen=True):
-    """Rank -> coordinator: send me this `Roll`."""
+class Fetch(WireMessage, frozen=True):
+    """Rank -> coordinator: send me the rolls or layouts with these digests. Answered by all of them in this order (layouts.py)."""
 
-    roll: Digest
-
-
-class Roll(WireMessage, frozen=True):
-    """Coordinator -> rank: the trainers, or the workers of a replica, in rank order. `roll`: digest of the other fields."""
-
-    roll: Digest
-    inventories: Annotated[tuple[Digest, ...], Meta(max_length=65536)]
-    hosts: Annotated[tuple[Name, ...], Meta(max_length=65536)]
-
-
-class LayoutsAsk(WireMessage, frozen=True):
-    """Rank -> coordinator: send me the layouts of this roll, once all of them are here."""
-
-    roll: Digest
-
-
-class Layouts(WireMessage, frozen=True):
-    """Coordinator -> rank: the layouts that a roll names, each once, in order of first appearance (layouts.py)."""
-
-    roll: Digest
-    packed: Blob
+    call: Count
+    digests: Annotated[tuple[Digest, ...], Meta(max_length=65536)]
 
 
 class LayoutAsk(WireMessage, frozen=True):
@@ -343,18 +332,13 @@ class Measured(WireMessage, frozen=True):
 
     It comes before `Ready`, or before `InventoryMsg` where a new catalog asks for other blocks. `blocks`: their numbers in the
     catalog of `generation` (trace/catalog.py). `largest`: the bits of a float32 for each. Both are uint32, little-endian.
+    Answered by `largest` over all trainers that have parts of these blocks.
     """
 
+    call: Count
     attempt: Count
     generation: Count
     blocks: Blob
-    largest: Blob
-
-
-class Agreed(WireMessage, frozen=True):
-    """Coordinator -> trainer: `Measured.largest`, over all trainers that have parts of these blocks."""
-
-    attempt: Count
     largest: Blob
 
 
@@ -678,13 +662,9 @@ class Outcome(WireMessage, frozen=True):
 
 
 class Release(WireMessage, frozen=True):
-    """Trainer -> coordinator: my storages are about to be freed; make every process unmap them. Answered by `Released`.
+    """Trainer -> coordinator: my storages are about to be freed; make every process unmap them. Answered when none has them mapped."""
 
-    `number` differs in every release of this trainer, since the answer to one that was given up may come when routes are
-    open again.
-    """
-
-    number: Count
+    call: Count
 
 
 class CloseRoutes(WireMessage, frozen=True):
@@ -697,12 +677,6 @@ class RoutesClosed(WireMessage, frozen=True):
     """Rank -> coordinator: done."""
 
     replica: Count
-
-
-class Released(WireMessage, frozen=True):
-    """Coordinator -> trainer: no process has your storages mapped any more."""
-
-    number: Count
 
 
 # ---- the store in which communicators meet
@@ -735,14 +709,10 @@ class StoreCompareSet(WireMessage, frozen=True):
 
 
 class StoreCheck(WireMessage, frozen=True):
+    """Answered by "1" if all these keys exist, else by nothing."""
+
     call: Count
     keys: Annotated[tuple[StoreKey, ...], Meta(max_length=65536)]
-
-
-class StoreReply(WireMessage, frozen=True):
-    call: Count
-    value: StoreValue = b""
-    flag: bool = True
 
 
 # ---- observers
@@ -770,12 +740,12 @@ class StatusReply(WireMessage, frozen=True):
 
 
 Message = (
-    Hello | Welcome | Refused | DialAgain | Specs | CatalogMsg | InventoryMsg | RollAsk | Roll | LayoutsAsk | Layouts | LayoutAsk | Layout
+    Hello | Welcome | Refused | DialAgain | Specs | CatalogMsg | InventoryMsg | Fetch | LayoutAsk | Layout
     | PlanInputs | Planned | OpenLink | LinkOpen | Found | ReplicaReady
-    | Prepare | Enter | Measured | Agreed | Ready | Arm | Armed | CallAgain | Go | PartReady | Progress | Done | Drained
+    | Prepare | Enter | Measured | Ready | Arm | Armed | CallAgain | Go | PartReady | Progress | Done | Drained
     | Commit | Decided | Committed
-    | Abort | Stopped | Settle | Settled | Failed | Release | CloseRoutes | RoutesClosed | Released
-    | Outcome | Leave | Ping | Pong | StoreSet | StoreGet | StoreAdd | StoreCompareSet | StoreCheck | StoreReply | StatusAsk | StatusReply
+    | Abort | Stopped | Settle | Settled | Failed | Release | CloseRoutes | RoutesClosed
+    | Outcome | Leave | Ping | Reply | StoreSet | StoreGet | StoreAdd | StoreCompareSet | StoreCheck | StatusAsk | StatusReply
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -30,9 +30,7 @@ class Planning:
         self.coordinator = coordinator
         self.layouts = LayoutExchange(self._owners)
         self._closing: set[tuple[Client, int]] = set()  # clients that have to unmap, and the replica
-        self._releasing: dict[
-            Client, int
-        ] = {}  # trainers that wait for them, and the number of each one's last release
+        self._releasing: dict[Client, int] = {}  # trainers that wait for them, and the call of each one's last release
         self.let_go: set[Client] = set()  # trainers that released and have not entered a refit since
 
     # ---- the plan
@@ -179,7 +177,7 @@ class Planning:
 
     # ---- unmapping, before trainers free their storages
 
-    def release(self, client: Client, number: int) -> None:
+    def release(self, client: Client, call: int) -> None:
         """A trainer is about to free its storages: every process that reads them unmaps them, then the trainer is told.
 
         Workers read trainers' storages; where trainers gather they read each other's too. The next refit opens the
@@ -187,16 +185,16 @@ class Planning:
         """
         self.let_go.add(client)
         self._releasing.pop(client, None)  # it no longer waits for its release before this one
-        self._release_when_open(client, number)
+        self._release_when_open(client, call)
 
-    def _release_when_open(self, client: Client, number: int) -> None:
+    def _release_when_open(self, client: Client, call: int) -> None:
         """Routes that are being opened are closed afterwards."""
         co = self.coordinator
-        if client not in self.let_go or number < self._releasing.get(client, 0):
+        if client not in self.let_go or call < self._releasing.get(client, 0):
             return  # it gave this release up, and has entered a refit or asked again since
         if any(r.phase.opening for r in co.replicas.values()):
-            return co.at(co.now + RELEASE_LOOK_S, lambda: self._release_when_open(client, number))
-        self._releasing[client] = number
+            return co.at(co.now + RELEASE_LOOK_S, lambda: self._release_when_open(client, call))
+        self._releasing[client] = call
         for r in co.replicas.values():
             self.unmap(r)
         for c in co.clients:  # workers of lost replicas, too: they live on and keep their mappings
@@ -229,8 +227,8 @@ class Planning:
     def _answer_releases(self) -> None:
         if not self._closing:
             waiting, self._releasing = self._releasing, {}
-            for client, number in waiting.items():
-                client.send(m.Released(number))
+            for client, call in waiting.items():
+                client.send(m.Reply(call))
 
 
 def _mismatch(replica: Replica) -> PlanMismatch:

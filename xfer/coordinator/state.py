@@ -292,7 +292,7 @@ class KeyValues:
         if isinstance(msg, m.StoreSet):
             return self._put(msg.key, msg.value)
         if isinstance(msg, m.StoreCheck):
-            return client.send(m.StoreReply(msg.call, flag=all(k in values for k in msg.keys)))
+            return client.send(m.Reply(msg.call, b"1" if all(k in values for k in msg.keys) else b""))
         if isinstance(msg, m.StoreGet) and msg.key not in values:
             return self._parked[msg.key].append((client, msg.call))
         if isinstance(msg, m.StoreCompareSet) and msg.key not in values:
@@ -302,12 +302,12 @@ class KeyValues:
                 self._put(msg.key, str(int(values.get(msg.key, b"0")) + msg.amount).encode())
             except ValueError:
                 raise ProtocolError(f"store key {msg.key!r} does not hold a number") from None
-        return client.send(m.StoreReply(msg.call, values[msg.key]))
+        return client.send(m.Reply(msg.call, values[msg.key]))
 
     def _put(self, key: str, value: bytes) -> None:
         self._values[key] = value
         for client, call in self._parked.pop(key, ()):
-            client.send(m.StoreReply(call, value))
+            client.send(m.Reply(call, value))
 
     def forget(self, prefix: str) -> None:
         """Delete the values of an epoch that is over."""

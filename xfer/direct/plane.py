@@ -163,7 +163,7 @@ class DirectPlane:
         self.close()
         self.inputs, self._deadline_s, shelf = inputs, inputs.deadline_s, self.party.shelf
         self.part, inventories = shelf.plan(
-            inputs, self.joint_rank, self.side.catalog, self.options(inputs), self.cache, stop.check
+            inputs, self.joint_rank, self.side.catalog, self.options(inputs), self.cache, stop.stopped
         )
         self.exchange_seconds = shelf.exchange_s[self.replica]
         self._agreed = shelf.cached.get(self.replica, False)
@@ -205,7 +205,7 @@ class DirectPlane:
 
     def open(self, order: m.OpenLink, stop: Stop) -> m.LinkOpen:
         prefix = f"r{self.replica}/e{order.epoch}/"
-        store = RendezvousStore(self.party.channel, self.party.replies, prefix, self._deadline_s, stop.stopped)
+        store = RendezvousStore(self.party.questions, prefix, self._deadline_s, stop.stopped)
         old = self._close_routes()  # held until all destinations have unmapped: it keeps this rank's old storages alive
         if order.fresh:
             self.close()

@@ -176,7 +176,7 @@ class PackedPlane:
 
     def _open(self, order: m.OpenLink, stop: Stop) -> None:
         prefix = f"r{self.replica}/e{order.epoch}/"
-        store = RendezvousStore(self.party.channel, self.party.replies, prefix, self._deadline_s, stop.stopped)
+        store = RendezvousStore(self.party.questions, prefix, self._deadline_s, stop.stopped)
         self._exporters = self._find_exporters(store)
         rank = self._rank_on_link(store)
         if rank is None:

@@ -80,7 +80,7 @@ def compute(
 
     def store(cancelled: Callable[[], bool] = lambda: False) -> RendezvousStore:
         left = max(1.0, until - time.monotonic())
-        return RendezvousStore(party.channel, party.replies, f"x{attempt}/", left, cancelled)
+        return RendezvousStore(party.questions, f"x{attempt}/", left, cancelled)
 
     def work() -> bool:
         try:

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from xfer.background import LOOK_S, BackgroundCall
@@ -179,19 +180,20 @@ class RefitCall:
         if parts is None:
             return side.quantize()
 
-        def agreed() -> bool:
-            return any(isinstance(x, m.Agreed) and x.attempt == self.number for x in list(party.inbox.queue))
-
-        party.send(m.Measured(self.number, self.session.generation, parts.numbers, parts.largest))
-        # The coordinator has the same deadline and knows which ranks are missing.
-        party.wait_for(lambda: agreed() or self._is_over(), self.until + SILENCE_S)
-        if self._is_over():
-            raise computing.Over
-        answer = party.newest(m.Agreed) if agreed() else None
-        if answer is None:
-            raise self._late("ranks that have parts of one block quantize it together, and not all have come in time")
+        measured = partial(
+            m.Measured, attempt=self.number, generation=self.session.generation,
+            blocks=parts.numbers, largest=parts.largest,
+        )  # fmt: skip
+        try:  # the coordinator has the same deadline and knows which ranks are missing
+            (largest,) = party.questions.ask("blocks", self.until + SILENCE_S, measured, cancelled=self._is_over)
+        except DeadlineExceeded:
+            raise self._late(
+                "ranks that have parts of one block quantize it together, and not all have come in time"
+            ) from None
+        except PeerLost:
+            raise computing.Over from None  # the outcome is in the inbox, or the reason why none will come
         mark(self.label, "agreed on blocks")
-        side.quantize(answer.largest)
+        side.quantize(largest)
 
     def _is_over(self) -> bool:
         """Whether the outcome is in the inbox, or none will come."""

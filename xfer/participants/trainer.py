@@ -31,7 +31,7 @@ from xfer.participants.lane import Lane
 from xfer.participants.refit import RefitCall
 from xfer.participants.report import RefitReport
 from xfer.participants.turns import quick_turns, short_sleeps
-from xfer.rendezvous.client import RendezvousClient, data_plane
+from xfer.rendezvous.client import SILENT, RendezvousClient, data_plane
 from xfer.rendezvous.server import Server
 from xfer.trace.catalog import Catalog
 from xfer.trace.traced import TrainerLayout
@@ -177,7 +177,6 @@ class TrainerSession:
         # Specs and inventory that the coordinator knows. None: the coordinator answers the specs with a catalog first.
         self._told: tuple[bytes, bytes | None] = (b"", b"")
         self._released = False
-        self._releases = 0  # number of releases begun
         self.drain: BackgroundCall[None] | None = None
         self.computing: BackgroundCall[bool] | None = None
         settings = (*told(options), *data_plane(self.device))
@@ -474,19 +473,8 @@ class TrainerSession:
                     ["other ranks take part in it, and one has not done its part yet: call again when it has"],
                     where=self._party.label,
                 )
-        self._releases += 1
-        self._party.send(m.Release(self._releases))
-        kept: list[m.Outcome | m.Failed] = []
-        try:
-            while True:
-                message = self._party.take(until, "every worker to unmap", m.Released, m.Outcome, m.Failed)
-                if not isinstance(message, m.Released):
-                    kept.append(message)
-                elif message.number == self._releases:
-                    break
-        finally:
-            for other in kept:  # about a refit that returned early, or a replica that is gone: for the next call
-                self._party.inbox.put(other)
+        why = f"a worker reads them, or hangs; or {SILENT}"
+        self._party.questions.ask("every worker to unmap this rank's storages", until, m.Release, why=why)
         for lane in list(self.lanes.values()):
             lane.plane.forget()
         self.side.release()

@@ -25,7 +25,6 @@ from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolErro
 from xfer.plan.fabric import Site
 from xfer.rendezvous.channel import SEND_S, Channel, dial
 from xfer.rendezvous.layouts import Shelf
-from xfer.rendezvous.store import SILENT, Replies
 
 M = TypeVar("M")
 M2 = TypeVar("M2")
@@ -34,6 +33,8 @@ M4 = TypeVar("M4")
 M5 = TypeVar("M5")
 AGAIN_S = 0.05
 """Seconds until a client dials again after a failed session told it to."""
+SILENT = "trainer 0: its process, which has the rendezvous in it, does not answer"
+"""Why no answer came in time to a question that the coordinator answers at once."""
 _left: dict[tuple[str, str], str] = {}
 """By rendezvous and label of a client of this process: the last session that it left or that refused it."""
 
@@ -64,6 +65,77 @@ class LanePort(Protocol):
     def part_ready(self, ready: m.PartReady) -> None: ...
     def let_go(self) -> None: ...
     def close(self) -> None: ...
+
+
+class Questions:
+    """Sends questions and waits for their answers. The reader thread calls `put` and `close`, any thread all else.
+
+    Args:
+        send: Sends a message to the coordinator; it may take so many seconds.
+        label: This client, for errors.
+    """
+
+    def __init__(self, send: Callable[..., None], label: str):
+        self.send, self._label = send, label
+        self._changed = threading.Condition()
+        self._last, self._closed = 0, ""
+        self._answers: dict[int, bytes | None] = {}  # by the numbers of the calls that somebody waits for
+
+    def put(self, reply: m.Reply) -> None:
+        with self._changed:
+            if reply.call in self._answers:
+                self._answers[reply.call] = reply.value
+                self._changed.notify_all()
+
+    def close(self, reason: str) -> None:
+        with self._changed:
+            self._closed = reason or "closed"
+            self._changed.notify_all()
+
+    def ask(
+        self,
+        what: str,
+        until: float,
+        *makes: Callable[[int], m.Message],
+        cancelled: Callable[[], bool] = lambda: False,
+        why: str = SILENT,
+    ) -> list[bytes]:
+        """Ask some questions at once, and return the answers.
+
+        Args:
+            what: What is waited for, quoted in errors.
+            until: Monotonic time.
+            makes: Each makes the message with this number.
+            cancelled: Whether to wait no longer.
+            why: The likely reason if no answer comes in time.
+
+        Raises:
+            PeerLost: The coordinator is gone, or `cancelled` returned True.
+            DeadlineExceeded: Not all answers came in time.
+        """
+        with self._changed:
+            calls = range(self._last + 1, self._last + 1 + len(makes))
+            self._last += len(makes)
+            self._answers.update(dict.fromkeys(calls))
+        try:
+            for make, call in zip(makes, calls):
+                self.send(make(call), max(0.0, until - time.monotonic()))
+            with self._changed:
+                while True:
+                    answers = [answer for call in calls if (answer := self._answers[call]) is not None]
+                    if len(answers) == len(calls):
+                        return answers
+                    if self._closed:
+                        raise PeerLost(f"the rendezvous is gone while waiting for {what}: {self._closed}")
+                    if cancelled():
+                        raise PeerLost(f"cancelled while waiting for {what}")
+                    if (left := until - time.monotonic()) <= 0:
+                        raise DeadlineExceeded(f"no answer in time: {what}", [why], where=self._label)
+                    self._changed.wait(min(left, 0.2))
+        finally:
+            with self._changed:
+                for call in calls:
+                    del self._answers[call]
 
 
 class DoneCollector:
@@ -157,16 +229,14 @@ class RendezvousClient:
         self.named: tuple[int, Label] = (0, None)
         self.void: set[int] = set()
         self.drained: dict[int, int] = {}
-        self.replies = Replies()
-        self.shelf = Shelf(self.try_send)
+        self.questions = Questions(self.send, self.label)
+        self.shelf = Shelf(self.questions)
         self.inbox: queue.Queue[m.Message | XferError] = queue.Queue()
         self.on_lane: Callable[[int], LanePort | None] = lambda replica: None
         self.found: m.Found | None = None
         self.lost: PeerLost | None = None
         self._failed: m.WireError | None = None  # why the coordinator said that no later refit can succeed
         self._heard = 0.0  # monotonic time of the coordinator's last message
-        self._pings = self._pongs = 0
-        self._asking = threading.Lock()
         self._leaving = False  # this process itself closes the connection
         self._news = threading.Condition()
         self._place = rendezvous, self.label
@@ -254,16 +324,8 @@ class RendezvousClient:
         Returns earlier if the coordinator is gone or does not answer in these seconds. Messages of other processes may
         still be on their way to the coordinator: they have to catch up themselves.
         """
-        until, asked = time.monotonic() + seconds, self._ping(seconds)
-        self.wait_for(lambda: self._pongs >= asked or self.lost is not None, until)
-
-    def _ping(self, seconds: float) -> int:
-        """Send a Ping and return its number: the coordinator answers them in their order."""
-        with self._asking:
-            self._pings += 1
-            asked = self._pings
-            self.try_send(m.Ping(), seconds)
-        return asked
+        with contextlib.suppress(XferError):
+            self.questions.ask("the coordinator", time.monotonic() + seconds, m.Ping)
 
     def _sort(self, message: m.Message) -> None:
         self._heard = time.monotonic()
@@ -276,9 +338,6 @@ class RendezvousClient:
             self.inbox.put(message)
 
     # Handlers, on the reader thread. They return True for messages that the main thread gets as well.
-
-    def _pong(self, _: m.Pong) -> None:
-        self._pongs += 1
 
     def _found(self, message: m.Found) -> None:
         self.found = message
@@ -330,12 +389,9 @@ class RendezvousClient:
         return True
 
     _HANDLERS: ClassVar[dict[type, Callable[..., bool | None]]] = {
-        m.Pong: _pong,
         m.Found: _found,
-        m.StoreReply: lambda self, message: self.replies.put(message),
-        m.LayoutAsk: lambda self, message: self.shelf.take(message),
-        m.Roll: lambda self, message: self.shelf.take(message),
-        m.Layouts: lambda self, message: self.shelf.take(message),
+        m.Reply: lambda self, message: self.questions.put(message),
+        m.LayoutAsk: lambda self, message: self.shelf.give(message.inventory),
         m.Abort: _abort,
         m.PartReady: _part_ready,
         m.Drained: _drained,
@@ -355,7 +411,7 @@ class RendezvousClient:
             [f"reason: {reason}"],
             where=self.label,
         )
-        self.replies.close(reason)
+        self.questions.close(reason)
         for lane in list(self.lanes.values()):
             lane.cancel(self.lost, None)
         self.inbox.put(self.lost)
@@ -415,7 +471,7 @@ class RendezvousClient:
                     ) from None
                 if now >= due and not silent and now - asked >= 1.0:
                     asked = now
-                    self._ping(SILENCE_S)
+                    self.try_send(m.Ping(0), SILENCE_S)  # any message is an answer
                 wait = min(until - now, max(due - now, 0.05), 1.0)
                 continue
             if isinstance(message, XferError):

@@ -5,17 +5,18 @@ coordinator/layouts.py describes the whole exchange and has the coordinator's ha
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from xfer.coordinator import messages as m
-from xfer.coordinator.layouts import pack, roll_digest, unpack
-from xfer.errors import DeadlineExceeded, ProtocolError
+from xfer.coordinator.layouts import Roll, digest_of, pack, unpack
+from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError
 from xfer.plan.cache import PlanCache
 from xfer.plan.inventory import Inventory
 from xfer.plan.options import PlanOptions
@@ -23,10 +24,15 @@ from xfer.plan.part import PlanPart
 from xfer.plan.planner import Drafts, key_of
 
 if TYPE_CHECKING:
+    from xfer.rendezvous.client import Questions
     from xfer.trace.catalog import Catalog
 
+T = TypeVar("T", Roll, Inventory)
 KEPT = 4
 """Own inventories that a rank can still send: the present one, and those of plans that are being made."""
+
+
+_WHAT, _LATE = "the layouts of other ranks", "another rank has not sent its layout"
 
 
 class Shelf:
@@ -37,17 +43,16 @@ class Shelf:
         cached: by replica, whether its last plan came from the cache.
     """
 
-    def __init__(self, send: Callable[[m.Message], None]):
-        self._send = send
+    def __init__(self, questions: Questions):
+        self._questions = questions
         self.exchange_s: dict[int, float] = {}
         self.cached: dict[int, bool] = {}
         self._own: OrderedDict[bytes, Inventory] = OrderedDict()
-        self._rolls: dict[bytes, m.Roll] = {}
-        self._layouts: dict[bytes, dict[bytes, Inventory]] = {}  # roll -> digest -> inventory
-        self._packed: dict[bytes, bytes] = {}  # roll -> not yet unpacked
-        self._asked: set[m.RollAsk | m.LayoutsAsk] = set()
-        self._used: OrderedDict[int, tuple[bytes, bytes]] = OrderedDict()  # replica -> the rolls it was planned from
-        self._came, self._unpacking = threading.Condition(), threading.Lock()
+        self._rolls: dict[bytes, Roll] = {}
+        self._layouts: dict[bytes, Inventory] = {}
+        self._coming: set[bytes] = set()  # digests that a lane has asked for
+        self._used: dict[int, tuple[bytes, bytes]] = {}  # replica -> the rolls of its last plan
+        self._came = threading.Condition()
         self._drafts = Drafts()
 
     def offer(self, inventory: Inventory) -> bytes:
@@ -59,18 +64,13 @@ class Shelf:
                 self._own.popitem(last=False)
         return digest
 
-    # ---- on the thread that reads the connection
-
-    def take(self, message: m.LayoutAsk | m.Roll | m.Layouts) -> None:
+    def give(self, digest: bytes) -> None:
+        """Send this layout, if it is one of the last that were offered. Called on the thread that reads the connection."""
         with self._came:
-            if isinstance(message, m.Roll):
-                self._rolls[message.roll] = message
-            elif isinstance(message, m.Layouts):
-                self._packed[message.roll] = message.packed
-            self._came.notify_all()
-            own = self._own.get(message.inventory) if isinstance(message, m.LayoutAsk) else None
-        if own is not None and isinstance(message, m.LayoutAsk):
-            self._send(m.Layout(message.inventory, pack([own.content()])))
+            own = self._own.get(digest)
+        if own is not None:
+            with contextlib.suppress(PeerLost):
+                self._questions.send(m.Layout(digest, pack([own.content()])))
 
     # ---- on a lane's thread
 
@@ -81,7 +81,7 @@ class Shelf:
         catalog: Catalog,
         options: PlanOptions,
         cache: PlanCache | None,
-        check: Callable[[], None],
+        stopped: Callable[[], bool],
     ) -> tuple[PlanPart, tuple[bytes, ...]]:
         """Plan one rank's part.
 
@@ -91,109 +91,89 @@ class Shelf:
             p: what to plan.
             rank: joint rank: trainers first, then workers.
             options: without a site, the rolls' hosts are used.
-            check: called while waiting; it raises to stop the wait.
+            stopped: whether to wait no longer.
 
         Returns:
             The part, and the digest of each joint rank's inventory.
 
         Raises:
             DeadlineExceeded: a layout did not come in time.
+            PeerLost: the coordinator is gone, or `stopped` returned True.
             ProtocolError: the coordinator sent something else than was asked for.
             XferError: what planning raises.
         """
-        t0 = time.perf_counter()
-        until = time.monotonic() + p.deadline_s
+        t0, until = time.perf_counter(), time.monotonic() + p.deadline_s
         self._forget_others(p)
-        sides = self._both_rolls((p.trainers, p.workers), until, check, early=cache is None)
+        self._fetch(self._rolls, Roll.from_content, [(p.trainers,), (p.workers,)], until, stopped)
+        rolls = self._rolls[p.trainers], self._rolls[p.workers]
         if options.site is None:
-            options = replace(options, hosts=(*sides[0].hosts, *sides[1].hosts))
-        digests = [[d.decode() for d in s.inventories] for s in sides]
+            options = replace(options, hosts=(*rolls[0].hosts, *rolls[1].hosts))
+        digests = [[d.decode() for d in r.inventories] for r in rolls]
         key = key_of(catalog.digest(), digests[0], digests[1], options)
         part = cache.get(key, rank) if cache is not None else None
-        self.exchange_s[p.replica], self.cached[p.replica] = time.perf_counter() - t0, part is not None
+        self.cached[p.replica] = part is not None
         if part is None:
-            sources, takers = self._both_sides(sides, until, check)
-            self.exchange_s[p.replica] = time.perf_counter() - t0
-            part = PlanPart.of(self._drafts.plan(catalog, sources, takers, options), rank)
-        return part, (*sides[0].inventories, *sides[1].inventories)
+            self._fetch(self._layouts, Inventory.from_content, [r.inventories for r in rolls], until, stopped)
+        self.exchange_s[p.replica] = time.perf_counter() - t0
+        if part is None:
+            part = PlanPart.of(self._drafts.plan(catalog, self._side(rolls[0]), self._side(rolls[1]), options), rank)
+        return part, (*rolls[0].inventories, *rolls[1].inventories)
+
+    def _side(self, roll: Roll) -> list[Inventory]:
+        """Return the inventories in rank order. Ranks of one class share everything but their number."""
+        return [self._layouts[d].at(i, h) for i, (d, h) in enumerate(zip(roll.inventories, roll.hosts))]
 
     def _forget_others(self, p: m.PlanInputs) -> None:
-        """Forget the rolls that neither this plan nor another replica's last plan was made from."""
+        """Forget the rolls that neither this plan nor another replica's last plan is made from, and the layouts that only they name."""
         with self._came:
             self._used[p.replica] = (p.trainers, p.workers)
-            used = {r for rolls in self._used.values() for r in rolls}
-            for held in (self._rolls, self._layouts, self._packed):
-                for roll in held.keys() - used:
-                    del held[roll]
+            for roll in self._rolls.keys() - {r for rolls in self._used.values() for r in rolls}:
+                del self._rolls[roll]
+            for layout in self._layouts.keys() - {d for roll in self._rolls.values() for d in roll.inventories}:
+                del self._layouts[layout]
 
-    def _both_rolls(
-        self, rolls: Sequence[bytes], until: float, check: Callable[[], None], *, early: bool
-    ) -> list[m.Roll]:
-        """Wait for both rolls. `early`: ask for their layouts, too, since no cache can have the plan."""
-        with self._came:
-            asks: dict[m.RollAsk | m.LayoutsAsk, Callable[[], bool]] = {
-                m.RollAsk(r): partial(self._rolls.__contains__, r) for r in rolls
-            }
-            if early:
-                asks |= self._layouts_of(rolls)
-            self._wait(asks, until, check)
-            found = [self._rolls[r] for r in rolls]
-        for roll, asked in zip(found, rolls):
-            if roll_digest(roll.inventories, roll.hosts) != asked:
-                raise ProtocolError("the coordinator sent a roll with another digest than was asked for")
-        return found
-
-    def _both_sides(self, rolls: Sequence[m.Roll], until: float, check: Callable[[], None]) -> list[list[Inventory]]:
-        """Wait for all inventories and return them in rank order. Ranks of one class share everything but their number."""
-        with self._came:
-            self._wait(self._layouts_of([r.roll for r in rolls]), until, check)
-        sides = []
-        for roll in rolls:
-            with self._unpacking:  # not under the condition: the reader thread must not wait for it
-                found = self._layouts.get(roll.roll)
-                if found is None:
-                    found = self._layouts[roll.roll] = _unpacked(roll, self._packed[roll.roll])
-                    del self._packed[roll.roll]  # afterwards: a lane that finds it in neither asks for it again
-            sides.append([found[d].at(i, h) for i, (d, h) in enumerate(zip(roll.inventories, roll.hosts))])
-        return sides
-
-    def _layouts_of(self, rolls: Iterable[bytes]) -> dict[m.RollAsk | m.LayoutsAsk, Callable[[], bool]]:
-        def known(roll: bytes) -> bool:
-            return roll in self._layouts or roll in self._packed
-
-        return {m.LayoutsAsk(r): partial(known, r) for r in rolls}
-
-    def _wait(
-        self, asks: Mapping[m.RollAsk | m.LayoutsAsk, Callable[[], bool]], until: float, check: Callable[[], None]
+    def _fetch(
+        self,
+        held: dict[bytes, T],
+        decode: Callable[[bytes], T],
+        sides: Sequence[Sequence[bytes]],
+        until: float,
+        stopped: Callable[[], bool],
     ) -> None:
-        """Wait inside the condition until every question is answered.
+        """Get the contents with these digests that are not held yet.
 
-        All are sent at once, since each costs a round trip. If several lanes wait for one answer, one of them asks.
+        Both sides are asked for at once, since a question costs a round trip. If several lanes need a content, one of them asks.
         """
-        mine: list[m.RollAsk | m.LayoutsAsk] = []
-        try:
-            while waiting := [ask for ask, done in asks.items() if not done()]:
-                check()
-                if time.monotonic() >= until:
-                    names = " and ".join(sorted({type(ask).__name__ for ask in waiting}))
-                    raise DeadlineExceeded(f"no answer in time: {names}: another rank has not sent its layout")
-                for ask in waiting:
-                    if ask not in self._asked:
-                        mine.append(ask)
-                        self._asked.add(ask)
-                        self._send(ask)
-                self._came.wait(min(0.2, max(0.0, until - time.monotonic())))
-        finally:
-            self._asked.difference_update(mine)  # also if this lane is cancelled: then another one asks
+        while True:
+            with self._came:
+                missing = [[d for d in dict.fromkeys(side) if d not in held] for side in sides]
+                mine = [some for side in missing if (some := tuple(d for d in side if d not in self._coming))]
+                if not any(missing):
+                    return
+                if not mine and stopped():
+                    raise PeerLost(f"cancelled while waiting for {_WHAT}")
+                if not mine and time.monotonic() >= until:
+                    raise DeadlineExceeded(f"no answer in time: {_WHAT}", [_LATE])
+                if not mine:
+                    self._came.wait(min(0.2, max(0.0, until - time.monotonic())))
+                self._coming.update(*mine)
+            found: dict[bytes, T] = {}
+            try:
+                questions = [partial(m.Fetch, digests=some) for some in mine]
+                for some, packed in zip(
+                    mine, self._questions.ask(_WHAT, until, *questions, cancelled=stopped, why=_LATE)
+                ):
+                    found |= _opened(some, packed, decode)
+            finally:  # also if this lane is cancelled: then another one asks
+                with self._came:
+                    held.update(found)
+                    self._coming.difference_update(*mine)
+                    self._came.notify_all()
 
 
-def _unpacked(roll: m.Roll, packed: bytes) -> dict[bytes, Inventory]:
-    distinct, contents = list(dict.fromkeys(roll.inventories)), unpack(packed, "layouts of a roll")
-    if len(contents) != len(distinct):
-        raise ProtocolError(f"{len(contents)} layouts for a roll of {len(distinct)} classes")
-    out = {}
-    for digest, content in zip(distinct, contents):
-        out[digest] = Inventory.from_content(content)
-        if out[digest].digest().encode() != digest:
-            raise ProtocolError("the coordinator sent a layout with another digest than the roll says")
-    return out
+def _opened(digests: Sequence[bytes], packed: bytes, decode: Callable[[bytes], T]) -> Mapping[bytes, T]:
+    """Return the contents of an answer by digest."""
+    contents = unpack(packed, _WHAT)
+    if [digest_of(c) for c in contents] != list(digests):
+        raise ProtocolError("the coordinator sent something with another digest than was asked for")
+    return {d: decode(c) for d, c in zip(digests, contents)}
