@@ -184,7 +184,6 @@ class Cluster(RuleBasedStateMachine):
         some = [c for c in self.sim.channels if not c.closed and not c.finished and c.who == who]
         old = [x for c in some for x in c.said if isinstance(x, LATE)]
         old = [x for x in old if co.refit is None or getattr(x, "attempt", 0) != co.refit.number]
-        old = [x for x in old if not getattr(x, "inventory", b"")]  # a connection keeps the order of layouts
         if old:
             some[0].sent.append(old[which % len(old)])
 

@@ -33,7 +33,7 @@ SAMPLES = [
     m.DialAgain(),
     m.Enter(1, "7", True, 1, 60.0),
     m.Measured(9, 1, 2, b"\0\0\0\0", b"\0\0\x80\x3f"),
-    m.Ready(1, 0.5, b"s", b"i", 3, True),
+    m.Ready(1, 0.5, 3, True, sample=b"s"),
     m.Abort(0, 1, 2, m.WireError("PeerLost", "gone", ("a", "b"), "trainer 1")),
     m.Go(3, (0, 2), (1, 4), "7", True, 60.0),
     m.Done(3, (0, 2), (m.Moved(2, 10, 20, 0.1, 0.2, 0.3, 0.0, (m.Checksum(0, b"12345678"),)),)),

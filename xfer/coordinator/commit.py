@@ -161,8 +161,7 @@ class ReplicaRefit:
     def arrived(self, client: Client, msg: m.Armed) -> None:
         """A worker is inside its receive call."""
         co, r, worker = self.refit.coordinator, self.replica, client.hello.index
-        co.take_changes(client, msg)
-        co.plan_if_complete(r)
+        co.note_moves(client, msg)
         if self.phase is not Phase.ARMING:
             why = m.WireError.of(self.error or EngineLost("too late"), "rendezvous")
             return client.send(m.Abort(r.index, self.refit.number, r.epoch, why))
@@ -407,7 +406,7 @@ class ReplicaRefit:
             who.append(f"replica {r.index}: {STUCK}")
         if r.phase.opening:
             who += [f"{c.label}: {r.phase.value}" for c in sorted(r.pending, key=lambda c: c.label)]
-        if r.stale and len(refit.drained) == co.options.trainers and len(self.armed) == r.size:
+        if r.stale and refit.all_ready and len(self.armed) == r.size:
             silent = [i for i in range(co.options.trainers) if i not in co.trainer_inventories]
             who += [f"trainer {i}: it has not said how what it exports now lies in its memory" for i in silent]
         who += [

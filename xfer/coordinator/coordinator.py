@@ -422,7 +422,12 @@ class Coordinator:
             replica.wanted[h.index] = {(s.of, s.rule) for s in Catalog.from_bytes(unpack_specs(msg.catalog)[0]).specs}
             return self._derive(replica)
         self.specs[h.index] = msg.catalog
-        if len(self.specs) == self.options.trainers:
+        if self.catalog is not None:  # the new one is made when all trainers are ready
+            self.trainer_inventories.pop(h.index, None)
+            self.respecified.add(client)
+            for r in self.replicas.values():
+                r.stale = True
+        elif len(self.specs) == self.options.trainers:
             try:
                 self.make_catalog()
             except XferError as e:
@@ -469,46 +474,35 @@ class Coordinator:
         return True
 
     def _inventory_came(self, client: Client, msg: m.InventoryMsg) -> None:
+        """Keep the digest of a layout. No plan that was made before may run any more."""
         if msg.generation != self.generation:
             return  # made from an older catalog; the client is about to receive the newer one
-        self.take_inventory(client, msg.inventory)
-        if client.hello.role == "worker":
-            self._derive(self.replicas[client.hello.replica])
-            self.plan_if_complete(self.replicas[client.hello.replica])
-        elif len(self.trainer_inventories) == self.options.trainers:
-            for r in self.replicas.values():
-                self.plan_if_complete(r)
-        if self.refit is not None:
-            self.refit.shared.agree()
-            self.refit.advance()
-
-    def take_inventory(self, client: Client, data: bytes) -> None:
-        """Keep the digest of a layout. No plan that was made before may run any more."""
-        h = client.hello
-        if h.role == "trainer":
-            self.trainer_inventories[h.index] = data
+        h, refit = client.hello, self.refit
+        if h.role == "worker":
+            r = self.replicas[h.replica]
+            r.inventories[h.index], r.stale = msg.inventory, True
+            self._derive(r)
+            self.plan_if_complete(r)
+        else:
+            self.trainer_inventories[h.index] = msg.inventory
             for r in self.replicas.values():
                 r.stale = True
-        elif h.role == "worker":
-            self.replicas[h.replica].inventories[h.index] = data
-            self.replicas[h.replica].stale = True
+            if refit is None or refit.all_ready:  # else other layouts may change, too
+                self.plan_complete()
+        if refit is not None:
+            refit.shared.agree()
+            refit.advance()
 
-    def take_changes(self, client: Client, msg: m.Ready | m.Armed, specs: bytes = b"") -> None:
-        """Keep the changes that a rank reports on entry, whatever becomes of the refit: the rank reports them once."""
-        inventory, generation, h = msg.inventory, msg.generation, client.hello
+    def note_moves(self, client: Client, msg: m.Ready | m.Armed) -> None:
+        """Note storages that have moved and links that broke, whatever becomes of the refit: a rank reports them once."""
         if msg.rebound:
-            for r in self.replicas.values() if h.role == "trainer" else [self.replicas[h.replica]]:
+            for r in (
+                self.replicas.values() if client.hello.role == "trainer" else [self.replicas[client.hello.replica]]
+            ):
                 r.reopen = True
-        for r in [self.replicas[i] for i in getattr(msg, "broken", ()) if i in self.replicas]:
-            r.relink = True
-        if specs:
-            self.specs[h.index] = specs
-            self.trainer_inventories.pop(h.index, None)  # a new one follows the catalog
-            self.respecified.add(client)
-            for r in self.replicas.values():
-                r.stale = True
-        elif inventory and generation == self.generation:
-            self.take_inventory(client, inventory)
+        for i in getattr(msg, "broken", ()):
+            if i in self.replicas:
+                self.replicas[i].relink = True
 
     def settle_catalog(self) -> None:
         """All trainers have reported their changes: send a new catalog to all, or the old one to trainers that wait for one.
@@ -530,6 +524,10 @@ class Coordinator:
             if replica.complete and len(self.trainer_inventories) == self.options.trainers:
                 self.planning.plan(replica)
 
+    def plan_complete(self) -> None:
+        for r in self.replicas.values():
+            self.plan_if_complete(r)
+
     # ---- the rest
 
     def _settled(self, client: Client, msg: m.Settled) -> None:
@@ -546,7 +544,7 @@ class Coordinator:
             return self.refit.handle(client, msg)
         # That refit is over. A controller that was closed since may have called the worker into it, and the worker would hold
         # the engine until that refit's deadline. Epoch 0: nothing of a later refit is stopped.
-        self.take_changes(client, msg)
+        self.note_moves(client, msg)
         over = m.WireError.of(PeerLost(f"refit {msg.attempt} is over"), "rendezvous")
         client.send(m.Abort(client.hello.replica, msg.attempt, 0, over))
 

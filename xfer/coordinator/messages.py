@@ -159,7 +159,8 @@ class Ping(WireMessage, frozen=True):
 
 
 class Specs(WireMessage, frozen=True):
-    """Trainer -> coordinator: the checkpoint tensors that this rank exports, as an encoded partial catalog.
+    """Trainer -> coordinator: the checkpoint tensors that this rank exports, as an encoded partial catalog. A catalog follows, once all
+    trainers have told theirs or, if the exports have changed, are ready.
 
     Worker -> coordinator, in place of its inventory: the tensors that its engine needs derived (trace/derived.py) and that the
     catalog lacks. A new catalog follows.
@@ -176,7 +177,8 @@ class CatalogMsg(WireMessage, frozen=True):
 
 
 class InventoryMsg(WireMessage, frozen=True):
-    """Trainer or worker -> coordinator: the digest of its layout. Ranks that need the layout ask for it."""
+    """Trainer or worker -> coordinator: the digest of its layout, made from the catalog of `generation`. It follows each catalog, and
+    precedes `Ready` or `Armed` where the layout has changed since. Ranks that need the layout ask for it."""
 
     inventory: Digest
     generation: Count
@@ -308,17 +310,14 @@ class Enter(WireMessage, frozen=True):
 class Ready(WireMessage, frozen=True):
     """Trainer -> coordinator: my gathers have ended and my storages hold the version.
 
-    `specs`: only if the exports of this rank changed; its layout then follows the new catalog. `inventory`: only if its
-    layout changed, made from the catalog of `generation`. `rebound`: same layout, but storages that routes were opened for
-    lie elsewhere now. `broken`: replicas whose link this rank gave up by itself. `sample`: until a version is committed,
-    digests of some elements of each box, which number tensors by that catalog (exports.py). `sends`: whether what this rank
-    sends has changed since its last call, as far as it knows. `unsent`: some tensors that train, changed, and are not sent.
+    `rebound`: same layout, but storages that routes were opened for lie elsewhere now. `broken`: replicas whose link this rank gave up
+    by itself. `sample`: until a version is committed, digests of some elements of each box, which number tensors by the catalog
+    of `generation` (exports.py). `sends`: whether what this rank sends has changed since its last call, as far as it knows.
+    `unsent`: some tensors that train, changed, and are not sent.
     """
 
     attempt: Count
     drained_s: Seconds = 0.0
-    specs: Blob = b""
-    inventory: Digest = b""
     generation: Count = 0
     rebound: bool = False
     broken: Counts = ()
@@ -352,13 +351,12 @@ class Arm(WireMessage, frozen=True):
 class Armed(WireMessage, frozen=True):
     """Worker -> coordinator: I am inside the receive call.
 
-    `inventory`: empty unless the layout changed. `unread`: why no layout could be made from the catalog of `generation`;
+    `rebound`: same layout at other addresses. `unread`: why no layout could be made from the catalog of `generation`;
     the trainers may bring a newer catalog in this refit. `in_step`: the replica has data-parallel ranks, which wait for each
     other in every step.
     """
 
     attempt: Count
-    inventory: Digest = b""
     generation: Count = 0
     rebound: bool = False
     unread: WireError | None = None

@@ -153,6 +153,11 @@ class Refit:
         self._set_deadline(self.deadline_s)
 
     @property
+    def all_ready(self) -> bool:
+        """Whether all trainers are ready."""
+        return len(self.drained) == self.coordinator.options.trainers
+
+    @property
     def moves(self) -> bool:
         """Whether bytes of some replica may move."""
         return any(p.phase is not Phase.ARMING and not p.over for p in self.parts.values())
@@ -166,7 +171,7 @@ class Refit:
     def arm(self, replica: Replica) -> None:
         """Arm a replica if nothing is in the way, unless trainers are expected to need longer to be ready than its engine to arm."""
         co = self.coordinator
-        if co.now >= self._arm_at or len(self.drained) == co.options.trainers:
+        if co.now >= self._arm_at or self.all_ready:
             self.parts[replica.index].arm()
 
     def _arm_all(self) -> None:
@@ -221,14 +226,13 @@ class Refit:
         self.drained_s = max(self.drained_s, msg.drained_s)
         co.planning.let_go.discard(client)
         self.shared.agree()
-        if len(self.drained) == co.options.trainers:
+        if self.all_ready:
             self.ready_at = co.now
             co.mark("all trainers are ready")
             co.silence.take(self.drained.values())
             co.settle_catalog()
             self._compare_samples()
-            for r in co.replicas.values():
-                co.plan_if_complete(r)  # a replica that joins is planned from what trainers have now
+            co.plan_complete()  # a replica that joins is planned from what trainers have now
             self._arm_all()
             if any(r.derives for r in co.replicas.values()):
                 co.at(co.now + TOGETHER_S, self.advance, of=self)
@@ -290,7 +294,7 @@ class Refit:
     def advance(self) -> None:
         """Let every replica begin that can. Called whenever something changed that they may wait for."""
         co = self.coordinator
-        if co.refit is not self or len(self.drained) < co.options.trainers:
+        if co.refit is not self or not self.all_ready:
             return
         reading = [p for p in self.arming.values() if p.replica.derives and p.armed and not p.replica.complete]
         if reading and co.now < self.ready_at + TOGETHER_S:

@@ -122,7 +122,7 @@ class RefitQueue:
         return _refused(msg, error)
 
     def ready(self, client: Client, msg: m.Ready) -> None:
-        self.coordinator.take_changes(client, msg, msg.specs)
+        self.coordinator.note_moves(client, msg)
         self._ready(client, msg, self.coordinator.now)
 
     def measured(self, client: Client, msg: m.Measured) -> None:
@@ -178,8 +178,7 @@ class RefitQueue:
         for old in [k for k in self.finished if k < outcome.attempt - REMEMBERED]:
             del self.finished[old]
         broadcast(co.trainers.values(), outcome)
-        for r in co.replicas.values():
-            co.plan_if_complete(r)  # a replica that joins, if this refit found that layouts have changed
+        co.plan_complete()  # a replica that joins, if this refit found that layouts have changed
         prepared, self._prepared = self._prepared, 0
         self._go_on()
         if prepared > outcome.attempt and prepared not in self.finished:

@@ -107,7 +107,7 @@ class RefitCall:
             self._entered = True
             if (drain := self._drained()) is not None:
                 mark(self.label, "drained")
-                specs, inventory = session.refresh()
+                session.refresh()
                 mark(self.label, "looked at its storages")
                 lanes = list(self.session.lanes.values())
                 rebound = any([lane.plane.moved() for lane in lanes])
@@ -126,8 +126,6 @@ class RefitCall:
                     m.Ready(
                         self.number,
                         seconds,
-                        specs,
-                        inventory,
                         session.generation,
                         rebound,
                         broken,
@@ -136,7 +134,6 @@ class RefitCall:
                         news.unsent,
                     )
                 )
-                session.has_told(specs, inventory)
         except computing.Over:
             pass  # the outcome is in the inbox
         except Exception as e:

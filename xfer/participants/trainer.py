@@ -174,7 +174,7 @@ class TrainerSession:
         self._busy = Entry(f"trainer {source.rank}")
         self._stale = False  # the last attempt to read the layout again failed
         self._specs = b""
-        # Specs and inventory that the coordinator knows. None: the coordinator answers the specs with a catalog first.
+        # Specs and inventory that the coordinator knows. None: it answers the specs with a catalog first.
         self._told: tuple[bytes, bytes | None] = (b"", b"")
         self._released = False
         self.drain: BackgroundCall[None] | None = None
@@ -230,8 +230,7 @@ class TrainerSession:
             self._party.try_send(m.Failed(m.WireError.of(e, self._party.label)))
             raise
         self._specs = self._own_specs()
-        self._party.send(m.Specs(self._specs))
-        self.has_told(self._specs, b"")
+        self._tell()
         first = self._party.take(
             until + TOLD_S, "the catalog: other trainer ranks have not connected yet", m.CatalogMsg, m.Failed,
             match=lambda x: isinstance(x, m.CatalogMsg) or x.ends(wait),
@@ -307,11 +306,10 @@ class TrainerSession:
         except Exception as e:
             self._party.try_send(m.Failed(m.WireError.of(e, self._party.label)))
             raise
-        # If the coordinator has closed, the inbox has the reason; an error of this send would hide it.
-        self._party.try_send(m.InventoryMsg(self.side.inventory, self.generation))
-        self.has_told(b"", self.side.inventory)
+        self._tell()
 
     def _take_catalog(self, message: m.CatalogMsg) -> None:
+        self._told = self._told[0], b""  # the coordinator waits for an inventory, even if this fails
         self._catalog, self.generation = Catalog.from_bytes(unpack_one(message.catalog, "catalog")), message.generation
         self.side.read(self._catalog, self.layout)
 
@@ -389,14 +387,10 @@ class TrainerSession:
             self.side.let_go_kept()
         return report
 
-    def refresh(self) -> tuple[bytes, bytes]:
-        """Read again what the framework has moved since the last refit.
+    def refresh(self) -> None:
+        """Read again what the framework has moved since the last refit, and tell the coordinator what has changed.
 
-        The adapter compares with its last look, so the next call must read again if this one fails. The next call must also
-        tell the coordinator what this call read but could not tell.
-
-        Returns:
-            (specs, inventory), each empty if the coordinator knows it (`has_told`).
+        The adapter compares with its last look, so the next call must read again if this one fails.
         """
         change = Change.CHANGED if self._stale else Change(self.source.check())
         if change is Change.SAME and self._released:
@@ -410,11 +404,7 @@ class TrainerSession:
             else:
                 self._read_again()
             self._stale = False
-        specs, inventory = self._told
-        own = self.side.inventory
-        if self._specs != specs:
-            return self._specs, b""  # the coordinator answers with a catalog, on which the inventory depends
-        return b"", b"" if inventory in (None, own) else own
+        self._tell()
 
     def _read_again(self) -> None:
         if self.source.reads_together:
@@ -430,9 +420,15 @@ class TrainerSession:
         else:
             self.side.forget_layout()
 
-    def has_told(self, specs: bytes, inventory: bytes) -> None:
-        """Note the specs and the inventory that were sent to the coordinator; empty for not sent."""
-        self._told = specs or self._told[0], None if specs else inventory or self._told[1]
+    def _tell(self) -> None:
+        """Send the specs or the inventory, if the coordinator does not know them. If it is gone, the inbox has the reason."""
+        specs, inventory = self._told
+        if self._specs != specs:
+            self._party.try_send(m.Specs(self._specs))
+            self._told = self._specs, None  # a catalog follows, on which the inventory depends
+        elif inventory not in (None, self.side.inventory):
+            self._party.try_send(m.InventoryMsg(self.side.inventory, self.generation))
+            self._told = specs, self.side.inventory
 
     def _own_specs(self) -> bytes:
         catalog = Catalog.union([(self._party.label, self.layout.traced.specs)])
@@ -445,15 +441,13 @@ class TrainerSession:
             quantize: Brings quantized weights up to date.
             until: Monotonic time until which the GPU may take to quantize what the catalog asks for.
         """
-        # The coordinator's answer has come, even if this rank's answer to it fails.
-        self._stale, self._told = True, (self._told[0], b"")
+        self._stale = True
         self._take_catalog(message)
         self._stale = False
         quantize()
         if self.side.rules and self.device.type == "cuda":
             wait_for_stream(self.device, until, self._party.label)  # lanes have streams of their own
-        self._party.send(m.InventoryMsg(self.side.inventory, self.generation))
-        self.has_told(b"", self.side.inventory)
+        self._tell()
 
     def release(self) -> None:
         """See `Session.release`."""

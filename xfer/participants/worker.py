@@ -139,7 +139,7 @@ class WorkerSession:
         self._party: RendezvousClient | None = None
         self._lane_: Lane | None = None
         self._catalog: Catalog | None = None
-        self._told = b""  # the inventory that the coordinator knows
+        self._told: bytes | None = b""  # the inventory that the coordinator knows. None: a catalog comes first
         self._generation = 0
         self._stale = False  # the last attempt to read the layout again failed
         self.joined = False
@@ -214,12 +214,17 @@ class WorkerSession:
     def _read(self, party: RendezvousClient, message: m.CatalogMsg) -> None:
         faults.point("worker", self.index, "read")
         self._catalog, self._generation = Catalog.from_bytes(unpack_one(message.catalog, "catalog")), message.generation
-        # If the coordinator is gone, the inbox has the reason.
+        self._told = b""
         if missing := self._publish(self._catalog):
+            self._told = None
             party.try_send(m.Specs(pack_specs(Catalog(missing).to_bytes(), ())))  # a catalog with them will come
-            return
-        party.try_send(m.InventoryMsg(self.side.inventory, message.generation))
-        self._told = self.side.inventory
+        self._tell(party)
+
+    def _tell(self, party: RendezvousClient) -> None:
+        """Send the inventory, if the coordinator does not know it. If it is gone, the inbox has the reason."""
+        if self._told is not None and self._told != self.side.inventory:
+            party.try_send(m.InventoryMsg(self.side.inventory, self._generation))
+            self._told = self.side.inventory
 
     def _publish(self, catalog: Catalog) -> tuple[TensorSpec, ...]:
         self._stale = True
@@ -281,13 +286,11 @@ class WorkerSession:
         mark(party.label, "in update")
         self.model.synchronize()
         mark(party.label, "its device is idle")
-        inventory, unread = self._refresh(party)
+        unread = self._refresh(party)
         faults.point("worker", self.index, "arm")
         rebound = lane.plane.moved()
         mark(party.label, "looked at its storages: armed")
-        party.send(m.Armed(attempt, inventory, self._generation, rebound, unread, self._in_step))
-        if unread is None:
-            self._told = self.side.inventory
+        party.send(m.Armed(attempt, self._generation, rebound, unread, self._in_step))
         while True:
             message = party.take(
                 due + STOP_GRACE_S,
@@ -326,12 +329,12 @@ class WorkerSession:
         lane = self._lane_
         return m.Stopped(self.replica, attempt, self.adapter.holds == "mix", lane is None or lane.plane.drained)
 
-    def _refresh(self, party: RendezvousClient) -> tuple[bytes, m.WireError | None]:
-        """Bring the layout up to date.
+    def _refresh(self, party: RendezvousClient) -> m.WireError | None:
+        """Bring the layout up to date, and tell the coordinator if it has changed.
 
         Returns:
-            The inventory, empty if the coordinator knows it, and the error if the layout cannot be read. Such an error ends
-            the attempt only if trainers publish no newer catalog; their catalog may come before or after this.
+            The error if the layout cannot be read. It ends the attempt only if trainers publish no newer catalog; their catalog may
+            come before or after this.
         """
         change = Change(self.model.check())  # in any case: it refuses lost kept weights, which `read` would accept
         if self._stale:
@@ -346,13 +349,15 @@ class WorkerSession:
                 self._stale = False
             elif change is Change.CHANGED and self._catalog is not None:
                 if missing := self._publish(self._catalog):
+                    self._stale = True
                     names = (f"{s.of}: {s.dtype}, rule {s.rule}" for s in missing)
                     raise RebindError(
                         "this engine wants weights in another form than when it joined; restart it", names
                     )
+            self._tell(party)
         except Exception as e:
-            return b"", m.WireError.of(self._noted(e), party.label)
-        return self.side.inventory if self.side.inventory != self._told else b"", None
+            return m.WireError.of(self._noted(e), party.label)
+        return None
 
     def close(self) -> None:
         if self._party is not None:
