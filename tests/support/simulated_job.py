@@ -182,7 +182,9 @@ class Job(World):
         self.ends: dict[tuple[int, int], object] = {}
         self.excused: set[tuple[int, int]] = set()
         self.differ: set[tuple[int, int]] = set()
-        self.evened: set[int] = set()  # versions of which a trainer's checksum was changed, perhaps as much as a worker's
+        self.evened: set[int] = (
+            set()
+        )  # versions of which a trainer's checksum was changed, perhaps as much as a worker's
         self.harms = 0  # how often something happened to a process
         self.hurt: set[int] = set()  # replicas that may be out: something happened to a process that they need
         self.unheard: set[tuple[int, int]] = set()  # calls in which the coordinator's process, trainer 0's, was stopped

@@ -58,25 +58,26 @@ class SharedBlocks:
             if len(msg.blocks) != len(msg.largest) or int(blocks.max(initial=0)) >= count:
                 raise ProtocolError(f"{client.label} measured other blocks than the {count} of the catalog")
         self._waiting[client], self.used = msg, True
+        if msg.generation != co.generation:
+            self._answer([client])  # a newer catalog is on its way to it, by which it measures again
         self.agree()
 
     def agree(self) -> None:
         """Answer the trainers that wait, if nobody else has a part to measure. Called whenever that may have changed."""
-        if not self._waiting:
-            return
         co, refit = self._coordinator, self._refit
-        for client in [c for c, x in self._waiting.items() if x.generation != co.generation]:
-            self._answer([client])  # a newer catalog is on its way to it, by which it measures again
-        if len(self._waiting) + len(refit.drained) < co.options.trainers:
+        if not self._waiting or len(self._waiting) + len(refit.drained) < co.options.trainers:
             return
         # A trainer that is ready has read this catalog, or is about to measure by it.
         here = self.waiting
         if len(here | (refit.drained.keys() & co.trainer_inventories.keys())) == co.options.trainers:
             self._answer([*self._waiting])
         elif len(here | refit.drained.keys()) == co.options.trainers and co.respecified:
-            # Trainers whose exports changed measure by the catalog that follows once all are ready.
-            for client in [*self._waiting]:
-                self._answer([client])
+            self.measure_again()  # by the catalog that follows, once trainers whose exports changed are ready, too
+
+    def measure_again(self) -> None:
+        """Answer each trainer that waits by its own values alone: it is about to measure by another catalog."""
+        for client in [*self._waiting]:
+            self._answer([client])
 
     def _answer(self, clients: list[Client]) -> None:
         """Answer these, by what they have measured together."""

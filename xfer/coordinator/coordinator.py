@@ -10,6 +10,7 @@ The ranks of a replica are all trainers and that replica's workers. An error of 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -76,7 +77,7 @@ class Coordinator:
         self.hold_s = hold_s(options.trainers, options.replicas)
         self.rejected = Rejected()
         self.store, self.planning, self.refits = KeyValues(), Planning(self), RefitQueue(self)
-        self.timers = Timers()
+        self.timers, self._soon = Timers(), deque[Callable[[], None]]()
         self._by_number: dict[int, Client] = {}
         self._effects: list[Effect] = []
         self.opening = True  # trainer 0's connect() has not returned
@@ -94,26 +95,29 @@ class Coordinator:
         """
         self.now = max(self.now, now)
         # Due timers run first: if this process was stopped, others have acted on those deadlines already.
-        if self.timers.overdue(self.now):
-            self._run_due()
-        self._guarded(self._take, event)
-        if self.timers.overdue(self.now):  # actions given to `soon`
-            self._run_due()
+        while self.timers.overdue(self.now):
+            self._soon += self.timers.due(self.now)
+            self._run_soon()
+        try:
+            self._take(event)
+        except Exception as e:
+            self._own_fault(e)
+        self._run_soon()
         effects = self._effects[:]
         self._effects.clear()  # clients hold this list
         return effects
 
-    def _run_due(self) -> None:
-        while self.timers.overdue(self.now):
-            for action in self.timers.due(self.now):
-                self._guarded(action)
+    def _run_soon(self) -> None:
+        while self._soon:
+            try:
+                self._soon.popleft()()
+            except Exception as e:
+                self._own_fault(e)
 
-    def _guarded(self, action: Callable[..., None], *args: Event) -> None:
-        try:
-            action(*args)
-        except Exception as e:  # after a bug here, no process may have to wait for its deadline
-            own = XferError(f"the coordinator failed: {type(e).__name__}: {e}")
-            self.fail(self, e if isinstance(e, XferError) else own)
+    def _own_fault(self, e: Exception) -> None:
+        """After a bug here, no process may have to wait for its deadline."""
+        own = XferError(f"the coordinator failed: {type(e).__name__}: {e}")
+        self.fail(self, e if isinstance(e, XferError) else own)
 
     @property
     def wake_at(self) -> float | None:
@@ -126,7 +130,7 @@ class Coordinator:
 
     def soon(self, action: Callable[[], None]) -> None:
         """Run `action` after the present event."""
-        self.timers.at(self.now, action)
+        self._soon.append(action)
 
     def _log_waiting(self) -> None:
         if self.opening:
@@ -470,7 +474,7 @@ class Coordinator:
         for r in self.replicas.values():
             broadcast(r.workers.values(), message)
         if self.refit is not None:
-            self.refit.shared.agree()
+            self.refit.shared.measure_again()
         return True
 
     def _inventory_came(self, client: Client, msg: m.InventoryMsg) -> None:
