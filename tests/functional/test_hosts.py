@@ -17,6 +17,8 @@ import pytest
 from tests.support.host_world import BYTES, HostWorld
 from tests.support.hosts import Cluster, missing
 from tests.support.proc import PATIENCE, ROOT
+from tests.support.world import until_true
+from xfer.coordinator.deadlines import CALL_GRACE_S
 
 NEEDED = sum(2 * a * b for a, b in (s for s in BYTES.values() if len(s) == 2)) + 2 * 12
 """Bytes that each replica of one worker needs."""
@@ -42,7 +44,7 @@ def right(w, version, replicas=None):
             assert held == [[version]] * w.workers, f"replica {r.index}"
 
 
-@pytest.mark.parametrize(("ranks", "rails"), [(1, False), (2, True)])
+@pytest.mark.parametrize(("ranks", "rails"), [(1, False), pytest.param(2, True, marks=pytest.mark.slow)])
 def test_a_session_between_hosts_brings_every_byte_in_once(tmp_path, ranks, rails):
     with Cluster(4 // ranks, ranks, mbit=200, rails=rails) as c, HostWorld(c, tmp_path, trainers=2, workers=1) as w:
         good(w.meet())
@@ -82,3 +84,166 @@ def test_hosts_end_with_the_process_that_made_them():
     while any(os.path.exists(f"/proc/{k}") for k in keepers):
         assert time.monotonic() < until, keepers
         time.sleep(0.02)
+
+
+# ---- links and hosts that fail
+
+RATE = 16.0
+"""Mbit/s: the 2 MB of a replica come in about a second."""
+SHORT = 4.0
+"""Deadline of a refit that is to reach it, or that the slow link of a replica makes late."""
+FAR = 30.0 * PATIENCE
+GRACE_S = CALL_GRACE_S + 5.0 * PATIENCE
+
+
+@pytest.fixture
+def world(tmp_path, request):
+    """Two trainers on hosts 0 and 1, two replicas of one worker on hosts 2 and 3. Asked for with a number, vanished hosts are noticed so
+    many times sooner."""
+    how = dict(trainers=2, workers=1, deadline_s=FAR, faster=getattr(request, "param", 0))
+    with Cluster(4, mbit=RATE) as c, HostWorld(c, tmp_path, **how) as w:
+        good(w.meet())
+        good(w.refit(1))
+        right(w, 1)
+        yield w
+
+
+def begin(w, version: int, **options) -> None:
+    """A refit of these weights begins, and some of its bytes have come."""
+    for t in w.trainers:
+        t.value("set", version=version)
+    came = [w.cluster.bytes_in(h) for h in w.cluster.hosts[2:]]
+    w.say("refit", **options)
+    until_true(lambda: all(w.cluster.bytes_in(h) > b + NEEDED / 8 for h, b in zip(w.cluster.hosts[2:], came)), 20)
+
+
+def no_mix(w) -> list[bool]:
+    """Whether each replica serves. One that serves holds one whole version, and one that does not holds that or NaN."""
+    serving = []
+    for r in w.replicas:
+        (worker,), state = r.workers, r.controller.value("state")
+        until_true(lambda: worker.value("holds", versions=[])["idle"], FAR)  # noqa: B023
+        held = worker.value("holds", versions=list(range(8)))
+        assert held["whole"] or held["nan"] and not state["serves"], (r.index, state, held)
+        serving.append(state["serves"])
+    return serving
+
+
+def in_time(answers, within: float):
+    for a in answers:
+        assert a["seconds"] < within, a
+    return answers
+
+
+def test_a_cut_link_fails_its_replica_in_time_and_the_other_goes_on(world):
+    w, c = world, world.cluster
+    begin(w, 2, deadline_s=SHORT, min_replicas=1)
+    c.cut(c.hosts[3])
+    report = good(in_time(w.answers(), SHORT + GRACE_S))
+    assert report["committed"] == [True, False], report
+    assert report["errors"][1].startswith(("DeadlineExceeded", "PeerLost", "EngineLost")), report
+    assert "replica 1" in report["errors"][1], report
+    right(w, 2, [0])
+    c.mend(c.hosts[3])
+    good(w.refit(3, deadline_s=FAR))
+    right(w, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", [0, 1])
+def test_a_trainer_whose_link_is_cut_ends_the_refit_on_every_rank_in_time(world, trainer):
+    """Trainer 0 has the rendezvous in its process."""
+    w, c = world, world.cluster
+    begin(w, 2, deadline_s=SHORT)
+    c.cut(c.hosts[trainer])
+    for a in in_time(w.answers(), SHORT + GRACE_S):
+        assert a["kind"] == "raised" and a["type"] in ("DeadlineExceeded", "PeerLost"), a
+    c.mend(c.hosts[trainer])
+    no_mix(w)
+    good(w.refit(3, deadline_s=FAR))
+    right(w, 3)
+
+
+@pytest.mark.slow
+def test_a_slow_link_takes_longer_or_fails_its_replica_at_the_deadline(world):
+    w, c = world, world.cluster
+    c.slow(c.hosts[3], 0.1)
+    begin(w, 2, deadline_s=SHORT, min_replicas=1)
+    report = good(in_time(w.answers(), SHORT + GRACE_S))
+    assert report["committed"] == [True, False] and report["errors"][1].startswith("DeadlineExceeded"), report
+    right(w, 2, [0])
+    good(w.refit(3, deadline_s=FAR))
+    right(w, 3)
+    c.mend(c.hosts[3])
+    took = good(w.refit(4, deadline_s=FAR))["transfer_s"]
+    assert took < 4 * NEEDED * 8 / RATE / 1e6, took
+    right(w, 4)
+
+
+@pytest.mark.slow
+def test_a_lossy_link_costs_time_and_no_bit(world):
+    w, c = world, world.cluster
+    for h in c.hosts:
+        c.lose(h, 0.01)
+    for version in (2, 3):
+        good(w.refit(version, deadline_s=FAR, verify=True))
+        right(w, version)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["enter", "drain", "plan", "link", "moving", "wave", "done"])
+def test_a_trainers_host_that_vanishes(world, point):
+    """Not a packet tells of it. The others raise, in time; with a new host the job goes on."""
+    vanishes(world, 1, f"trainer:1:{point}", point)
+    w = world
+    for a in in_time(w.answers([0]), SHORT + GRACE_S):
+        assert a["kind"] == "raised" and a["type"] in ("DeadlineExceeded", "PeerLost") and "trainer 1" in a["text"], a
+    no_mix(w)
+    w.cluster.mend(w.cluster.hosts[1])
+    w.quiet()
+    good(w.meet())
+    good(w.refit(3, deadline_s=FAR))
+    right(w, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [5], indirect=True)
+@pytest.mark.parametrize("point", ["arm", "plan", "link", "moving", "wave", "done", "commit"])
+def test_an_engines_host_that_vanishes(world, point):
+    """The other replica commits. A new engine on that host is told that the place is taken, for a minute (here a fifth of it) at most."""
+    vanishes(world, 3, f"worker:0:{point}", point)
+    w = world
+    report = good(in_time(w.answers(), SHORT + GRACE_S))
+    assert report["committed"] == [True, False] and "replica 1" in report["errors"][1], report
+    right(w, 2, [0])
+    w.cluster.mend(w.cluster.hosts[3])
+    w.replicas[1].stop()
+    w.quiet()
+    w.replicas[1] = w._replica(1)
+
+    def joins() -> bool:
+        w.serve(w.replicas[1])
+        said = w.replicas[1].controller.ask("ready")
+        assert said["kind"] == "done" or "has a controller already" in said["text"], said
+        time.sleep(0.2)
+        return said["kind"] == "done"
+
+    until_true(joins, 60 / 5 + 5 * PATIENCE)
+    good(w.refit(3, deadline_s=FAR))
+    right(w, 3)
+
+
+def vanishes(w, number: int, text: str, point: str) -> None:
+    """Begins a refit in which host `number` vanishes when its rank comes to this point."""
+    name, victim = ("trainers", w.trainers[1]) if number == 1 else ("replica1", w.replicas[1].workers[0])
+    if point in ("plan", "link"):  # these are passed only when a layout changed
+        w.trainers[0].value("change")
+    w.fault(name, f"{text}:stop@1")
+    for t in w.trainers:
+        t.value("set", version=2)
+    w.say("refit", deadline_s=SHORT, min_replicas=1)
+    until_true(victim.is_stopped, 20)
+    w.cluster.cut(w.cluster.hosts[number])
+    for p in [w.trainers[1]] if number == 1 else [*w.replicas[1].workers, w.replicas[1].controller]:
+        p.signal(signal.SIGKILL)
+        assert p.dead()

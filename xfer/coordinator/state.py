@@ -259,7 +259,10 @@ def _engine_violations(h: m.Hello, o: Options, replicas: dict[int, Replica]) -> 
 
 def _seat_violations(h: m.Hello, replica: Replica) -> list[str]:
     if h.role == "controller" and replica.controller is not None:
-        return [f"replica {h.replica} has a controller already; each engine is served with a replica= of its own"]
+        return [
+            f"replica {h.replica} has a controller already ({replica.controller.hello.host}, pid {replica.controller.hello.pid}); each "
+            "engine is served with a replica= of its own. The place of one whose host vanished is free within a minute"
+        ]
     if h.role != "worker":
         return []
     if replica.controller is None:

@@ -150,8 +150,10 @@ def accept_handshake(sock: socket.socket, token: str, until: float) -> None:
         raise HandshakeError("a caller holds another token")
 
 
-ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
-"""Keepalive in seconds: a host that vanished counts as gone after a minute, not after two hours, since its successor waits for that."""
+ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 60_000}
+"""A host that vanished counts as gone after a minute, since its successor waits for that. Keepalive (seconds) asks a host to which
+nothing is sent; without it, that would take two hours. The last entry (ms) is for a host that has not acknowledged what was sent. The
+kernel does not ask such a host, but would send again for a quarter of an hour."""
 
 
 def prepare(sock: socket.socket) -> None:
