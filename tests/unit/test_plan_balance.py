@@ -60,7 +60,12 @@ def traffic(draw):
     unit = draw(st.sampled_from([8, 16]))
     message = unit * draw(st.integers(1, 16))
     bounds = dict(message=message, per_rank=message + draw(st.integers(0, 300)), unit=unit)
-    return sorted(pairs), np.array(sizes, np.int64), bounds | {"rotation": draw(st.integers(0, 3))}
+    hosts = np.array(
+        draw(st.lists(st.integers(0, 2), min_size=t + w, max_size=t + w))
+    )  # all pairs near, all far, or some
+    ends = np.array(sorted(pairs), np.int64).reshape(-1, 2).T
+    more = {"rotation": draw(st.integers(0, 3)), "far": hosts[ends[0]] != hosts[ends[1]]}
+    return sorted(pairs), np.array(sizes, np.int64), bounds | more
 
 
 @given(traffic())
@@ -145,3 +150,23 @@ def test_destinations_of_replicas_never_turn_to_one_source(readers, crumbs):
 def test_a_pair_with_more_than_others_starts_at_once():
     sizes = np.array([200] * 9 + [1000])
     assert schedule(np.arange(10), np.full(10, 10), sizes, message=100, per_rank=200, unit=10).waves == 14
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_between_hosts_every_wave_is_a_small_copy_of_the_whole(replicas):
+    """Uneven pairs, of which none is short: no rank has more in a wave than its part of the bytes, and a slice."""
+    dice = np.random.default_rng(replicas)
+    src, dst = np.divmod(np.arange(64), 8)
+    for replica in range(replicas):
+        sizes = dice.integers(2_000, 40_000, 64)
+        bounds = dict(message=4_000, per_rank=8_000, unit=10)
+        s = schedule(src, dst + 8, sizes, **bounds, rotation=replica, rotations=replicas, far=np.ones(64, bool))
+        pair = np.repeat(np.arange(64), np.diff(s.first))
+        begin = s.begin.astype(np.int64)
+        size = np.append(begin[1:], 0) - begin
+        size[s.first[1:] - 1] = sizes - begin[s.first[1:] - 1]
+        for end in (src, dst):
+            all_of = np.bincount(end, sizes)
+            waves = np.bincount(end[pair] * s.waves + s.wave, size, 8 * s.waves).reshape(8, -1)
+            assert (waves <= (all_of / s.waves)[:, None] + 8 * 10 + sizes.max() / s.waves).all()
+        assert s.waves <= 1.15 * max(np.bincount(e, sizes).max() for e in (src, dst)) / 8_000 + 1

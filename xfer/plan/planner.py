@@ -113,6 +113,7 @@ def finish(draft: Draft, deal: Deal, key: str, options: PlanOptions) -> SubPlan:
     when = schedule(
         pair_src, pair_dst, pair_bytes, message=options.message_bytes, per_rank=options.wave_bytes,
         unit=options.align_bytes, rotation=options.rotation, rotations=options.rotations, way=_ways(pair_src, pair_dst, options),
+        far=_far(pair_src, pair_dst, options),
     )  # fmt: skip
     atoms, stream = draft.atoms, draft.stream
     tables = Tables(
@@ -199,6 +200,12 @@ def _ways(src: np.ndarray, dst: np.ndarray, options: PlanOptions) -> np.ndarray 
         return None
     gpu = options.site.gpus(options.replica)
     return options.site.fabric.links.paths(gpu[src], gpu[dst])[:, 0]
+
+
+def _far(src: np.ndarray, dst: np.ndarray, options: PlanOptions) -> np.ndarray | None:
+    """Whether each pair's ranks are on different hosts, where hosts are known."""
+    host = np.array(options.host_numbers(), np.int64)
+    return host[src] != host[dst] if len(host) else None
 
 
 # ---- numbers

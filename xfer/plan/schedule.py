@@ -14,6 +14,12 @@ import numpy as np
 
 from xfer.plan import columns as col
 
+SLICES = 16
+"""Shortest slices of a pair that is spread over waves: this part of a message. Shorter ones cost more than they bring."""
+_Messages = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Pair, wave and bytes of each message, int64 [M], sorted by pair and wave."""
+_NONE: _Messages = (np.zeros(0, np.int64),) * 3
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
@@ -30,58 +36,121 @@ class Schedule:
 
 def schedule(
     src: np.ndarray, dst: np.ndarray, nbytes: np.ndarray, *, message: int, per_rank: int, unit: int, rotation: int = 0,
-    rotations: int = 0, way: np.ndarray | None = None,
+    rotations: int = 0, way: np.ndarray | None = None, far: np.ndarray | None = None,
 ) -> Schedule:  # fmt: skip
-    """First fit of messages into waves: at most `message` bytes of a pair and `per_rank` bytes in or out of a rank
-    per wave.
+    """Messages in waves: at most `message` bytes of a pair and `per_rank` bytes in or out of a rank per wave.
 
     src, dst, nbytes: int [pairs], distinct pairs with nbytes > 0. Messages begin at multiples of `unit` bytes, of
-    which `message` is one. Pairs with the most messages left go first, since a pair has one message a wave; among
-    equals, destinations begin with different sources (shifted by `rotation`), so that they do not drain one source
-    together.
+    which `message` is one.
 
-    `way`: int [pairs], what a pair's bytes leave by and share with other pairs and other schedules (a NIC);
-    default: the source. Its bytes are spread over the waves as evenly as messages allow, so that schedules that run
-    at once crowd it in no wave. `rotations` of them are numbered by `rotation`, and begin as far from each other as
-    can be; with 0 of them `rotation` counts sources.
+    `far`: bool [pairs], whether a pair's ranks are on different hosts; default: none is. Those pairs are spread over
+    the waves (`_spread`), the others fill what is left of the waves by first fit (`_fit`). Spreading makes more
+    messages and shorter ones; on one host they would cost more than they bring.
+
+    `way`: int [pairs], what the bytes of a pair that is not far leave by and share with other pairs and other
+    schedules (a GPU's port); default: the source. Its bytes are spread over the waves as evenly as messages allow, so
+    that schedules that run at once crowd it in no wave. `rotations` of them are numbered by `rotation`, and begin as
+    far from each other as can be; with 0 of them `rotation` counts sources.
     """
     pairs = len(src)
+    turn = _turns(src, dst, nbytes, rotation, rotations)
+    busiest = max((int(np.bincount(end, nbytes).max()) for end in (src, dst) if pairs), default=0)
+    least = max(1, -(-busiest // per_rank))  # waves
+    far = np.flatnonzero(np.zeros(pairs, bool) if far is None else far)
+    spread = _spread(src[far], dst[far], nbytes[far], least, message, per_rank, unit, rotation)
+    if spread is None:
+        far, spread = far[:0], _NONE
+    near = np.setdiff1d(np.arange(pairs), far)
+    fitted = _fit(
+        src[near], dst[near], nbytes[near], turn[near], least, message, per_rank, unit,
+        None if way is None else way[near], (src[far][spread[0]], dst[far][spread[0]], *spread[1:]),
+    )  # fmt: skip
+    pair, wave, size = (
+        np.concatenate(both) for both in zip((far[spread[0]], *spread[1:]), (near[fitted[0]], *fitted[1:]))
+    )
+    order = np.lexsort((wave, pair))
+    pair, wave, size = pair[order], np.unique(wave[order], return_inverse=True)[1].reshape(-1), size[order]
+    first = np.searchsorted(pair, np.arange(pairs + 1))
+    ends = size.cumsum()
+    begin = ends - size
+    begin -= begin[first[pair]] if len(pair) else 0
+    return Schedule(
+        first.astype(np.int64), wave.astype(np.int32), begin, int(wave.max(initial=-1)) + 1, turn.astype(np.int32)
+    )
+
+
+def _spread(
+    src: np.ndarray, dst: np.ndarray, nbytes: np.ndarray, least: int, message: int, per_rank: int, unit: int, rotation: int,
+) -> _Messages | None:  # fmt: skip
+    """Every pair's bytes evenly over all waves, in slices of at least a `SLICES`th of a message.
+
+    So every wave is a small copy of the whole: no link waits in one wave for what it could have carried in another.
+    None if the slices do not fit into about twice the waves that the bytes need, since many pairs are short.
+    """
+    if not len(src):
+        return _NONE
+    ranks, pairs = int(max(src.max(), dst.max())) + 1, np.arange(len(src))
+    units, short = -(-nbytes // unit), max(1, message // SLICES // unit)
+    needed = -(-nbytes // message)
+    waves = max(least, int(needed.max()))
+    # Pairs of less than a slice for each wave begin in different waves. Multiples of the golden ratio lie evenly.
+    phase = (pairs * 40503 + rotation * 25033) % (1 << 16)
+    for _ in range(16):
+        count = np.maximum(needed, np.minimum(waves, np.maximum(1, units // short)))
+        pair = pairs.repeat(count)
+        nth = np.arange(len(pair)) - (count.cumsum() - count)[pair]
+        begin = nth * units[pair] // count[pair] * unit
+        end = np.minimum((nth + 1) * units[pair] // count[pair] * unit, nbytes[pair])
+        wave = ((nth << 16) + phase[pair]) * waves // (count[pair] << 16)
+        size = end - begin
+        if all(np.bincount(rank[pair] * waves + wave, size, ranks * waves).max() <= per_rank for rank in (src, dst)):
+            return pair, wave, size
+        waves += 1 + waves // 16
+    return None
+
+
+def _fit(
+    src: np.ndarray, dst: np.ndarray, nbytes: np.ndarray, turn: np.ndarray, least: int, message: int, per_rank: int,
+    unit: int, way: np.ndarray | None, taken: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+) -> _Messages:  # fmt: skip
+    """First fit, beside messages that are `taken` already: (source, destination, wave, bytes).
+
+    Pairs with the most messages left go first, since a pair has one message a wave; among equals, destinations begin
+    with different sources (by `turn`), so that they do not drain one source together.
+    """
+    if not len(src):
+        return _NONE
     count = -(-nbytes // message)
     until = count.cumsum()
-    pair = np.arange(pairs).repeat(count)
+    pair = np.arange(len(src)).repeat(count)
     left = until[pair] - np.arange(len(pair))
     # What does not fill a message counts as whole units: it may travel before full ones, which must begin at a unit.
     rest = -(-(nbytes - (count - 1) * message) // unit) * unit
     amount = np.where(left > 1, message, rest[pair])
-    turn = _turns(src, dst, nbytes, rotation, rotations)
     order = np.lexsort((dst[pair], turn[pair], -amount, -left))
 
-    ranks = int(max(src.max(initial=0), dst.max(initial=0))) + 1
+    ranks = int(max(x.max(initial=0) for x in (src, dst, *taken[:2]))) + 1
     way = src if way is None else np.unique(way, return_inverse=True)[1].reshape(-1)
-    busiest = max((int(np.bincount(end, nbytes).max()) for end in (src, dst) if pairs), default=0)
-    least = max(1, -(-busiest // per_rank))  # waves
     even = -(-np.bincount(way, nbytes).astype(np.int64) // (least * message)) * message
     out, into, away = (
         [_Room(n) for n in sizes]
         for sizes in ([per_rank] * ranks, [per_rank] * ranks, np.maximum(message, even).tolist())
     )
+    for s, d, w, n in zip(*(x.tolist() for x in taken)):
+        out[s].until(w + 1)[w] -= n
+        into[d].until(w + 1)[w] -= n
     rooms = [(out[s], into[d], away[w]) for s, d, w in zip(src.tolist(), dst.tolist(), way.tolist())]
-    sent: list[dict[int, int]] = [{} for _ in range(pairs)]  # wave -> bytes
+    sent: list[dict[int, int]] = [{} for _ in range(len(src))]  # wave -> bytes
     for p, a in zip(pair[order].tolist(), amount[order].tolist()):
         w = _first_fit(rooms[p], a, sent[p])
         for room in rooms[p]:
             room.take(w, a)
         sent[p][w] = a
-    wave, begin = [], []
-    for by_wave in sent:
-        done = 0
-        for w in sorted(by_wave):
-            wave.append(w)
-            begin.append(done)
-            done += by_wave[w]
-    first = np.concatenate([[0], until]).astype(np.int64)
-    waves = max(wave, default=-1) + 1
-    return Schedule(first, np.array(wave, np.int32), np.array(begin, np.int64), waves, turn.astype(np.int32))
+    wave = np.array([w for by_wave in sent for w in sorted(by_wave)], np.int64)
+    size = np.array([by_wave[w] for by_wave in sent for w in sorted(by_wave)], np.int64)
+    last = until - 1
+    size[last] -= np.bincount(pair, size, len(src)).astype(np.int64) - nbytes
+    return pair, wave, size
 
 
 class _Room:
