@@ -23,6 +23,7 @@ from tests.support.world import TOKEN, ToySource, ToyTaker, trainer_session
 from tests.support.world_processes import _controller, _serve_trainer, _worker
 from xfer.engines.layout import EngineLayout
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
+from xfer.plan import planner
 from xfer.plan.fabric import Site
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import Span
@@ -178,6 +179,12 @@ class Streams:
 
 
 _streams = Streams()
+_far = planner._far
+
+
+def first_fit(on: bool) -> None:
+    """Whether this process plans from now on as between ranks of one host."""
+    planner._far = (lambda *_: None) if on else _far
 
 
 def open_streams(**where) -> None:
@@ -188,6 +195,10 @@ def stream(messages: list[tuple[int, int, int]]) -> float:
     return _streams.stream(messages)
 
 
+COMMANDS = {"open_streams": open_streams, "stream": stream, "first_fit": first_fit}
+"""Of all ranks."""
+
+
 def _trainer(mapping: Mapping, conn, rank: int, world: int, env: dict) -> None:
     os.environ.update(env)
     source = DeclaredSource(mapping, rank)
@@ -195,7 +206,7 @@ def _trainer(mapping: Mapping, conn, rank: int, world: int, env: dict) -> None:
     def made(rendezvous: str, site: bytes, **args):
         return trainer_session(source, rendezvous, TOKEN, fabric=Site.from_bytes(site), **args)
 
-    _serve_trainer(conn, made, set=source.set, open_streams=open_streams, stream=stream)
+    _serve_trainer(conn, made, set=source.set, **COMMANDS)
 
 
 class MappingWorld(HostWorld):
@@ -203,7 +214,7 @@ class MappingWorld(HostWorld):
 
     def __init__(self, cluster: Cluster, folder: Path, mapping: Mapping, deadline_s: float):
         take = functools.partial(DeclaredTaker, mapping)
-        worker = functools.partial(_worker, make=take, open_streams=open_streams, stream=stream)
+        worker = functools.partial(_worker, make=take, **COMMANDS)
         self.mains = (functools.partial(_trainer, mapping), worker, _controller)
         super().__init__(
             cluster, folder, trainers=mapping.of.world, workers=mapping.workers, replicas=mapping.replicas,

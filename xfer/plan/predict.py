@@ -1,15 +1,18 @@
 """How long a refit takes, from its sub-plans and the fabric alone: no GPU, no weights.
 
-All replicas are refitted at once. For each link l and wave w let B[l, w] be the wire bytes of all sub-plans over
-it, and t[l, w] = B[l, w] / rate[l]. With the routes that sessions choose:
+All replicas are refitted at once. A link carries the waves in their order, and each as soon as its messages come and the
+wave before is through. For each link l and wave w let t[l, w] be the wire bytes of all sub-plans over it / rate[l].
+With the routes that sessions choose:
 
     pulled bytes    pairs on one GPU or in one island: one kernel per destination;
                         pull = max over l of (pulled bytes / rate)
-    wired bytes     all others, by message; one of pair (s, d) in wave w takes
-                        cost(s, d, w) = message_s + max over links l on its path of t[l, w]
-                    and begins when the data is packed and both ends are done with wave w - 1:
+    wired bytes     all others, by message; one of pair (s, d) in wave w begins when the data is packed and both ends
+                    are through with wave w - a, where a waves are under way at once:
                         packed(s, w) = max(packed(s, w-1), sent(s, w-2)) + bytes packed by s in w / local
-                        done(m)      = max(packed(s, w), busy(s, w-1), busy(d, w-1)) + cost(s, d, w)
+                        begin(m)     = max(packed(s, w), busy(s, w-a), busy(d, w-a))
+                        free(l, w)   = max(max(free(l, w-1), min begin(m) over l) + t[l, w],
+                                           max over m on l of (begin(m) + bytes of m / rate[l]))
+                        done(m)      = message_s + max over links l on its path of free(l, w)
                         busy(r, w)   = max over messages m of r in w of done(m)
                         unpacked(d, w) = max(unpacked(d, w-1), busy(d, w)) + bytes unpacked by d in w / local
     transfer        control_s + max(pull, last unpacked) + constants (padding) written / local
@@ -27,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -42,6 +46,9 @@ class Costs:
     """Per message: posting it, its handshake, a launch on each side."""
     control_s: float = 0.5e-3
     """From the last rank ready to the first byte, and from the last byte to the decision."""
+    at_once: Literal[1, 2] = 1
+    """Waves of a rank that are under way at once: over NCCL one, since its groups follow one another on a stream; over
+    gloo two, as many as there are buffers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,21 +211,28 @@ def _wire(m: _Messages, links: Links, local: np.ndarray, costs: Costs) -> _WireT
     waves = int(m.wave.max(initial=-1)) + 1
     cuts = np.searchsorted(m.wave[order], np.arange(waves + 1))
     span, lockstep, first = np.zeros((waves, 2)), 0.0, None  # `first`: when the first message begins
-    rate = local[m.gpu_of_lane]
+    rate, link_rate = local[m.gpu_of_lane], np.append(links.rate, 0)  # the last one is where -1 points
+    free = np.zeros(len(link_rate))
     for w in range(waves):
         rows = order[cuts[w] : cuts[w + 1]]
         if not len(rows):
             span[w] = span[w - 1, 1] if w else 0.0
             continue
-        src, dst, n = m.src[rows], m.dst[rows], m.nbytes[rows]
-        load = np.zeros(len(links) + 1, np.int64)
-        np.add.at(load, path[rows], n[:, None])
-        time = np.append(links.seconds(load[:-1]), 0.0)
+        src, dst, n, on = m.src[rows], m.dst[rows], m.nbytes[rows], path[rows]
+        load = np.zeros(len(link_rate), np.int64)
+        np.add.at(load, on, n[:, None])
+        time = _over(load, link_rate)
         lockstep += float(time.max())
         out, into = (np.bincount(side, n, lanes) for side in (src, dst))
         packed = np.where(out > 0, np.maximum(packed, before) + _over(out, rate), packed)
-        begin = np.maximum(packed[src], np.maximum(busy[src], busy[dst]))
-        done = begin + costs.message_s + time[path[rows]].max(axis=1)
+        through = busy if costs.at_once == 1 else before
+        begin = np.maximum(packed[src], np.maximum(through[src], through[dst]))
+        come, alone = np.full(len(free), np.inf), np.zeros(len(free))
+        np.minimum.at(come, on, begin[:, None])
+        np.maximum.at(alone, on, begin[:, None] + _over(n[:, None], link_rate[on]))
+        free = np.where(load > 0, np.maximum(np.maximum(free, come) + time, alone), free)
+        free[-1] = 0.0
+        done = costs.message_s + np.maximum(begin, free[on].max(axis=1))
         before = busy.copy()
         np.maximum.at(busy, src, done)
         np.maximum.at(busy, dst, done)
