@@ -77,9 +77,10 @@ class Direct:
         host_pull: For weights in host memory: engine workers on a trainer's host read its memory themselves if the kernel
             allows it, so that the trainer sends nothing. Weights on GPUs are read so wherever possible.
         relay: Replicas of one layout on one host form a relay chain. Each reads from the one before it, part by part as it
-            arrives, what it would otherwise read from the trainers. For few trainers and many replicas, which otherwise
-            share the trainers' outgoing links. A replica waits for the one before it, and fails if that one fails while
-            both move bytes. Only reads are relayed; messages are not.
+            arrives, what it would otherwise read or receive from the trainers. So each byte enters the host once. For few
+            trainers and many replicas, which otherwise share the trainers' outgoing links, and for replicas that share
+            their host's incoming ones. A replica waits for the one before it, and fails if that one fails while both move
+            bytes.
     """
 
     bucket_bytes: int | None = None
@@ -100,10 +101,6 @@ class Direct:
             )
         if trainer is None:
             return bad
-        if self.relay and trainer.device.type == "cpu" and not self.host_pull:
-            bad.append(
-                "relay=True hands on what engines read; with weights in host memory they read with host_pull=True only"
-            )
         try:
             self._site(trainer.world, replicas)
         except XferError as e:

@@ -57,7 +57,7 @@ class Case:
     @property
     def shares(self) -> bool:
         """Whether its ranks can share GPUs. If NCCL carries the bytes, both sides must be different hosts to xfer as well."""
-        by_nccl = self.route == "nccl" or (self.route == "packed" and not self.connect.get("colocated"))
+        by_nccl = "nccl" in self.route or (self.route == "packed" and not self.connect.get("colocated"))
         return SHARED and (not by_nccl or "XFER_HOST" in self.env)
 
 
@@ -75,6 +75,7 @@ def small(way: dict) -> dict:
 PULLED, ROUNDS = "by copies out of the trainers' storages", "from what trainers send in rounds"
 UNMAPPED = dict(route="nccl", env=NO_HANDLES)
 UNMAPPED_APART = {**UNMAPPED, **APART, "env": {**NO_HANDLES, **host("t")}}
+RELAYED_APART = {**UNMAPPED_APART, "route": "nccl+relay", "connect": dict(relay=True)}
 ONE_CONNECTION = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 """As Megatron asks for on older GPUs: all kernels of a process are in one queue."""
 CONNECTED_ONCE = dict(
@@ -121,6 +122,7 @@ CASES = [
     Case("two to TP2, as on two hosts", "qwen3", (0, 1), ((0, 1),), EAGER, **UNMAPPED_APART),
     Case("one GPU, by NCCL, as on three hosts, one connection", "qwen3", (0, 0), ((0,),), EAGER, **CONNECTED_ONCE),
     Case("two replicas on one GPU, as on two hosts", "qwen3", (0,), ((0,), (0,)), EAGER, **UNMAPPED_APART),
+    Case("a relay chain, as on two hosts", "qwen3", (1,), ((0,), (0,)), EAGER, **RELAYED_APART),
     Case("packed, by NCCL", "qwen3_moe", (1,), ((0,),), EAGER, **PACKED),
     Case("packed, two to TP2", "qwen3_moe", (2, 3), ((0, 1),), EAGER, **PACKED),
     Case("packed, two to TP2, as on two hosts", "qwen3_moe", (0, 1), ((0, 1),), EAGER, **PACKED, **APART),

@@ -87,6 +87,7 @@ CASES = [
     Case("qwen3", dict(tp=2, pp=2, **PLAIN), (dict(tp=2),), **PACKED),
 ]
 SLOW = [
+    Case("qwen3", dict(tp=2, pp=2, distopt=True), (dict(tp=2), dict(tp=2)), connect=dict(relay=True)),
     Case("qwen3", dict(tp=2, pp=2, distopt=True), (dict(tp=2),), WIDE, fp8="fp8"),
     Case("qwen3_moe", dict(tp=2, pp=2, ep=2, etp=1, distopt=True), (dict(tp=2, ep=True),), WIDE_MOE, fp8="fp8"),
     Case("qwen3_tied", dict(tp=2, pp=2, **PLAIN), (dict(tp=1), dict(tp=2)), WIDE, fp8="fp8"),

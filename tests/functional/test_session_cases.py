@@ -25,7 +25,7 @@ from xfer.direct.plane import DirectPlane
 from xfer.errors import DeadlineExceeded, PeerLost, PlanMismatch, RefitFailed, Unsupported, XferError
 from xfer.participants import computing
 from xfer.participants.controller import ControllerPhase
-from xfer.transport import relay_place, routes
+from xfer.transport import p2p, relay_place, routes
 from xfer.transport.p2p import P2P
 
 SEEDS = pytest.mark.parametrize("seed", range(2))
@@ -399,8 +399,12 @@ def test_sources_are_not_free_while_a_replica_that_is_waited_for_has_yet_to_join
 # ---- relay chains
 
 
-def chain(seed: int = 0, replicas: int = 3, trainers: int = 1, workers: int = 1):
-    return after_one_refit(seed, trainers, replicas, workers, pulled=True, relay=True)
+HEADS = pytest.mark.parametrize("pulled", [True, False])
+"""How the first replica of a chain takes its bytes from the trainers: by reads, or by messages over its link."""
+
+
+def chain(seed: int = 0, replicas: int = 3, trainers: int = 1, workers: int = 1, pulled: bool = True):
+    return after_one_refit(seed, trainers, replicas, workers, pulled=pulled, relay=True)
 
 
 def order(job: Job) -> list[int | None]:
@@ -424,15 +428,17 @@ def steps(job: Job, replica: int):
 
 
 @SEEDS
+@HEADS
 @pytest.mark.parametrize("shape", [(1, 2, 4), (3, 2, 2), (2, 2, 1)])
-def test_each_byte_leaves_the_trainers_once(seed, shape):
+def test_each_byte_leaves_the_trainers_once(seed, shape, pulled):
     trainers, workers, replicas = shape
-    with chain(seed, replicas, trainers, workers) as job:
+    first = "peer" if pulled else "gloo"
+    with chain(seed, replicas, trainers, workers, pulled) as job:
         for verify in (True, False):
             call(job, verify=verify)
             end = job.ended()[0]
             one = end.outcomes[0].bytes_moved
-            assert ways(end) == [{"peer": one}, *[{"relay": one}] * (replicas - 1)] and one > 0
+            assert ways(end) == [{first: one}, *[{"relay": one}] * (replicas - 1)] and one > 0
         assert order(job) == [None, *range(replicas - 1)]
         opened = job.epochs()
         assert job.commits() == [True] * replicas and job.epochs() == opened, "routes are opened once"
@@ -450,7 +456,7 @@ def test_a_worker_that_cannot_read_from_the_one_before_reads_from_the_trainers(c
         job.again(1)
         job.sim.quiet()
         assert kinds(job) == ["peer", "peer"]
-    assert "pulls from the trainers, not from the replica before: refused by the test" in caplog.text
+    assert "from the trainers, not from the replica before: refused by the test" in caplog.text
 
 
 @SEEDS
@@ -469,9 +475,10 @@ def test_storages_that_move_are_handed_on_from_where_they_are_and_released_befor
         assert not cpu_peer.MAPPED
 
 
-def test_trainers_may_step_when_the_first_of_the_chain_has_everything():
+@HEADS
+def test_trainers_may_step_when_the_first_of_the_chain_has_everything(pulled):
     """The others read from engines: a trainer that overwrites its weights changes nothing for them."""
-    with chain(replicas=2) as job:
+    with chain(replicas=2, pulled=pulled) as job:
         there, let = steps(job, 1).there, []
         steps(job, 1).there = lambda run, part: (job.sim.block(lambda: let), there(run, part))
         call(job, wait="sources")
@@ -482,9 +489,48 @@ def test_trainers_may_step_when_the_first_of_the_chain_has_everything():
 
 
 @SEEDS
-def test_a_replica_that_is_lost_in_its_middle_takes_along_those_behind_it_and_no_other(seed):
-    with chain(seed, replicas=4) as job:
+@HEADS
+def test_the_first_of_a_chain_takes_along_those_behind_it_and_the_next_one_takes_its_place(seed, pulled):
+    """It dies when some parts are there. Those behind it are torn; in the next refit the second one takes its bytes from the
+    trainers, and only that one."""
+    first = "peer" if pulled else "gloo"
+    with chain(seed, 3, trainers=2, pulled=pulled) as job:
         job.sim.patch(relay_place, "PART_BYTES", 100)
+        job.sim.patch_item(p2p.STEP_BYTES, "cpu", 64)
+        job.sources[0].move()
+        job.again(1)
+        job.sim.quiet()
+        assert kinds(job) == [first, "relay", "relay"]
+        head, behind, said = steps(job, 0), steps(job, 1), []
+        say = head._say
+
+        def dies(run, part):
+            say(run, part)
+            said.append(part)
+            if len(said) == 3:
+                job.die(job.engines[0].worker(0))
+
+        head._say = dies
+        job.sessions[0].prepare()
+        job.sim.quiet()
+        call(job, min_replicas=1)
+        end = job.ended(SOON_S)[0]
+        assert max(said) < behind._pulled.last, "the test kills it when everything is there"
+        assert isinstance(end, PeerLost) and "replica 1 takes its weights from replica 0, which failed" in str(end), end
+        assert all(job.engines[i].takers[0].live["norm"].isnan().all() for i in (1, 2)), "torn, and serves NaN"
+        assert kinds(job, min_replicas=2) == ["", first, "relay"] and order(job)[1:] == [None, 1]
+        job.again(0)
+        job.sim.quiet()
+        assert kinds(job) == [first, "relay", "relay"] and order(job) == [None, 0, 1]
+
+
+@SEEDS
+@HEADS
+def test_a_replica_that_is_lost_in_its_middle_takes_along_those_behind_it_and_no_other(seed, pulled):
+    first = "peer" if pulled else "gloo"
+    with chain(seed, replicas=4, pulled=pulled) as job:
+        job.sim.patch(relay_place, "PART_BYTES", 100)
+        job.sim.patch_item(p2p.STEP_BYTES, "cpu", 100)
         job.sources[0].turn()
         assert job.commits() == [True] * 4
         stuck, reached = steps(job, 1), []
@@ -509,17 +555,18 @@ def test_a_replica_that_is_lost_in_its_middle_takes_along_those_behind_it_and_no
             assert f"replica {i} takes its weights from replica {i - 1}" in str(end.outcomes[i].error)
             assert job.engines[i].takers[0].live["norm"].isnan().all(), "torn, and serves NaN"
         assert mapped not in cpu_peer.MAPPED
-        assert kinds(job, min_replicas=3) == ["peer", "", "relay", "relay"] and order(job)[2:] == [0, 2]
+        assert kinds(job, min_replicas=3) == [first, "", "relay", "relay"] and order(job)[2:] == [0, 2]
         job.again(1)  # back in its place, in another engine
         job.sim.quiet()
-        assert kinds(job) == ["peer", "relay", "relay", "relay"] and order(job) == [None, 0, 1, 2]
+        assert kinds(job) == [first, "relay", "relay", "relay"] and order(job) == [None, 0, 1, 2]
 
 
 @SEEDS
+@HEADS
 @pytest.mark.parametrize("fails", [True, False])
-def test_a_replica_that_fails_or_is_late_before_bytes_move_is_gone_around(seed, fails):
+def test_a_replica_that_fails_or_is_late_before_bytes_move_is_gone_around(seed, fails, pulled):
     """In the same refit, those behind it read from another replica; a late one follows."""
-    with chain(seed) as job:
+    with chain(seed, pulled=pulled) as job:
         engine = job.engines[1]
         pause, let = engine.pause, []
         if fails:

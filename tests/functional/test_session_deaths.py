@@ -10,11 +10,12 @@ next refit is right everywhere.
 
 import random
 import time
+from math import prod
 
 import pytest
 
 from tests.support.proc import PATIENCE
-from tests.support.world import until_true
+from tests.support.world import SHAPES, until_true
 from tests.support.world_processes import CONT, KILL, ProcessWorld
 from xfer.coordinator.deadlines import CALL_GRACE_S
 
@@ -242,6 +243,29 @@ def test_a_worker_of_a_relay_chain_takes_along_those_behind_it_if_bytes_moved(tm
         w.restart(1)
         good(w.refit(4))
         right(w, 4)
+
+
+def test_each_byte_enters_a_host_once_and_a_host_whose_first_replica_dies_is_alone_in_it(tmp_path):
+    """Replicas 0 and 2 are on one host, 1 and 3 on another one, trainers on a third."""
+    model = sum(2 * prod(shape) for shape in SHAPES.values())
+    received = lambda report: [r.get("gloo", 0) for r in report["routes"]]  # noqa: E731
+    with ProcessWorld(tmp_path, trainers=2, workers=1, replicas=4, relay=True, hosts=("b", "c")) as w:
+        good(w.meet())
+        for version in (1, 2):
+            report = good(w.refit(version, verify=True))
+            assert report["routes"] == [{"gloo": model}] * 2 + [{"relay": model}] * 2
+            right(w, version)
+        w.fault("replica0", "worker:0:moving:hang@1,worker:0:moving:kill@1")
+        report = good(w.refit(3, deadline_s=FAR, min_replicas=1))
+        assert report["committed"] == [False, True, False, True], report
+        assert "replica 2 takes its weights from replica 0, which failed" in report["errors"][2], report
+        assert no_mix(w) == report["committed"]
+        report = good(w.refit(4, deadline_s=FAR, min_replicas=3))
+        assert received(report) == [0, model, model, 0]
+        right(w, 4, [1, 2, 3])
+        w.restart(0)
+        assert received(good(w.refit(5))) == [model, model, 0, 0]
+        right(w, 5)
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(i, marks=pytest.mark.slow) for i in range(2, 60))])

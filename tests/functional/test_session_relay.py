@@ -1,4 +1,5 @@
-"""Relay chains (`Direct(relay=True)`) of workers that read each other's memory for real (transport/peer_host.py).
+"""Relay chains (`Direct(relay=True)`) of workers that read each other's memory for real (transport/peer_host.py). The first one reads
+the trainers' memory, or receives over gloo.
 
 Order and failures of chains: test_session_cases.py. The same on GPUs: test_gpu_refit.py.
 """
@@ -12,7 +13,7 @@ import pytest
 from tests.support.cpu_peer import MAPPED, Hold, peers  # noqa: F401
 from tests.support.world import ToyEngine, World, until_true
 from xfer.coordinator import relays
-from xfer.transport import peer_host, relay_place
+from xfer.transport import p2p, peer_host, relay_place
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process_vm_readv is Linux's")
 
@@ -92,8 +93,22 @@ def test_replicas_of_another_layout_stand_in_chains_of_their_own():
         assert order(w) == [None, None, 0, 1]
 
 
-def test_what_is_sent_goes_to_every_replica_and_what_is_read_is_handed_on(monkeypatch):
-    monkeypatch.setattr(peer_host, "SHORTEST", 1 << 20)  # columns are no single runs
-    with chain(3, trainers=2, workers=2) as w:
-        for version in (1, 2):
-            assert kinds(w.commits(version)) == ["gloo+peer", "gloo+relay", "gloo+relay"]
+@pytest.mark.parametrize("host_pull, first", [(False, "gloo"), (True, "gloo+peer")])
+def test_what_the_first_replica_receives_is_handed_on_as_it_comes(monkeypatch, host_pull, first):
+    """Also if it reads a part of it. Every route to the others is the one from the replica before."""
+    monkeypatch.setattr(peer_host, "SHORTEST", 1 << 20)  # columns are no single runs, and go by gloo
+    monkeypatch.setitem(p2p.STEP_BYTES, "cpu", 64)
+    with World(2, 2, 3, host_pull=host_pull, relay=True) as w:
+        one = w.commits(1, verify=True).outcomes[0].bytes_moved
+        heard = []
+        lane = w.lane(2)
+        monkeypatch.setattr(lane, "part_ready", lambda m, f=lane.part_ready: (heard.append(m.part), f(m)))
+        for version, verify in ((2, False), (3, True)):
+            heard.clear()
+            w.sessions[0].prepare()  # all arm: else the last one may begin when everything is there
+            until_true(w.armed)
+            report = w.commits(version, verify=verify)
+            assert kinds(report) == [first, "relay", "relay"]
+            assert [sum(x.values()) for x in ways(report)] == [one] * 3
+            parts = [p for p in heard if p != relays.ALL_PARTS]
+            assert parts == sorted(set(parts)) and len(parts) > 4

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.memory import allocations
 from tests.support.proc import PATIENCE
-from tests.support.row_worlds import apply_world, fresh_sources, random_world, row
+from tests.support.row_worlds import apply_world, fresh_sources, random_world, read_box, row
 from tests.support.threads import all_good, memory_store, run_ranks, soon
 from xfer.errors import PlanMismatch
 from xfer.plan.program import Op, Program, row_wire_bytes
@@ -21,7 +21,7 @@ from xfer.transport import peer
 from xfer.transport.group import Aborted
 from xfer.transport.links import open_group
 from xfer.transport.p2p import P2P
-from xfer.transport.steps import steps
+from xfer.transport.steps import arrivals, steps
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
 RANKS = 4
@@ -72,6 +72,38 @@ def test_any_programs_finish_and_equal_the_element_loop(links, seed, waves, rows
         assert stats[r].bytes_out == row_wire_bytes(moved[moved["src"] == r]).sum()
         assert stats[r].bytes_in == row_wire_bytes(moved[moved["dst"] == r]).sum()
         assert sum(x.bytes_in for x in stats[r].peers) == stats[r].bytes_in
+
+
+class Watched:
+    """When a step is said to have arrived, its boxes hold what the run leaves there."""
+
+    def __init__(self, rows: np.ndarray, roots: list[torch.Tensor], want: list[np.ndarray]):
+        self.rows, self.roots, self.want, self.told = rows, [t.numpy() for t in roots], want, []
+
+    def arrived(self, step: int, stream) -> None:
+        self.told.append(step)
+        for r in self.rows[self.rows["wave"] == step]:
+            got, want = (read_box(some[r["dst_root"]], r, "dst") for some in (self.roots, self.want))
+            assert got.view(torch.uint8).equal(want.view(torch.uint8))
+
+    def poll(self) -> None:
+        pass
+
+
+@settings(max_examples=EXAMPLES // 4, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 64, 300]), st.sampled_from([1, 40, 1 << 20]))
+def test_what_a_step_brings_is_in_place_when_it_is_told(links, seed, step_bytes, direct_bytes):
+    """A relay chain lets others read it then (relay_place.py)."""
+    programs, storages = random_world(np.random.default_rng(seed), RANKS, 3, 30)
+    roots, want = tensors(storages), apply_world(programs, storages)
+    rows = [arrivals(p, step_bytes) for p in programs]
+    watched = [Watched(rows[r], roots[r], want[r]) for r in range(RANKS)]
+    cut = dict(step_bytes=step_bytes, direct_bytes=direct_bytes)
+    runs = [P2P(links[r], programs[r], roots[r], **cut) for r in range(RANKS)]
+    stats = all_good(run_ranks(RANKS, lambda r: runs[r].run(soon(), watch=watched[r])))
+    for r in range(RANKS):
+        assert watched[r].told == list(range(len(steps(programs[r], **cut))))
+        assert row_wire_bytes(rows[r]).sum() == stats[r].bytes_in and set(rows[r]["wave"]) <= set(watched[r].told)
 
 
 @settings(max_examples=EXAMPLES, deadline=None)

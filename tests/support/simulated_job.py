@@ -172,9 +172,7 @@ class Job(World):
         self, sim: Simulation, trainers: int, replicas: int, workers: int, *, pulled: bool = False, relay: bool = False,
         in_step: bool = False, holds: bool = False, computes: bool = False, fp8: bool = False, **how
     ):  # fmt: skip
-        super().__init__(
-            trainers, workers, replicas, DEADLINE_S, host_pull=pulled, relay=relay and pulled, drop=("extra",), **how
-        )
+        super().__init__(trainers, workers, replicas, DEADLINE_S, host_pull=pulled, relay=relay, drop=("extra",), **how)
         self.sim, self.in_step, self.fp8, self.last = sim, in_step, fp8, 0
         self.controlled = [""] * replicas  # by replica: the process of its controller
         self.faults: dict[tuple[str, str], str] = {}

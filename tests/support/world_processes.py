@@ -79,6 +79,7 @@ def _serve_trainer(conn: Connection, made: Callable[..., TrainerSession], **more
             "committed": [o.committed for o in r.outcomes],
             "errors": [f"{type(o.error).__name__}: {o.error}" if o.error else "" for o in r.outcomes],
             "transfer_s": r.transfer_s,
+            "routes": [{x.route: x.bytes for x in o.routes} for o in r.outcomes],
         }
 
     _serve(conn, {"connect": connect, "refit": refit, **more})
@@ -250,21 +251,26 @@ class Replica:
 
 
 class ProcessWorld:
-    """`trainers` processes and `replicas` engines of a controller and `workers` processes each."""
+    """`trainers` processes and `replicas` engines of a controller and `workers` processes each. `hosts`: as which host each replica's
+    processes count, in turns."""
 
     mains = (_trainer, _worker, _controller)
     """Main functions of the processes of each kind."""
     address = "127.0.0.1"
     """Where trainer 0 listens."""
 
-    def __init__(self, folder: Path, trainers=2, workers=2, replicas=2, deadline_s=20.0, host_pull=False, relay=False):
+    def __init__(
+        self, folder: Path, trainers=2, workers=2, replicas=2, deadline_s=20.0, host_pull=False, relay=False, hosts=()
+    ):
         self.folder, self.workers, self.deadline_s = Path(folder), workers, deadline_s
-        self.host_pull, self.relay = host_pull, relay
+        self.host_pull, self.relay, self.hosts = host_pull, relay, hosts
         self.trainers = [self._trainer(i, trainers) for i in range(trainers)]
         self.replicas = [self._replica(i) for i in range(replicas)]
 
     def _env(self, name: str) -> dict:
         env = {"XFER_FAULT_FILE": str(self.folder / f"{name}.fault"), "XFER_FAULT_HANG_S": "4", "OMP_NUM_THREADS": "1"}
+        if self.hosts and name.startswith("replica"):
+            env["XFER_HOST"] = self.hosts[int(name[7:]) % len(self.hosts)]
         return env | ({HOST_PULL: "1"} if self.host_pull else {}) | ({RELAY: "1"} if self.relay else {})
 
     def host(self, number: int) -> tuple[Host | None, dict[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -13,19 +14,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.row_worlds import row
+from tests.support.plan_worlds import places, quick, worlds
+from tests.support.row_worlds import apply_row, row
 from tests.support.threads import all_good, run_ranks
 from xfer.errors import DeadlineExceeded
-from xfer.plan.program import in_turn
+from xfer.plan import relay
+from xfer.plan.program import DTYPES, ITEMSIZE, Op, in_turn, row_wire_bytes
 from xfer.plan.schedule import schedule
+from xfer.transport import peer, relay_place
 from xfer.transport.group import Aborted
 from xfer.transport.relay_place import Handover, RelayPlace, Steps
+from xfer.transport.steps import arrivals
 
 
 def gate(
     follows: bool = True, say=lambda run, part: None, run: int = 1, seconds: float = 10.0, cancelled=lambda: False
 ):
-    steps = Steps(follows, say)
+    steps = Steps(follows, say, pulled=9)
     steps.begin(run, time.monotonic() + seconds, cancelled, True)
     return steps
 
@@ -41,7 +46,7 @@ def test_a_part_is_read_only_when_the_one_before_has_it(parts, length, seed):
     def said(j):
         return lambda run, part: row[j + 1].there(run, part) if j + 1 < length else None
 
-    row += [Steps(j > 0, said(j)) for j in range(length)]
+    row += [Steps(j > 0, said(j), parts - 1) for j in range(length)]
     naps = [[seed.random() * 2e-3 for _ in range(parts)] for _ in range(length)]
 
     def pull(j, run):
@@ -84,7 +89,7 @@ def test_a_wait_ends_when_the_pull_is_cancelled(how):
 def test_the_first_of_a_chain_does_not_wait_and_says_nothing_without_a_listener(tells, want):
     """A gate beside it is told of every part all the same."""
     said, told = [], []
-    steps = Steps(False, lambda run, part: said.append(part))
+    steps = Steps(False, lambda run, part: said.append(part), 1)
     steps.beside = SimpleNamespace(after=lambda wave, stream: told.append((wave, stream)))
     steps.begin(1, 0.0, lambda: False, tells)
     for part in (0, 1):
@@ -114,12 +119,12 @@ def test_parts_on_a_device_are_said_when_they_are_there_in_order(monkeypatch):
         steps.after(part, object())
     for over, want in (((), []), ((1,), []), ((0,), [(3, 1)]), ((2, 3), [(3, 1), (3, 3)]), ((), [(3, 1), (3, 3)])):
         for part in over:
-            steps._events[part].over = True
+            steps._pulled.events[part].over = True
         steps.poll()
         assert said == want, "a part is not said before the one before it"
     steps.after(4, object())
     steps.open()
-    steps._events[4].over = True  # its kernels left because they were told to
+    steps._pulled.events[4].over = True  # its kernels left because they were told to
     steps.poll()
     assert said == [(3, 1), (3, 3)]
 
@@ -146,7 +151,97 @@ def test_replicas_of_a_chain_begin_with_different_sources_and_still_know_each_ot
     first, second = (of_replica(k) for k in range(2))
     assert in_turn(first, {0, 1}) == in_turn(second, {0, 1})[::-1]
     roots, device = [torch.zeros(128, dtype=torch.uint8)], torch.device("cpu")
-    places = [RelayPlace(kind, rows, roots, 2, 9, device, b"", lambda *_: None) for rows in (first, second)]
+    places = [RelayPlace(kind, rows, rows[:0], roots, 2, 9, device, b"", lambda *_: None) for rows in (first, second)]
     a, b = (msgspec.msgpack.decode(p.hand(), type=Handover) for p in places)
     assert a.rows == b.rows
     assert [in_turn(p.rows, {0, 1}) for p in places] == [in_turn(rows, {0, 1}) for rows in (first, second)]
+
+
+class Offered:
+    """Stands for `Export` and `Mapping` of ranks that may read each other."""
+
+    def __init__(self, *_):
+        self.roots: dict[int, dict[int, None]] = {}
+
+    def to_bytes(self) -> bytes:
+        return b""
+
+    def open(self, data: bytes, rank: int, wanted) -> None:
+        self.roots[rank] = dict.fromkeys(wanted)
+
+    def close(self) -> None:
+        pass
+
+
+class Replica:
+    """One worker of a replica in a chain. `todo`: what comes to it, in two queues: (wave, rows) by pull and by link."""
+
+    def __init__(self, world, plan, worker: int, taken, step_bytes: int, before: Replica | None):
+        side, rank, self.before, self.said = world.workers[worker], len(world.trainers) + worker, before, -1
+        program = plan.program(rank)
+        names = [r.name for r in world.destinations()[worker].roots]
+        self.storage = [side.storage[n].copy() for n in names]
+        pulled, rest = peer.split(program, {rank: taken})
+        received, roots = arrivals(rest, step_bytes), [torch.from_numpy(s) for s in self.storage]
+        kind, hand = SimpleNamespace(Export=Offered, Mapping=Offered), before.place.hand() if before else b""
+        end = roots, rank, len(plan.ranks), torch.device("cpu"), hand, lambda run, part: setattr(self, "said", part)
+        self.place = RelayPlace(kind, pulled, received, *end)
+        self.place.steps.begin(1, 0.0, lambda: False, True)
+        fills, came = program.fills(), (self.place.rows, received[:0] if self.place.follows else received)
+        self.todo = [[(w, rows[rows["wave"] == w]) for w in np.unique(rows["wave"])] for rows in came]
+        self.rows = np.concatenate([fills, *came])
+        self.apply(fills, [])
+
+    def can(self, queue: int) -> bool:
+        todo = self.todo[queue]
+        return bool(todo) and (not self.place.follows or self.before.said >= todo[0][0])
+
+    def take(self, queue: int, trainers) -> None:
+        wave, rows = self.todo[queue].pop(0)
+        self.apply(rows, self.before.storage if self.place.follows else trainers)
+        (self.place.steps.after, self.place.steps.arrived)[queue](wave, None)
+
+    def apply(self, rows, sources) -> None:
+        for r in rows:
+            apply_row(
+                r,
+                sources if self.place.follows or r["op"] == Op.FILL else sources[r["src"]],
+                self.storage[r["dst_root"]],
+            )
+
+
+@given(worlds(), st.lists(st.integers(0, 2), min_size=1, max_size=5), st.sampled_from([8, 64, 1 << 20]), st.data())
+@quick
+def test_each_byte_enters_a_host_once_and_each_byte_of_a_destination_is_written_once(world, hosts, step_bytes, data):
+    """Replicas of one layout on several hosts. The first on a host takes its bytes from the trainers, in part by reads and in part by
+    messages; each other one reads from the one before it on its host, in any order that the news of parts allows."""
+    plan, trainers = world.plan(), len(world.trainers)
+    names = [[r.name for r in i.roots] for i in world.sources()]
+    held = [[s.storage[n] for n in some] for s, some in zip(world.trainers, names)]
+    roots = st.frozensets(st.integers(0, 2), max_size=3)
+    with patch.object(relay_place, "PART_BYTES", data.draw(st.sampled_from([16, 64]))), patch.object(relay, "GRAIN", 2):
+        for w, side in enumerate(world.workers):
+            taken = {s: data.draw(roots) for s in range(trainers)}
+            chain: list[Replica] = []
+            for i, host in enumerate(hosts):
+                before = next((chain[j] for j in reversed(range(i)) if hosts[j] == host), None)
+                chain.append(Replica(world, plan, w, taken, step_bytes, before))
+            while choice := [(r, q) for r in chain for q in (0, 1) if r.can(q)]:
+                replica, queue = data.draw(st.sampled_from(choice))
+                replica.take(queue, held)
+            entered, want = dict.fromkeys(hosts, 0), world.expected(side)
+            for r, host in zip(chain, hosts):
+                assert not any(r.todo), "news of its parts never came"
+                from_trainers = r.rows[(r.rows["op"] != Op.FILL) & (r.rows["src"] < trainers)]
+                entered[host] += row_wire_bytes(from_trainers).sum()
+                written = [np.zeros(len(s), int) for s in r.storage]
+                for row_ in r.rows:
+                    item = ITEMSIZE[DTYPES[row_["dst_dtype"]]]
+                    at = places(row_["dst_offset"], row_["extent"], row_["dst_strides"], item)
+                    np.add.at(written[row_["dst_root"]], at.reshape(-1), 1)
+                for root, got, count in zip(world.destinations()[w].roots, r.storage, written):
+                    kept = np.zeros(len(got), int)
+                    for k in side.kept:
+                        kept[k.start : k.stop] |= k.root == root.name
+                    assert np.array_equal(got, want[root.name]) and np.array_equal(count, 1 - kept)
+            assert set(entered.values()) == {plan.summary.bytes_in[w]}

@@ -122,7 +122,7 @@ class ReplicaRefit:
     verified: bool = False
     readers: dict[int, m.Reader] = field(default_factory=dict)  # workers that may read trainers' storages
     drained: bool = False  # no worker reads trainers' storages, nor will; trainers are told
-    ready_parts: dict[int, int] = field(default_factory=dict)  # worker -> last complete part of its pull (relays.py)
+    ready_parts: dict[int, int] = field(default_factory=dict)  # worker -> last part that is complete there (relays.py)
     waits: bool = False  # for the replica before it in a relay chain, with a timer set to look again
     epoch: int = 0  # of the routes that it moves by
     why_until: float = 0.0  # its error says that a connection closed; the reason may come until then

@@ -403,7 +403,7 @@ class Go(WireMessage, frozen=True):
 
 
 class PartReady(WireMessage, frozen=True):
-    """Worker -> coordinator: of what I pull in this refit, all parts up to `part` are here.
+    """Worker of a relay chain -> coordinator: all parts up to `part` of this refit's bytes are here.
 
     Coordinator -> worker of the replica behind it: you may read them. `replica`: that of the worker that sends or hears it.
     """

@@ -51,12 +51,13 @@ class Planning:
             self.layouts.roll([held[i] for i in range(n)], [c.hello.host for c in clients], keep=2 * o.replicas + 2)
             for held, n, clients in sides
         ]
-        turn = relays.turn(rolls[1], o.replicas) if o.relay else replica.index
+        replica.roll = rolls[1]
+        turn = relays.turn(replica.roll, o.replicas) if o.relay else replica.index
         inputs = m.PlanInputs(
             replica.index,
             replica.epoch,
             rolls[0],
-            rolls[1],
+            replica.roll,
             turn,
             o.replicas,
             o.drop,

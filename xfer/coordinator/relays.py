@@ -1,10 +1,11 @@
 """Relay chains: which replica reads its weights from which other one, when it begins, and which replicas fail with it.
 
-With `connect(relay=True)`, replicas with equal plans form a chain, ordered by their numbers. The first one pulls from the
-trainers, each other one from the replica before it, worker by worker, so that each byte leaves the trainers once. Each
+With `connect(relay=True)`, replicas with equal plans whose workers are on the same hosts form a chain, ordered by their
+numbers. The first one takes its bytes from the trainers, by reads or messages, each other one reads them from the replica
+before it, worker by worker. So each byte leaves the trainers once for each chain, and enters each host once. Each
 replica still has its own plan, its own part in the refit and its own decision. It begins after the replica before it,
 unless that takes longer than `TOGETHER_S`, and it fails with that one while both are moving. A worker that cannot read
-from the replica before it reads from the trainers and depends on no replica.
+from the replica before it takes its bytes from the trainers and depends on no replica.
 
 The chain is built again in each refit: a replica that gets another place in it opens its routes again.
 transport/relay_place.py hands the bytes on.
@@ -38,11 +39,11 @@ def turn(roll: bytes, replicas: int) -> int:
 
 
 def before(co: Coordinator, replica: Replica) -> Replica | None:
-    """Return the replica that this one stands behind: the nearest of a lower number with an equal plan and open routes."""
+    """Return the replica that this one stands behind: the nearest of a lower number in the same chain, with open routes."""
     if not co.options.relay:
         return None
     for r in _earlier(co, replica):
-        if _open(r) and r.digest == replica.digest:
+        if _open(r) and _same_chain(r, replica):
             return r
     return None
 
@@ -55,6 +56,11 @@ def place(replica: Replica | None) -> tuple[int, int] | None:
 def out_of_place(co: Coordinator, replica: Replica) -> bool:
     """Whether the replica has another place in the chain than it should, and so has to open its routes again."""
     return replica.before != place(before(co, replica))
+
+
+def _same_chain(a: Replica, b: Replica) -> bool:
+    """Whether they can stand in one chain. Plans of replicas on different hosts may be equal."""
+    return a.digest == b.digest and a.roll == b.roll
 
 
 def _reopens(r: Replica) -> bool:
@@ -97,8 +103,8 @@ def held_up_by(refit: Refit, part: ReplicaRefit) -> ReplicaRefit | None:
     for r in _earlier(refit.coordinator, part.replica):
         other = refit.parts[r.index]
         known = not (r.stale or part.replica.stale) and r.phase in (ReplicaPhase.LINKING, ReplicaPhase.READY)
-        if known and r.digest != part.replica.digest:
-            continue  # that one has another layout
+        if known and not _same_chain(r, part.replica):
+            continue
         opens = _reopens(r) or out_of_place(refit.coordinator, r)  # that one gets its own place first
         if other.arming and (r.phase.opening or r.phase is ReplicaPhase.READY and opens):
             return other
@@ -144,7 +150,7 @@ def tells(refit: Refit, part: ReplicaRefit) -> bool:
     """Whether some replica reads from this one in this refit, or may yet."""
     r = part.replica
     return refit.coordinator.options.relay and any(
-        i > r.index and other.error is None and other.replica.digest == r.digest for i, other in refit.parts.items()
+        i > r.index and other.error is None and _same_chain(other.replica, r) for i, other in refit.parts.items()
     )
 
 
@@ -158,7 +164,7 @@ def began(refit: Refit, part: ReplicaRefit) -> None:
 
 
 def part_ready(refit: Refit, part: ReplicaRefit, worker: int, last: int) -> None:
-    """A worker has all parts of its pull up to `last`: tell the worker that reads from it."""
+    """A worker has all parts up to `last`: tell the worker that reads from it."""
     part.ready_parts[worker] = max(last, part.ready_parts.get(worker, -1))
     if not refit.coordinator.options.relay:
         return

@@ -104,6 +104,7 @@ class Replica:
     pending: set[Client] = field(default_factory=set)  # ranks that have to answer in this phase
     digests: dict[Client, str] = field(default_factory=dict)  # digest of each rank's plan
     digest: str = ""
+    roll: bytes = b""  # digest of its workers' layouts and hosts, from which it was planned
     version: Label = None
     dirty: bool = False
     error: XferError | None = None

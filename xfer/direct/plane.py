@@ -233,16 +233,16 @@ class DirectPlane:
         rank, labels, device = self.joint_rank, facts.labels, self.side.device
         exchange = routes.exchange_over_store(store, rank, len(labels), "routes")
         peers = device.type != "cpu" or order.host_pull
-        ways = routes.find_ways(part.program, len(labels), device, roots, exchange, labels, allow_peer=peers)
+        chain = routes.Chain(len(labels), order.before, self._say_part_ready) if order.relay else None
+        ways = routes.find_ways(
+            part.program, len(labels), device, roots, exchange, labels, allow_peer=peers, chain=chain
+        )
         if ways.wired and device.type == "cuda" and self.side.role == "trainer" and self._stream is None:
             # This thread uses the stream from now on. On the default stream each lane would wait for all others, and the
             # trainer's work for all lanes. A rank whose bytes are all pulled needs no stream: the first one costs a memory pool.
             self._stream = torch.cuda.Stream(device)
             torch.cuda.set_stream(self._stream)
-        place = None
         try:
-            if order.relay and self.side.role == "worker":
-                place = ways.place(roots, len(labels), device, order.before, self._say_part_ready)
             link = self._link
             if ways.wired and (link is None or isinstance(link, routes.NoLink)):
                 link = routes.open_link(
@@ -251,16 +251,15 @@ class DirectPlane:
             with self._lock:
                 self._link = link = link or routes.NoLink(rank, len(labels), device, labels)
             stop.check()
-            routed = ways.over(link, roots, place=place)
+            routed = ways.over(link, roots)
         except BaseException:
-            ways.mapping.close()
-            if place is not None:
-                place.close()
+            ways.close()
             raise
-        if place is not None and place.why:
+        if ways.place is not None and ways.place.why:
             logger.warning(
-                "xfer: %s pulls from the trainers, not from the replica before: %s", self.party.label, place.why
-            )
+                "xfer: %s takes its bytes from the trainers, not from the replica before: %s",
+                self.party.label, ways.place.why,
+            )  # fmt: skip
         with self._lock:
             self._routed = routed
         if ways.wired:

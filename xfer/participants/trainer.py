@@ -485,8 +485,8 @@ class TrainerSession:
         ]
         if self._relay:
             lanes.append(
-                "replicas of one layout form a relay chain: only the first one pulls from trainers; "
-                "each of the others reads from the one before it (`relay` in a report's routes)"
+                "replicas of one layout on the same hosts form a relay chain: only the first one takes its bytes from the "
+                "trainers; each of the others reads from the one before it (`relay` in a report's routes)"
             )
         own = [computing.explain(self.layout, self._party.label), self.side.explain()]
         return "\n\n".join(filter(None, [*lanes, *own]))

@@ -75,10 +75,14 @@ def from_rank(root: int):
 
 
 def wait_for_stream(
-    device: torch.device, deadline: float, where: str, stopped: Callable[[], bool] = lambda: False
+    device: torch.device,
+    deadline: float,
+    where: str,
+    stopped: Callable[[], bool] = lambda: False,
+    poll: Callable[[], None] = lambda: None,
 ) -> None:
     """Returns when the current stream has done all its work. Polls, so that an abort and the deadline are seen whatever the
-    device does."""
+    device does. `poll` is called meanwhile."""
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     while not event.query():
@@ -86,6 +90,7 @@ def wait_for_stream(
             raise Aborted("stopped here while bytes were moving", where=where)
         if time.monotonic() > deadline:
             raise DeadlineExceeded("the deadline passed while bytes were moving", where=where)
+        poll()
         time.sleep(_POLL_S)
 
 
@@ -123,8 +128,9 @@ class Link(Protocol):
         self.post([(tensor, src, tag)], ())[0][0].wait(deadline)
         self.finish(deadline)
 
-    def finish(self, deadline: float) -> None:
-        """Returns when the current stream has done all its work. On the CPU there is nothing to wait for."""
+    def finish(self, deadline: float, poll: Callable[[], None] = lambda: None) -> None:
+        """Returns when the current stream has done all its work, and calls `poll` until then. On the CPU there is nothing to wait
+        for."""
 
     def begin_broadcast(self, tensor: torch.Tensor, root: int, deadline: float) -> Pending:
         """Starts to copy the bytes of rank `root` into the `tensor` (contiguous) of every rank, and returns at once. Broadcasts
@@ -264,7 +270,7 @@ class GlooLink(Link):
     def warm(self, peers: Sequence[int]) -> None:
         """Does nothing: all pairs are connected."""
 
-    def finish(self, deadline: float) -> None:
+    def finish(self, deadline: float, poll: Callable[[], None] = lambda: None) -> None:
         """Does nothing: a message is complete when its wait returns."""
 
     # ---- the end

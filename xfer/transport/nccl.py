@@ -183,8 +183,8 @@ class NcclLink(Link):
         except RuntimeError as e:
             raise self._error(e) from e
 
-    def finish(self, deadline: float) -> None:
-        wait_for_stream(self.device, deadline, self.labels[self.rank], self._aborted.is_set)
+    def finish(self, deadline: float, poll: Callable[[], None] = lambda: None) -> None:
+        wait_for_stream(self.device, deadline, self.labels[self.rank], self._aborted.is_set, poll)
 
     @contextmanager
     def no_post(self, seconds: float) -> Iterator[None]:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -69,6 +70,26 @@ class TransferStats:
     unpack_s: float
     seconds: float
     extra_bytes: int
+
+
+class StepWatch(Protocol):
+    """What a run tells of the steps that this rank receives. Called in order, by the thread of the run."""
+
+    def arrived(self, step: int, stream: torch.cuda.Stream | None) -> None:
+        """The bytes of a step are in their storages; on CUDA, when `stream` has done its present work."""
+
+    def poll(self) -> None:
+        """Called repeatedly while the run waits for the device."""
+
+
+class Unwatched(StepWatch):
+    """For a run of which nobody asks."""
+
+    def arrived(self, step: int, stream: torch.cuda.Stream | None) -> None:
+        pass
+
+    def poll(self) -> None:
+        pass
 
 
 class P2P:
@@ -134,6 +155,7 @@ class P2P:
         deadline: float,
         cancelled: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] = lambda wave, nbytes: None,
+        watch: StepWatch | None = None,
     ) -> TransferStats:
         """Moves every byte of the program once. Collective: all ranks of the link run their programs of the same plan.
 
@@ -141,12 +163,13 @@ class P2P:
             deadline: A time.monotonic() value.
             cancelled: Called before anything is posted or written. To free a run that is blocked, call `link.abort()` as well.
             progress: Called after each step with (wave, bytes in and out so far).
+            watch: Is told of each step when its bytes are in their storages.
 
         Raises:
             DeadlineExceeded, PeerLost, Aborted: The link is aborted, and no more bytes arrive. On CUDA, kernels that unpack may
                 still run (`drained`). The storages hold an unknown mix of old and new values.
         """
-        run = _Run(self, deadline, cancelled)
+        run = _Run(self, deadline, cancelled, watch or Unwatched())
         try:
             return run.all(progress)
         except BaseException as e:
@@ -195,8 +218,8 @@ class _BoundStep:
 class _Run:
     """The state of one run: the messages that are on their way, and its clocks."""
 
-    def __init__(self, p2p: P2P, deadline: float, cancelled: Callable[[], bool]):
-        self.p2p, self.deadline, self.cancelled = p2p, deadline, cancelled
+    def __init__(self, p2p: P2P, deadline: float, cancelled: Callable[[], bool], watch: StepWatch):
+        self.p2p, self.deadline, self.cancelled, self.watch = p2p, deadline, cancelled, watch
         self.sends: list[list[Pending]] = [[]] * DEPTH
         self.receives: list[list[Pending]] = [[]] * DEPTH
         self.wave = 0
@@ -221,6 +244,7 @@ class _Run:
             if (j := k - DEPTH + 1) >= 0:
                 self._take(j)
                 progress(self.wave, self.done)
+                self.watch.poll()
         if not count:
             self._here()
         with lanes.pack:
@@ -229,7 +253,8 @@ class _Run:
         self.sends = [[]] * DEPTH
         lanes.end()
         t0 = time.perf_counter()
-        p2p.link.finish(self.deadline)
+        p2p.link.finish(self.deadline, self.watch.poll)
+        self.watch.poll()
         self.wire_s += time.perf_counter() - t0
         peers = p2p._peers
         return TransferStats(
@@ -277,6 +302,7 @@ class _Run:
                     unpack[0].unpack(unpack[1])
                     self.unpack_s += time.perf_counter() - t0
             self.p2p._lanes.taken(slot)
+            self.watch.arrived(j, self.p2p._lanes.current)
         self.receives[slot] = []
         self.wave, self.done = step.wave, self.done + step.nbytes
 
@@ -315,6 +341,11 @@ class _Lanes:
             self._taken = [torch.cuda.Event() for _ in range(DEPTH)]
             self._left: list[torch.cuda.Event] = []
             self._device = device
+
+    @property
+    def current(self) -> torch.cuda.Stream | None:
+        """The current stream; None on the CPU."""
+        return torch.cuda.current_stream(self._device) if self._cuda else None
 
     @property
     def pack(self):

@@ -33,7 +33,7 @@ from xfer.kernels.tiles import Turns
 from xfer.plan.program import Op, Program, in_turn, row_wire_bytes
 from xfer.transport.group import Aborted
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 NONCE_BYTES = 32
 MAX_OFFER_BYTES = 64 << 20
 DRAIN_S = 5.0
@@ -101,11 +101,13 @@ class Readable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
 
 
 class Taken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The storages, by source, that one destination reads by itself."""
+    """The storages, by source, that one destination reads by itself. `relayed`: it takes everything from outside the sub-plan,
+    so its sources have nothing to do for it."""
 
     version: int
     rank: int
     readable: tuple[Readable, ...]
+    relayed: bool = False
 
 
 _T = TypeVar("_T", Offer, Taken)
@@ -323,6 +325,16 @@ def taken_roots(answers: Sequence[bytes]) -> dict[int, dict[int, frozenset[int]]
             taken = _decode(data, Taken, rank)
             out[rank] = {r.rank: frozenset(r.roots) for r in taken.readable}
     return out
+
+
+def all_from_outside(rank: int) -> bytes:
+    """The answer of a destination that needs nothing of its sources."""
+    return msgspec.msgpack.encode(Taken(WIRE_VERSION, rank, (), True))
+
+
+def relayed(answers: Sequence[bytes]) -> list[int]:
+    """The destinations to which no rank of the sub-plan sends, and which read from none."""
+    return [rank for rank, data in enumerate(answers) if data and _decode(data, Taken, rank).relayed]
 
 
 def refusals(answers: Sequence[bytes], labels: Sequence[str], rank: int) -> list[str]:

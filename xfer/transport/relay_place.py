@@ -1,8 +1,10 @@
-"""A worker's place in a relay chain, a sequence of replicas of one layout. The first worker pulls from the trainers; each other one
-pulls from the worker before it, part by part, as soon as it hears that a part is ready.
+"""A worker's place in a relay chain, a sequence of replicas of one layout on one host. The first worker takes its bytes from the
+trainers: it pulls what it can map and receives the rest over its link. Each other one pulls all of its bytes from the worker before
+it, part by part, as soon as it hears that a part is ready. So each byte leaves the trainers once, and enters the host once.
 
 Here are the storages that a worker lets the next one read, its mapping of the worker before it, and the gate at which its pull waits
-for parts. The coordinator passes the news of parts on (coordinator/relays.py), and plan/relay.py decides which row is in which part.
+for parts. A part is a slice of what is pulled together with one step of the link, in whose order the other bytes arrive. The
+coordinator passes the news of parts on (coordinator/relays.py), and plan/relay.py decides which pulled row is in which part.
 The news goes over hosts and not through words in GPU memory, so nothing on a device waits for another process. It takes some
 0.3 ms, but delays a refit only once, since a worker still pulls the previous part meanwhile.
 """
@@ -43,20 +45,55 @@ class Handover(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
 _decoder = msgspec.msgpack.Decoder(Handover)
 
 
+class Arriving:
+    """The parts that one route (the pull, or the link) brings here, in order.
+
+    Args:
+        last: Number of its last part; -1 if it brings none.
+
+    Attributes:
+        ready: All its parts up to this one are here.
+    """
+
+    def __init__(self, last: int):
+        self.last, self.ready = last, -1
+        self.coming: deque[tuple[int, torch.cuda.Event]] = deque()  # those that are on their way to the device
+        self.events: dict[int, torch.cuda.Event] = {}
+
+    def begin(self) -> None:
+        self.ready = -1
+        self.coming.clear()
+
+    def note(self, part: int, stream: torch.cuda.Stream | None) -> None:
+        """A part is here: now if `stream` is None, and otherwise when the stream has done its present work."""
+        if stream is None:
+            self.ready = part
+        else:
+            event = self.events.setdefault(part, torch.cuda.Event())
+            event.record(stream)
+            self.coming.append((part, event))
+
+    def poll(self) -> None:
+        while self.coming and self.coming[0][1].query():
+            self.ready = self.coming.popleft()[0]
+
+
 class Steps:
-    """The gate (`peer.WaveGate`) of a pull in a relay chain.
+    """The gate (`peer.WaveGate`) of a worker's pull, and the `StepWatch` of its link, in a relay chain.
 
     Args:
         follows: Whether the parts come from the worker before this one.
         say: Called with (run, part) when all parts up to this one are ready here.
+        pulled: Number of the last part of which something is pulled; -1 without any.
+        received: Number of the last step of the link; -1 without any.
     """
 
-    def __init__(self, follows: bool, say: Callable[[int, int], None]):
+    def __init__(self, follows: bool, say: Callable[[int, int], None], pulled: int, received: int = -1):
         self.follows, self._say = follows, say
         self._news = threading.Condition()
         self._there = (0, -1)  # the last news of the worker before this one: run, part
-        self._coming: deque[tuple[int, torch.cuda.Event]] = deque()
-        self._events: dict[int, torch.cuda.Event] = {}
+        self._pulled, self._received = Arriving(pulled), Arriving(received)
+        self._said = -1
         self._run, self._until, self._tells, self._over = 0, 0.0, False, False
         self.beside: peer.WaveGate | None = None  # another gate whose `after` is called, too
         self._cancelled: Callable[[], bool] = lambda: False
@@ -70,9 +107,16 @@ class Steps:
     def begin(self, run: int, until: float, cancelled: Callable[[], bool], tells: bool) -> None:
         """Call it before each pull. until: a time.monotonic() value. tells: whether to call `say`."""
         self._run, self._until, self._cancelled, self._tells, self._over = run, until, cancelled, tells, False
-        self._coming.clear()
+        self._said = -1
+        for route in (self._pulled, self._received):
+            route.begin()
 
-    # ---- the gate
+    # ---- of the link
+
+    def arrived(self, step: int, stream: torch.cuda.Stream | None) -> None:
+        self._note(self._received, step, stream)
+
+    # ---- the gate of the pull
 
     def before(self, wave: int, stream: Any) -> None:
         """Waits until the worker before this one has part `wave`. Raises Aborted or DeadlineExceeded."""
@@ -83,7 +127,7 @@ class Steps:
                     return
                 if run > self._run:
                     raise Aborted("the replica from which this one takes its weights is at a later refit")
-                self._news.wait(_POLL_S if self._coming else _WAIT_S)
+                self._news.wait(_POLL_S if self._pulled.coming else _WAIT_S)
             self.poll()
             if self._over or self._cancelled():
                 raise Aborted("the pull was cancelled")
@@ -91,23 +135,27 @@ class Steps:
                 raise DeadlineExceeded(f"part {wave + 1} did not come from the replica before this one")
 
     def after(self, wave: int, stream: Any) -> None:
-        """Notes a part. It is ready now if `stream` is None, and otherwise when the stream has done its present work."""
-        if self._tells and stream is None:
-            self._say(self._run, wave)
-        elif self._tells:
-            event = self._events.setdefault(wave, torch.cuda.Event())
-            event.record(stream)
-            self._coming.append((wave, event))
+        self._note(self._pulled, wave, stream)
         if self.beside is not None:  # last, because it takes time and others wait for the news
             self.beside.after(wave, stream)
 
     def poll(self) -> None:
-        last = -1
-        while self._coming and self._coming[0][1].query():
-            last = self._coming.popleft()[0]
+        """Says which parts are ready. One that both routes bring is ready when both have brought it."""
+        routes = self._pulled, self._received
+        for route in routes:
+            route.poll()
+        unfinished = [route.ready for route in routes if route.ready < route.last]
+        ready = min(unfinished, default=max(route.last for route in routes))
         stopped = self._over or self._cancelled()  # then parts end without their bytes
-        if last >= 0 and not stopped:
-            self._say(self._run, last)
+        if ready > self._said and not stopped:
+            self._said = ready
+            self._say(self._run, ready)
+
+    def _note(self, route: Arriving, part: int, stream: Any) -> None:
+        if self._tells:
+            route.note(part, stream)
+            if stream is None:
+                self.poll()
 
     def open(self) -> None:
         with self._news:
@@ -120,13 +168,15 @@ class RelayPlace:
 
     Args:
         kind: The peer route, a `PeerKind`.
-        pulled: Rows that this worker pulls from trainers (dtype ROW).
+        pulled: Rows that this worker can pull from trainers (dtype ROW).
+        received: Those that it would receive from them otherwise. A row's wave is the step in which it arrives (`steps.arrivals`).
         outside: A rank number that no rank has, the same in all replicas of the chain.
         before: `hand()` of the worker before this one; empty for the first.
         say: See `Steps`.
 
     Attributes:
-        follows: Whether this worker takes its parts from the worker before it. If not, it takes them from the trainers.
+        follows: Whether this worker takes its bytes from the worker before it. If not, it takes them from the trainers.
+        rows: What it pulls: all rows from the worker before it if it follows, else `pulled`. A row's wave is its part.
         why: The reason why it cannot follow.
     """
 
@@ -134,6 +184,7 @@ class RelayPlace:
         self,
         kind: Any,
         pulled: np.ndarray,
+        received: np.ndarray,
         roots: Sequence[torch.Tensor],
         rank: int,
         outside: int,
@@ -142,7 +193,8 @@ class RelayPlace:
         say: Callable[[int, int], None],
     ):
         self._kind, self._roots = kind, roots
-        rows = in_parts(pulled, max(1, min(MOST_PARTS, int(row_wire_bytes(pulled).sum()) // PART_BYTES)))
+        parts = in_parts(pulled, max(1, min(MOST_PARTS, int(row_wire_bytes(pulled).sum()) // PART_BYTES)))
+        rows = np.concatenate([parts, received])
         alike = rows.copy()
         alike["turn"] = 0  # replicas of a chain begin with different sources
         self._digest = hashlib.blake2b(alike.tobytes(), digest_size=16).digest()
@@ -157,15 +209,19 @@ class RelayPlace:
                 self.close()
                 raise
         self.follows = bool(before and len(rows) and not self.why)
-        self.rows = handed_on(rows, outside) if self.follows else rows
-        self.steps = Steps(self.follows, say)
+        self.rows = handed_on(rows, outside) if self.follows else parts
+        last = (int(some["wave"].max(initial=-1)) for some in (self.rows, rows[:0] if self.follows else received))
+        self.steps = Steps(self.follows, say, *last)
 
     def hand(self) -> bytes:
         """The `Handover` for the next worker."""
         return msgspec.msgpack.encode(Handover(self._digest, self._export.to_bytes()))
 
     def pull(self, mapping: Any) -> Any:
-        """The bound pull: from the worker before this one if it follows, otherwise through `mapping` from the trainers."""
+        """The bound pull: from the worker before this one if it follows, otherwise through `mapping` from the trainers. None if
+        everything is received."""
+        if not len(self.rows):
+            return None
         return self._kind.Pull(
             self.rows, self.mapping if self.follows else mapping, self._roots, gate=self.steps, read_too=True
         )
@@ -184,7 +240,7 @@ class RelayPlace:
         except msgspec.MsgspecError as e:
             raise ProtocolError(f"the offer of the worker before this one cannot be decoded: {e}") from None
         if hand.rows != self._digest:
-            self.why = "it pulls other rows from the trainers than the worker before it"
+            self.why = "it pulls other rows from the trainers than the worker before it, and receives other ones"
             return
         try:
             self.mapping.open(hand.offer, outside, wanted)

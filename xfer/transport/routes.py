@@ -25,8 +25,9 @@ from xfer.plan.program import Op, Program, row_wire_bytes
 from xfer.transport import peer, peer_host
 from xfer.transport.group import ABORT_S, Link, wait_for_stream
 from xfer.transport.links import open_group
-from xfer.transport.p2p import P2P, TransferStats
+from xfer.transport.p2p import P2P, STEP_BYTES, TransferStats
 from xfer.transport.relay_place import RelayPlace
+from xfer.transport.steps import arrivals
 
 Exchange = Callable[[bytes, Iterable[int]], dict[int, bytes]]
 """Publishes this rank's bytes and returns those of the given ranks. All ranks call it in the same order."""
@@ -202,13 +203,10 @@ class Routed:
             return stats
         self._running = pull = self._pull_of(gate)
         self._ended = lambda: False
-        # The pull waits on the host for parts of the replica before this one. Messages to this rank must not wait for that.
-        follows = self.place is not None and self.place.follows
         try:
-            wired = self._wired(deadline, cancelled, progress) if follows else None
             pull.begin()
             progress(0, 0)  # after the start, since it costs as much as a message
-            stats = wired or self._wired(deadline, cancelled, progress)
+            stats = self._wired(deadline, cancelled, progress)
         except BaseException:
             pull.stop()
             try:
@@ -236,7 +234,7 @@ class Routed:
         """Runs the rows that are not pulled. A rank without such rows and without a link does not wait for its device."""
         if self.p2p.idle and isinstance(self.link, NoLink):
             return TransferStats(0, 0, (), 0, 0, 0.0, 0.0, 0.0, 0.0, 0)
-        return self.p2p.run(deadline, cancelled, progress)
+        return self.p2p.run(deadline, cancelled, progress, self.place.steps if self.place is not None else None)
 
     def _pull_of(self, gate: EarlyGate | None):
         if self.place is not None:
@@ -319,8 +317,18 @@ def open_link(
 
 
 @dataclass(frozen=True, slots=True)
+class Chain:
+    """A relay chain, as a rank sees it whose worker stands in it or whose bytes it hands on. See `RelayPlace`."""
+
+    outside: int
+    before: bytes
+    say: Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
 class Ways:
-    """The two parts of this rank's program, before a link is opened. `wired`: whether any rank needs a link."""
+    """The two parts of this rank's program, before a link is opened. `wired`: whether any rank needs a link. `place`: of a destination
+    in a relay chain. If it follows, both parts are empty, but for fills."""
 
     pulled: np.ndarray
     rest: Program
@@ -328,6 +336,7 @@ class Ways:
     export: Any
     plan: RoutePlan
     wired: bool
+    place: RelayPlace | None = None
 
     def over(
         self,
@@ -335,35 +344,22 @@ class Ways:
         roots: Sequence[torch.Tensor],
         *,
         src_roots=None,
-        place: RelayPlace | None = None,
         **p2p_options: int,
     ) -> Routed:
         """Binds both routes. Collective when p2p has new pairs to connect."""
-        pull = None
-        if len(self.pulled):
-            pull = (
-                PEERS[link.device.type].Pull(self.pulled, self.mapping, roots)
-                if place is None
-                else place.pull(self.mapping)
-            )
+        pull, place = None, self.place
+        if place is not None:
+            pull = place.pull(self.mapping)
+        elif len(self.pulled):
+            pull = PEERS[link.device.type].Pull(self.pulled, self.mapping, roots)
         p2p = P2P(link, self.rest, roots, src_roots=src_roots, **p2p_options)
         return Routed(link, p2p, pull, self.mapping, self.export, self.plan, self.pulled, roots, place)
 
-    def place(
-        self,
-        roots: Sequence[torch.Tensor],
-        outside: int,
-        device: torch.device,
-        before: bytes,
-        say: Callable[[int, int], None],
-    ) -> RelayPlace | None:
-        """This worker's place in a relay chain (relay_place.py), for `over`. None if ranks cannot read each other's storages."""
-        kind = PEERS.get(device.type) if self.export is not None or len(self.pulled) else None
-        return (
-            RelayPlace(kind, self.pulled, roots, self.rest.rank, outside, device, before, say)
-            if kind is not None
-            else None
-        )
+    def close(self) -> None:
+        """Unmaps everything, if routes were not opened after all."""
+        self.mapping.close()
+        if self.place is not None:
+            self.place.close()
 
 
 def find_ways(
@@ -376,14 +372,16 @@ def find_ways(
     *,
     src_roots: Sequence[torch.Tensor] | None = None,
     allow_peer: bool = True,
+    chain: Chain | None = None,
 ) -> Ways:
     """Finds out which storages of its sources this rank can map, and splits the program. Collective.
 
     Args:
         roots, src_roots: As of `P2P`.
-        allow_peer: If False, on all ranks alike, all rows go by p2p. Then, and on devices without a peer route, nothing is exchanged.
+        allow_peer: If False, on all ranks alike, no rank maps storages of its sources.
+        chain: On all ranks or on none: destinations stand in relay chains.
     """
-    rank, kind = program.rank, PEERS.get(device.type) if allow_peer else None
+    rank, kind = program.rank, PEERS.get(device.type) if allow_peer or chain is not None else None
     rows = program.rows[program.rows["op"] != Op.FILL]
     if kind is None:  # on all ranks alike: the coordinator rejects a client with another data plane
         return Ways(rows[:0], program, _NoMapping(), None, _planned(program, program, ()), True)
@@ -391,27 +389,42 @@ def find_ways(
     takers = sorted({*rows["dst"][(rows["src"] == rank) & (rows["dst"] != rank)].tolist()})
     incoming = rows[(rows["dst"] == rank) & (rows["src"] != rank)]
     senders = sorted({*incoming["src"].tolist()})
-    export = kind.Export(rank, roots if src_roots is None else src_roots, device) if takers else None
+    offered = takers if allow_peer else []
+    export = kind.Export(rank, roots if src_roots is None else src_roots, device) if offered else None
     offers = exchange(export.to_bytes() if export else b"", senders)
     mapping = kind.Mapping(rank, device)
     if own := sorted({*rows["src_root"][(rows["src"] == rank) & (rows["dst"] == rank)].tolist()}):
         mapping.own(roots if src_roots is None else src_roots, own)
+    place = None
     try:
         for sender in senders:
             if offers[sender]:
                 wanted = sorted({*incoming["src_root"][incoming["src"] == sender].tolist()})
                 mapping.open(offers[sender], sender, wanted)
         mine = mapping.to_bytes()
+        if chain is not None and senders:
+            pulled, rest = peer.split(program, peer.taken_roots([b""] * rank + [mine]), kind.takes)
+            received = arrivals(rest, STEP_BYTES[device.type])
+            place = RelayPlace(kind, pulled, received, roots, rank, chain.outside, device, chain.before, chain.say)
+            if place.follows:
+                mapping.close()
+                mine = peer.all_from_outside(rank)
         answers = [b""] * size
         for r, answer in {**exchange(mine if senders else b"", takers), rank: mine}.items():
             answers[r] = answer
+        outside = np.isin(program.rows["dst"], peer.relayed(answers)) & (program.rows["op"] != Op.FILL)
+        program = Program(rank, program.waves, program.rows[~outside])
         pulled, rest = peer.split(program, peer.taken_roots(answers), kind.takes)
         plan = _planned(program, rest, tuple(peer.refusals(answers, labels, rank)))
         wired = any_rank(bool(plan.p2p_in + plan.p2p_out), rank, size, exchange)
+        if place is not None and place.follows:
+            plan = replace(plan, pulled_in=int(row_wire_bytes(place.rows).sum()))
     except BaseException:
         mapping.close()
+        if place is not None:
+            place.close()
         raise
-    return Ways(pulled, rest, mapping, export, plan, wired)
+    return Ways(pulled, rest, mapping, export, plan, wired, place)
 
 
 def open_routes(link: Link, program: Program, roots: Sequence[torch.Tensor], exchange: Exchange, **options) -> Routed:
@@ -424,7 +437,7 @@ def open_routes(link: Link, program: Program, roots: Sequence[torch.Tensor], exc
     try:
         return ways.over(link, roots, src_roots=src_roots, **options)
     except BaseException:
-        ways.mapping.close()
+        ways.close()
         raise
 
 
@@ -461,9 +474,9 @@ class NoLink(Link):
             raise RuntimeError("there is no link between these ranks, and some rows cannot be pulled")
         return [], []
 
-    def finish(self, deadline: float) -> None:
+    def finish(self, deadline: float, poll: Callable[[], None] = lambda: None) -> None:
         if self.device.type == "cuda":
-            wait_for_stream(self.device, deadline, self.labels[self.rank])
+            wait_for_stream(self.device, deadline, self.labels[self.rank], poll=poll)
 
     def begin_broadcast(self, tensor, root: int, deadline: float):
         raise RuntimeError("there is no link between these ranks")

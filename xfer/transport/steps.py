@@ -78,17 +78,36 @@ def steps(program: Program, step_bytes: int, direct_bytes: int) -> list[Step]:
     return out
 
 
+def arrivals(program: Program, step_bytes: int) -> np.ndarray:
+    """The rows that this rank receives, cut as its steps are; a row's wave is the number of its step (see `steps`)."""
+    sends, receives = (list(_by_key(m, step_bytes)) for m in (program.sends(), program.receives()))
+    number = {key: i for i, key in enumerate(sorted({key for key, _, _ in (*sends, *receives)}))}
+    out = [program.rows[:0]]
+    for key, _, rows in receives:
+        out.append(rows.copy())
+        out[-1]["wave"] = number[key]
+    return np.concatenate(out)
+
+
 def _by_step(messages: Iterator[WaveMessage], end: str, step_bytes: int, direct_bytes: int) -> dict:
     """(wave, position) -> (parts, buffer bytes). `end`: "src" or "dst", the end of the rows on this rank."""
     out: dict[tuple[int, int], tuple[list[PairExchange], int]] = {}
     tags: dict[int, int] = {}
-    for message in messages:
+    for key, message, rows in _by_key(messages, step_bytes):
+        parts, used = out.get(key, ([], 0))
         peer = message.dst if end == "src" else message.src
-        for position, rows in enumerate(_portions(message.rows, step_bytes)):
-            parts, used = out.get((message.wave, position), ([], 0))
-            part, used = _part(peer, rows, end, direct_bytes, used, tags)
-            out[message.wave, position] = ([*parts, part], used)
+        part, used = _part(peer, rows, end, direct_bytes, used, tags)
+        out[key] = ([*parts, part], used)
     return out
+
+
+def _by_key(
+    messages: Iterator[WaveMessage], step_bytes: int
+) -> Iterator[tuple[tuple[int, int], WaveMessage, np.ndarray]]:
+    """The portions of each message, with their steps' keys: (wave, position)."""
+    for message in messages:
+        for position, rows in enumerate(_portions(message.rows, step_bytes)):
+            yield (message.wave, position), message, rows
 
 
 def _part(
