@@ -1,6 +1,8 @@
-"""Print the table of docs/plan_predictions.md: predicted seconds of every published mapping beside the published ones.
+"""Print the tables of docs/plan_predictions.md: predicted seconds of every published mapping beside the published ones, and of some
+mappings with relay chains and without.
 
     .venvs/trainer/bin/python -m benchmarks.plan_predictions
+    .venvs/trainer/bin/python -m benchmarks.plan_predictions --relay
     .venvs/trainer/bin/python -m benchmarks.plan_predictions --row "30B EP4xTP2xDP2" [--html FILE] [--json FILE]
 
 Layouts are declared (lib/layouts.py). `xfer plan` traces them instead, and agrees where both were tried
@@ -27,7 +29,7 @@ from xfer.cli.layouts.processes import classes
 from xfer.cli.plan_report import Header, Report, make_plans, make_report
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 from xfer.plan.explain import size
-from xfer.plan.fabric import Fabric, Site
+from xfer.plan.fabric import Fabric, Host, Nic, Site
 from xfer.transport.p2p import WAVE_BYTES
 
 ALL = {**ROWS, **FP8_ROWS}
@@ -66,8 +68,20 @@ TRACED = {
 need Bridge 0.6."""
 
 
-def reports(name: str, buckets: Sequence[int] = BUCKETS) -> list[Report]:
-    """One report per size of `buckets`, MiB, on whole hosts: trainers on the first ones, engines on the others."""
+RELAYED = (
+    "4B DP8 -> DP8",
+    "4B DP8 -> TP8",
+    "4B TP2xDP4 -> TP4xDP2",
+    "30B EP4xTP2xDP2 -> TP4xDP4",
+    "30B EP8xPP2 -> TP2xDP8",
+    "235B TP4xPP8xEP16 -> TP8xDP16",
+)
+"""Mappings of the second table: one to eight replicas on a host."""
+
+
+def reports(name: str, buckets: Sequence[int] = BUCKETS, *, gpus_of_nic: int = 1, relay: bool = False) -> list[Report]:
+    """One report per size of `buckets`, MiB, on whole hosts: trainers on the first ones, engines on the others. `gpus_of_nic`: GPUs that
+    share a NIC."""
     config, sizes, workers, replicas = ALL[name]
     of, model = TrainerParallel(**sizes), Model.named(config)
     catalog, class_of = model.catalog(fp8=name in FP8_ROWS), classes(of, of.world)
@@ -76,17 +90,34 @@ def reports(name: str, buckets: Sequence[int] = BUCKETS) -> list[Report]:
     served = [engine(model, EngineParallel(tp=workers), r).in_fp8(catalog) for r in range(workers)]
     destinations = [layout.engine(catalog, r) for r, layout in enumerate(served)]
     hosts = -(-of.world // HOST) + -(-workers * replicas // HOST)
-    fabric = Fabric.uniform(hosts, HOST, nvlink=NVLINK, nic=NIC, local=LOCAL)
+    gpus = tuple(range(HOST))
+    nics = tuple(Nic(gpus[i : i + gpus_of_nic], NIC, i) for i in gpus[::gpus_of_nic])
+    fabric = Fabric(tuple(Host(f"host{h}", (gpus,), NVLINK, nics, local=LOCAL) for h in range(hosts)))
     site = Site.packed(fabric, of.world, replicas, workers)
-    words = f"hosts of {HOST} GPUs, NVLink {NVLINK / 1e9:g} GB/s, a NIC of {NIC / 1e9:g} GB/s per GPU"
+    share = "GPU" if gpus_of_nic == 1 else f"{gpus_of_nic} GPUs"
+    words = f"hosts of {HOST} GPUs, NVLink {NVLINK / 1e9:g} GB/s, a NIC of {NIC / 1e9:g} GB/s per {share}"
     left, right = name.split(" -> ")
     out = []
     for bucket in buckets:
         wave = max(WAVE_BYTES["cuda"], bucket << 20)
-        plans = make_plans(catalog, sources, destinations, site, bucket_bytes=bucket << 20, wave_bytes=wave)
+        how = dict(bucket_bytes=bucket << 20, wave_bytes=wave, relay=relay)
+        plans = make_plans(catalog, sources, destinations, site, **how)
         note = f"Declared layouts, none was traced. Messages of at most {bucket} MiB."
-        out.append(make_report(Header(name, left.split()[-1], right, words, (note,)), catalog, plans, site))
+        header = Header(name, left.split()[-1], right, words, (note,))
+        out.append(make_report(header, catalog, plans, site, relay=relay))
     return out
+
+
+def chains(some: Sequence[str]) -> None:
+    """Print floor and prediction of these mappings, with relay chains and without, for NICs of one GPU and of a whole host."""
+    print("| mapping | a NIC per GPU | in relay chains | a NIC per host | in relay chains |\n|---|---|---|---|---|")
+    for name in some:
+        cells = []
+        for gpus in (1, HOST):
+            for relay in (False, True):
+                (r,) = reports(name, BUCKETS[:1], gpus_of_nic=gpus, relay=relay)
+                cells.append(f"{seconds(r.transfer_s)} ({seconds(r.floor_s)})")
+        print("| " + " | ".join((name, *cells)) + " |", flush=True)
 
 
 def traced(trainer: str, engine: str) -> list[dict]:
@@ -105,7 +136,10 @@ def main() -> None:
     p.add_argument("--row", default="", help="only mappings whose name contains this")
     p.add_argument("--html", help="write the page of the last mapping there")
     p.add_argument("--json", help="write the reports there, as `xfer plan --json` prints them")
+    p.add_argument("--relay", action="store_true", help="the table of relay chains instead")
     a = p.parse_args()
+    if a.relay:
+        return chains([r for r in RELAYED if a.row in r])
     head = (
         "mapping",
         "published",

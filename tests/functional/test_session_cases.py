@@ -15,7 +15,7 @@ import pytest
 from tests.support import cpu_peer
 from tests.support.simulated_job import DEADLINE_S, SOON_S, Job
 from tests.support.simulation import Simulation
-from xfer.coordinator import deadlines
+from xfer.coordinator import deadlines, relays
 from xfer.coordinator import messages as m
 from xfer.coordinator.commit import Phase
 from xfer.coordinator.state import Client, ReplicaPhase
@@ -25,6 +25,7 @@ from xfer.direct.plane import DirectPlane
 from xfer.errors import DeadlineExceeded, PeerLost, PlanMismatch, RefitFailed, Unsupported, XferError
 from xfer.participants import computing
 from xfer.participants.controller import ControllerPhase
+from xfer.rendezvous import client
 from xfer.transport import p2p, relay_place, routes
 from xfer.transport.p2p import P2P
 
@@ -442,6 +443,22 @@ def test_each_byte_leaves_the_trainers_once(seed, shape, pulled):
         assert order(job) == [None, *range(replicas - 1)]
         opened = job.epochs()
         assert job.commits() == [True] * replicas and job.epochs() == opened, "routes are opened once"
+
+
+@SEEDS
+def test_replicas_on_different_hosts_stand_in_chains_of_their_own_even_if_their_plans_are_equal(seed):
+    """Plans number hosts, and do not name them."""
+    with Simulation(seed) as sim:
+        sim.patch(
+            client,
+            "host_identity",
+            lambda: "bc"[int(who[1]) % 2] if (who := sim.running.who.split())[0] == "replica" else "a",
+        )
+        sim.patch(relays, "turn", lambda roll, replicas: 0)
+        job = Job(sim, 1, 4, 2, relay=True)
+        assert job.commits() == [True] * 4 and len({r.digest for r in job.coordinator.replicas.values()}) == 1
+        assert kinds(job) == ["gloo", "gloo", "relay", "relay"] and order(job) == [None, None, 0, 1]
+        job.close()
 
 
 def test_a_worker_that_cannot_read_from_the_one_before_reads_from_the_trainers(caplog):

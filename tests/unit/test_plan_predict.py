@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.links import G, fabrics
 from tests.support.plan_worlds import dense, destination, quick, source, worlds
+from xfer.cli.plan_report import make_plans
 from xfer.plan.fabric import Fabric, Site
 from xfer.plan.planner import PlanOptions, plan_replica
 from xfer.plan.predict import Costs, predict
@@ -106,3 +107,18 @@ def test_replicas_share_the_sources_nics():
     assert some.transfer_s == pytest.approx(2 * alone.transfer_s)
     with pytest.raises(ValueError, match="replica 0"):
         predict(plans[:1], Site(fabric, (0, 1), ((2,),)))
+
+
+def test_a_relay_chain_brings_a_replica_into_each_host_once_and_ends_a_part_later_with_each_replica():
+    """Five replicas of two workers on two hosts of six GPUs, in turns; 8 MiB to each worker in messages of 1 MiB."""
+    catalog, sources, destinations = job(4096, 2, 2)
+    fabric = Fabric.uniform(3, 6, nvlink=1 << 32, nic=1 << 30)
+    site = Site(fabric, (0, 1), ((6, 7), (12, 13), (8, 9), (14, 15), (10, 11)))
+    assert site.behind(range(5)) == [None, None, 0, 1, 2] and site.behind([1, 4, 2]) == [None, None, 1]
+    plans = make_plans(catalog, sources, destinations, site, bucket_bytes=1 << 20, relay=True)
+    assert plans[0] is plans[2] is plans[4] and plans[1] is plans[3]
+    p, first = predict(plans, site, costs=FREE, relay=True), predict(plans[:2], site, replicas=[0, 1], costs=FREE)
+    assert p.host_bytes.tolist() == [[0, 16 << 20, 16 << 20], [0, 32 << 20, 0], [0, 0, 16 << 20]]
+    assert (p.nbytes, p.pulled_bytes) == (80 << 20, 48 << 20)
+    assert p.floor_s == first.floor_s == pytest.approx((16 << 20) / 2**30)
+    assert p.relay_s == pytest.approx(2 * 2**20 / 2**32) and p.transfer_s == pytest.approx(first.transfer_s + p.relay_s)

@@ -173,6 +173,11 @@ def _timeline(r: Report) -> str:
         lanes.append(
             ("unpack, after it", 18.0, [(wire_end, wire_end + spent["unpack"], "unpacking that no wire time hides")])
         )
+    if spent["relay"]:
+        to = r.transfer_s - spent["fill"]
+        lanes.append(
+            ("rest of the relay chains", 18.0, [(to - spent["relay"], to, "replicas behind the first of a chain")])
+        )
     if spent["fill"]:
         lanes.append(("constants", 18.0, [(r.transfer_s - spent["fill"], r.transfer_s, "padding written")]))
     height = 14 + sum(h + 10 for _, h, _ in lanes)

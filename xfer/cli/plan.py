@@ -65,6 +65,9 @@ def plan_refit(
     bucket_mib: Annotated[
         int, typer.Option(help="largest message; sessions use 240 on GPUs, 64 on CPUs", min=1, max=1 << 40)
     ] = 240,
+    relay: Annotated[
+        bool, typer.Option("--relay", help="replicas on the same hosts form relay chains, as with Direct(relay=True)")
+    ] = False,
     trainer_python: Annotated[str | None, typer.Option(help="Python with Megatron-Bridge; default: this one")] = None,
     engine_python: Annotated[str | None, typer.Option(help="Python with vLLM; default: this one")] = None,
     jobs: Annotated[int, typer.Option(help="processes that trace ranks, per side", min=1, max=64)] = 1,
@@ -90,7 +93,7 @@ def plan_refit(
         raise typer.Exit(WRONG)
     pythons = {"trainer": trainer_python, "engine": engine_python}
     try:
-        report = _plan(told, pythons, jobs, cache, bucket_mib << 20, err)
+        report = _plan(told, pythons, jobs, cache, bucket_mib << 20, relay, err)
     except XferError as e:
         if json_ is not None:
             refused = {"kind": type(e).__name__, "message": e.message, "violations": e.violations, "where": e.where}
@@ -112,7 +115,13 @@ def plan_refit(
 
 
 def _plan(
-    told: Described, pythons: dict[str, str | None], jobs: int, cache: str | None, bucket: int, err: Console
+    told: Described,
+    pythons: dict[str, str | None],
+    jobs: int,
+    cache: str | None,
+    bucket: int,
+    relay: bool,
+    err: Console,
 ) -> Report:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -149,6 +158,7 @@ def _plan(
             wave_bytes=max(WAVE_BYTES["cuda"], bucket),  # as sessions on GPUs have it
             drop=told.engine.drop,
             narrow=told.engine.narrow,
+            relay=relay,
             told=lambda done: bar.update(planned, completed=done),
         )
     header = Header(
@@ -160,10 +170,11 @@ def _plan(
             f"Layouts traced by the frameworks' own code: {sources.classes} different trainer ranks, {destinations.classes} "
             f"different workers. Messages of at most {bucket >> 20} MiB.",
             PREDICTED,
+            *["Replicas on the same hosts form relay chains."] * relay,
             *_quantized(sources),
         ),
     )
-    return make_report(header, sources.catalog, plans, told.site)
+    return make_report(header, sources.catalog, plans, told.site, relay=relay)
 
 
 def _quantized(sources: TracedSide) -> list[str]:
@@ -231,6 +242,7 @@ def show(r: Report, console: Console) -> None:
         "pull": "inside NVLink islands, beside pack, wire and unpack",
         "pack": "that no wire time hides",
         "unpack": "that no wire time hides",
+        "relay": "until the last replica of a chain has what the first one has",
         "fill": "constants",
     }
     table("predicted seconds", [

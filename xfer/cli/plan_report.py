@@ -6,7 +6,7 @@ The numbers are sums over sub-plans, and a prediction. plan.py prints them, html
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
 
@@ -139,32 +139,48 @@ def make_plans(
     wave_bytes: int = 0,
     drop: Sequence[str] = (),
     narrow: Sequence[str] = (),
+    relay: bool = False,
     told: Callable[[int], None] = lambda done: None,
 ) -> list[SubPlan]:
     """Plans each replica of the site with the options that a session would give.
 
     Args:
+        relay: Replicas form relay chains. Those behind the first of a chain have its plan, and the sources are chosen for the first
+            ones only.
         told: called with the number of replicas planned so far.
 
     Raises:
         XferError: as plan_replica.
     """
-    drafts, plans = Drafts(), []
-    for r in range(len(site.replicas)):
-        options = PlanOptions(
-            bucket_bytes=bucket_bytes, wave_bytes=wave_bytes, rotation=r, rotations=len(site.replicas), site=site,
-            replica=r, drop=tuple(drop), narrow=tuple(narrow),
-        )  # fmt: skip
-        plans.append(drafts.plan(catalog, sources, destinations, options))
-        told(r + 1)
+    drafts, plans = Drafts(), list[SubPlan]()
+    behind = _behind(site, relay)
+    planned = replace(site, replicas=tuple(r for r, b in zip(site.replicas, behind) if b is None))
+    number = 0
+    for b in behind:
+        if b is None:
+            options = PlanOptions(
+                bucket_bytes=bucket_bytes, wave_bytes=wave_bytes, rotation=number, rotations=len(planned.replicas),
+                site=planned, replica=number, drop=tuple(drop), narrow=tuple(narrow),
+            )  # fmt: skip
+            number += 1
+        plans.append(drafts.plan(catalog, sources, destinations, options) if b is None else plans[b])
+        told(len(plans))
     return plans
 
 
-def make_report(header: Header, catalog: Catalog, plans: Sequence[SubPlan], site: Site) -> Report:
-    """Computes the report of one refit of all replicas at once."""
-    p, summaries = predict(plans, site), [x.summary for x in plans]
+def _behind(site: Site, relay: bool) -> list[int | None]:
+    every = range(len(site.replicas))
+    return site.behind(every) if relay else [None for _ in every]
+
+
+def make_report(
+    header: Header, catalog: Catalog, plans: Sequence[SubPlan], site: Site, *, relay: bool = False
+) -> Report:
+    """Computes the report of one refit of all replicas at once. `relay`: as of `make_plans`."""
+    p, summaries = predict(plans, site, relay=relay), [x.summary for x in plans]
+    sent = [x for x, b in zip(plans, _behind(site, relay)) if b is None]  # by trainers
     first = summaries[0]
-    out = np.sum([s.bytes_out for s in summaries], axis=0)
+    out = np.sum([x.summary.bytes_out for x in sent], axis=0)
     into = np.array([s.bytes_in for s in summaries]).reshape(-1)
     names = ("footprint", "written", "filled", "staged", "kept", "aliased", "scratch")
     at = int(into.argmax())
@@ -181,10 +197,10 @@ def make_report(header: Header, catalog: Catalog, plans: Sequence[SubPlan], site
         broadcast_bytes=sum(s.broadcast_bytes for s in summaries),
         most_out=Most(f"trainer {int(out.argmax())}", int(out.max()), float(out.mean())),
         most_in=Most(f"replica {at // first.workers} worker {at % first.workers}", int(into.max()), float(into.mean())),
-        between_hosts=sum(s.remote_bytes for s in summaries),
+        between_hosts=sum(x.summary.remote_bytes for x in sent),
         pulled_bytes=p.pulled_bytes,
         waves=max(s.waves for s in summaries),
-        messages=sum(s.messages for s in summaries),
+        messages=sum(x.summary.messages for x in sent),
         largest_message=max(s.largest_message for s in summaries),
         pieces_direct=sum(s.direct for s in summaries),
         pieces_staged=sum(s.staged for s in summaries),
@@ -199,7 +215,7 @@ def make_report(header: Header, catalog: Catalog, plans: Sequence[SubPlan], site
         phases=p.phases(),
         busiest=tuple(p.busiest(LINKS_KEPT)),
         kinds=_kinds(p),
-        matrix=_matrix(plans, site, p),
+        matrix=_matrix(plans, site, p, _behind(site, relay)),
         timeline=tuple(
             Wave(float(a), float(b), int(n)) for (a, b), n in zip(p.wave_span.tolist(), p.wave_bytes.tolist())
         ),
@@ -248,13 +264,14 @@ def _ranges(links: Links) -> list[tuple[str, int, int]]:
     return out
 
 
-def _matrix(plans: Sequence[SubPlan], site: Site, p: Prediction) -> Matrix:
+def _matrix(plans: Sequence[SubPlan], site: Site, p: Prediction, behind: Sequence[int | None]) -> Matrix:
     trainers, workers = plans[0].trainers, sum(x.workers for x in plans)
     if max(trainers, workers) <= RANKS_DRAWN:
         table, at = np.zeros((trainers, workers), np.int64), 0
-        for x in plans:
+        for x, b in zip(plans, behind):
             t = x.tables
-            np.add.at(table, (t.share_src, t.share_dst - x.trainers + at), t.share_end - t.share_begin)
+            if b is None:
+                np.add.at(table, (t.share_src, t.share_dst - x.trainers + at), t.share_end - t.share_begin)
             at += x.workers
         workers_named = [f"replica {r} worker {w}" for r, x in enumerate(plans) for w in range(x.workers)]
         return _of("rank", table, [f"trainer {i}" for i in range(trainers)], workers_named)

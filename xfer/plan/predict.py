@@ -15,7 +15,10 @@ With the routes that sessions choose:
                         done(m)      = message_s + max over links l on its path of free(l, w)
                         busy(r, w)   = max over messages m of r in w of done(m)
                         unpacked(d, w) = max(unpacked(d, w-1), busy(d, w)) + bytes unpacked by d in w / local
-    transfer        control_s + max(pull, last unpacked) + constants (padding) written / local
+    relayed bytes   with `relay`, what a replica reads from the one before it in its chain, worker by worker. They count as pulled,
+                    and each replica ends one part after the one before it. A part has at most the bytes of a message;
+                        relay = max over chains of the sum over replicas behind the first of (a part / rate of its path)
+    transfer        control_s + max(pull, last unpacked) + relay + constants (padding) written / local
 
 `floor` is max over l of all bytes / rate: no schedule of these bytes is faster. `lockstep` is the sum over w of max
 over l of t[l, w]: what it would take if every wave waited for its slowest link. The prediction of the wire lies
@@ -69,6 +72,7 @@ class Prediction:
     pack_s: float
     wire_s: float
     unpack_s: float
+    relay_s: float
     fill_s: float
     control_s: float
     floor_s: float
@@ -84,7 +88,7 @@ class Prediction:
 
     def phases(self) -> tuple[tuple[str, float], ...]:
         """In order; the pull runs beside pack, wire and unpack."""
-        names = ("control", "pull", "pack", "wire", "unpack", "fill")
+        names = ("control", "pull", "pack", "wire", "unpack", "relay", "fill")
         return tuple((n, getattr(self, f"{n}_s")) for n in names)
 
     def busiest(self, most: int = 8) -> list[LinkLoad]:
@@ -98,10 +102,16 @@ class Prediction:
 
 
 def predict(
-    plans: Sequence[SubPlan], site: Site, *, replicas: Sequence[int] | None = None, costs: Costs | None = None
+    plans: Sequence[SubPlan],
+    site: Site,
+    *,
+    replicas: Sequence[int] | None = None,
+    costs: Costs | None = None,
+    relay: bool = False,
 ) -> Prediction:
     """Predict one refit that runs `plans[i]` for replica `replicas[i]` of the site (default: 0, 1, …), all at the
-    same time.
+    same time. `relay`: replicas on the same hosts form relay chains (`Site.behind`); plans of those behind the first one only
+    say how much each worker takes.
 
     ValueError when a plan has other ranks than the site places for its replica.
     """
@@ -112,15 +122,19 @@ def predict(
                 f"replica {r}: the plan has {plan.trainers} + {plan.workers} ranks, the site places others"
             )
     links = site.fabric.links
-    m = _Messages.of(plans, [site.gpus(r) for r in replicas])
+    behind = site.behind(replicas) if relay else [None] * len(plans)
+    first = [i for i, b in enumerate(behind) if b is None]
+    m = _Messages.of([plans[i] for i in first], [site.gpus(replicas[i]) for i in first])
+    chains = _chains(plans, [site.replicas[r] for r in replicas], behind, links)
     near = links.island[m.src_gpu] == links.island[m.dst_gpu]
-    pulled = links.loads(m.src_gpu[near], m.dst_gpu[near], m.nbytes[near])
-    link_bytes = links.loads(m.src_gpu, m.dst_gpu, m.nbytes)
+    pulled = links.loads(m.src_gpu[near], m.dst_gpu[near], m.nbytes[near]) + chains.loads
+    link_bytes = links.loads(m.src_gpu, m.dst_gpu, m.nbytes) + chains.loads
     wired = m.take(~near)
     local = np.concatenate([[h.local] * h.gpus for h in site.fabric.hosts]).astype(np.float64)
     wire = _wire(wired, links, local, costs)
     hosts = np.zeros((len(site.fabric.hosts),) * 2, np.int64)
     np.add.at(hosts, (links.host[m.src_gpu], links.host[m.dst_gpu]), m.nbytes)
+    np.add.at(hosts, (links.host[chains.src_gpu], links.host[chains.dst_gpu]), chains.nbytes)
     fill = max(
         (
             float(_over(c.filled, local[g]))
@@ -131,17 +145,18 @@ def predict(
     )
     pull = float(links.seconds(pulled).max(initial=0.0))
     return Prediction(
-        transfer_s=costs.control_s + max(pull, wire.end) + fill,
+        transfer_s=costs.control_s + max(pull, wire.end) + chains.seconds + fill,
         pull_s=pull,
         pack_s=wire.pack,
         wire_s=wire.wire,
         unpack_s=wire.unpack,
+        relay_s=chains.seconds,
         fill_s=fill,
         control_s=costs.control_s,
         floor_s=float(links.seconds(link_bytes).max(initial=0.0)),
         lockstep_s=wire.lockstep,
-        nbytes=int(m.nbytes.sum()),
-        pulled_bytes=int(m.nbytes[near].sum()),
+        nbytes=int(m.nbytes.sum() + chains.nbytes.sum()),
+        pulled_bytes=int(m.nbytes[near].sum() + chains.nbytes.sum()),
         link_bytes=link_bytes,
         link_seconds=links.seconds(link_bytes),
         wave_span=wire.span,
@@ -191,6 +206,36 @@ class _Messages:
             self.src[rows], self.dst[rows], self.src_gpu[rows], self.dst_gpu[rows], self.wave[rows], self.nbytes[rows],
             self.gpu_of_lane,
         )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Relayed:
+    """What workers read from the replica before theirs: an entry for each worker of each replica that is behind another one.
+    `seconds`: by which the last replica of the longest chain ends later than its first."""
+
+    src_gpu: np.ndarray
+    dst_gpu: np.ndarray
+    nbytes: np.ndarray
+    loads: np.ndarray  # int64 [links]
+    seconds: float
+
+
+def _chains(
+    plans: Sequence[SubPlan], gpus: Sequence[Sequence[int]], behind: Sequence[int | None], links: Links
+) -> _Relayed:
+    columns: list[list[np.ndarray]] = [[np.zeros(0, np.int64)] for _ in range(3)]
+    late = [0.0] * len(plans)
+    for i, b in enumerate(behind):
+        if b is None:
+            continue
+        src, dst, nbytes = (np.array(c, np.int64) for c in (gpus[b], gpus[i], plans[i].summary.bytes_in))
+        part = np.minimum(nbytes, plans[i].message_bytes)
+        path = links.paths(src, dst)
+        late[i] = late[b] + float(np.where(path >= 0, _over(part[:, None], links.rate[path]), 0.0).max(initial=0.0))
+        for column, more in zip(columns, (src, dst, nbytes)):
+            column.append(more)
+    src, dst, nbytes = (np.concatenate(c) for c in columns)
+    return _Relayed(src, dst, nbytes, links.loads(src, dst, nbytes), max(late, default=0.0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
