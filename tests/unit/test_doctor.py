@@ -12,8 +12,20 @@ import pytest
 from rich.console import Console
 
 from xfer.cli.doctor.addresses import Chosen, chosen, gloo_addresses, nccl_interfaces
-from xfer.cli.doctor.checks import Finding, Level, examine
-from xfer.cli.doctor.facts import Checkup, Gpu, HostFacts, Interface, MemoryRead, NetworkPath, RdmaPort, Resolved
+from xfer.cli.doctor.checks import examine
+from xfer.cli.doctor.facts import (
+    Checkup,
+    Finding,
+    Gpu,
+    HostFacts,
+    Interface,
+    Level,
+    MemoryRead,
+    NetworkPath,
+    RdmaPort,
+    Resolved,
+    problem,
+)  # fmt: skip
 from xfer.cli.doctor.look import look, settings_of
 from xfer.cli.doctor.meeting import labelled, rounds
 from xfer.cli.doctor.page import SCHEMA, make_doctor_report, show
@@ -214,7 +226,7 @@ def test_rates_inside_a_machine_are_not_compared_with_those_of_a_network():
 
 def test_who_is_missing_is_a_problem_and_names_are_then_judged_as_between_machines():
     own = Resolved("a", ("127.0.1.1",))
-    some = found(facts(own_name=own), failures=("tcp://a:1: only 1 of 2 processes came within 3 s: a",))
+    some = found(facts(own_name=own), failures=(problem("meeting", "tcp://a:1", "only 1 of 2 processes came", ""),))
     assert [(f.level, f.topic) for f in some] == [(Level.PROBLEM, "meeting"), (Level.PROBLEM, "host name")]
 
 
@@ -254,7 +266,11 @@ ODD = "[a] of [/b] [red]\x1b[31m"
 
 
 def test_a_page_prints_what_others_say_to_the_letter_and_without_control_characters():
-    checkup = Checkup((facts(ODD, own_name=Resolved(ODD, ("10.0.0.1",))), B), (path(ODD, error=ODD),), failures=(ODD,))
+    checkup = Checkup(
+        (facts(ODD, own_name=Resolved(ODD, ("10.0.0.1",))), B),
+        (path(ODD, error=ODD),),
+        failures=(problem(ODD, ODD, ODD, ODD),),
+    )
     report, out = make_doctor_report(checkup, examine(checkup)), io.StringIO()
     show(report, Console(file=out, width=300))
     assert ODD.replace("\x1b", "?") in out.getvalue() and "\x1b" not in out.getvalue()

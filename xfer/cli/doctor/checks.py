@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import Enum
 from itertools import combinations
 
 from xfer.cli.doctor.addresses import (
@@ -20,7 +18,17 @@ from xfer.cli.doctor.addresses import (
     nccl_interfaces,
     uses_nccl,
 )
-from xfer.cli.doctor.facts import Checkup, HostFacts, Interface, NetworkPath
+from xfer.cli.doctor.facts import (
+    Checkup,
+    Finding,
+    HostFacts,
+    Interface,
+    Level,
+    NetworkPath,
+    ok,
+    problem,
+    warning,
+)
 from xfer.plan.explain import size
 
 SHM_LEAST, SHM_DOCKER = 1 << 30, 64 << 20
@@ -32,45 +40,9 @@ SLOW = 0.5
 """A path is slow if its rate is below this part of the median of all."""
 
 
-class Level(Enum):
-    OK = "ok"
-    WARNING = "warning"
-    PROBLEM = "problem"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the report.
-
-    Attributes:
-        topic: What was looked at, one word or two, e.g. "host name".
-        where: Label of a process, "a -> b" for a path, or several labels with commas.
-        said: What was found.
-        advice: What to do; "" if nothing is to be done.
-    """
-
-    level: Level
-    topic: str
-    where: str
-    said: str
-    advice: str = ""
-
-
-def ok(topic: str, where: str, said: str) -> Finding:
-    return Finding(Level.OK, topic, where, said)
-
-
-def warning(topic: str, where: str, said: str, advice: str) -> Finding:
-    return Finding(Level.WARNING, topic, where, said, advice)
-
-
-def problem(topic: str, where: str, said: str, advice: str) -> Finding:
-    return Finding(Level.PROBLEM, topic, where, said, advice)
-
-
 def examine(checkup: Checkup) -> tuple[Finding, ...]:
     """All findings, problems first."""
-    found = [problem("meeting", *_cut(line), "") for line in checkup.failures]
+    found = [*checkup.failures]
     for facts in checkup.hosts:
         others = bool(checkup.failures) or not all(f.shares_network(facts) for f in checkup.hosts)
         found += names(facts, others)
@@ -81,11 +53,6 @@ def examine(checkup: Checkup) -> tuple[Finding, ...]:
     found += [*paths(checkup), *rates(checkup), *clocks(checkup), *memory(checkup)]
     order = [Level.PROBLEM, Level.WARNING, Level.OK]
     return tuple(sorted(found, key=lambda f: order.index(f.level)))
-
-
-def _cut(line: str) -> tuple[str, str]:
-    where, _, said = line.partition(": ")
-    return (where, said) if said else ("", line)
 
 
 # ---- one process

@@ -82,7 +82,7 @@ def check_hosts(
 def _checkup(
     rendezvous: str | None, token: str, size: int, timeout: float, seconds: float, listen: bool, err
 ) -> Checkup:
-    from xfer.cli.doctor.facts import Checkup
+    from xfer.cli.doctor.facts import Checkup, problem
     from xfer.cli.doctor.look import look
     from xfer.cli.doctor.meeting import Terms, attend
     from xfer.errors import XferError
@@ -95,4 +95,4 @@ def _checkup(
     try:
         return attend(Terms(rendezvous, token, size, timeout, seconds, listen), facts)
     except XferError as e:
-        return Checkup((facts,), failures=tuple(f"{rendezvous}: {line}" for line in (e.message, *e.violations)))
+        return Checkup((facts,), failures=(problem("meeting", rendezvous, e.message, "; ".join(e.violations)),))

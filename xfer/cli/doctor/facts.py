@@ -1,9 +1,10 @@
-"""What one process sees of its machine, and what was measured between two. Plain data that travels between processes and into JSON."""
+"""What one process sees of its machine, what was measured between two, and findings: plain data for other processes and for JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +152,47 @@ class MemoryRead:
     error: str = ""
 
 
+class Level(Enum):
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        topic: What was looked at, one word or two, e.g. "host name".
+        where: Label of a process, "a -> b" for a path, or several labels with commas.
+        said: What was found.
+        advice: What to do; "" if nothing is to be done.
+    """
+
+    level: Level
+    topic: str
+    where: str
+    said: str
+    advice: str = ""
+
+
+def ok(topic: str, where: str, said: str) -> Finding:
+    return Finding(Level.OK, topic, where, said)
+
+
+def warning(topic: str, where: str, said: str, advice: str) -> Finding:
+    return Finding(Level.WARNING, topic, where, said, advice)
+
+
+def problem(topic: str, where: str, said: str, advice: str) -> Finding:
+    return Finding(Level.PROBLEM, topic, where, said, advice)
+
+
 @dataclass(frozen=True, slots=True)
 class Checkup:
-    """All that is known. `failures`: what went wrong with the meeting itself, one line each: subject, colon, what."""
+    """All that is known. `failures`: what went wrong with the meeting itself."""
 
     hosts: tuple[HostFacts, ...]
     paths: tuple[NetworkPath, ...] = ()
     memory: tuple[MemoryRead, ...] = ()
-    failures: tuple[str, ...] = ()
+    failures: tuple[Finding, ...] = ()

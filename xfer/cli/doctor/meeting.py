@@ -26,7 +26,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from xfer.cli.doctor.addresses import chosen, is_loopback
-from xfer.cli.doctor.facts import Checkup, HostFacts, MemoryRead, NetworkPath
+from xfer.cli.doctor.facts import Checkup, Finding, HostFacts, MemoryRead, NetworkPath, problem
 from xfer.cli.doctor.line import GREET_S, Door, Line, Note
 from xfer.cli.doctor.visits import (
     CONNECT_S,
@@ -39,10 +39,11 @@ from xfer.cli.doctor.visits import (
     read_probes,
     visit,
 )
-from xfer.errors import HandshakeError, PeerLost, ProtocolError, XferError
+from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolError, XferError
 from xfer.rendezvous.channel import dial_socket, listen
 
 SLACK_S = 10.0
+MOST_REJECTED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ class Leader:
         self._joined: queue.Queue[tuple[Line, Join, str]] = queue.Queue()
         self._rejected: list[str] = []
         self._door = Door(listeners, terms.token, self._welcome, self._rejected.append)
-        self.failures: list[str] = []
+        self.failures: list[Finding] = []
         self._gone: set[Line] = set()
         self._thread = threading.Thread(target=self._run, name="xfer-doctor-leader", daemon=True)
         self._thread.start()
@@ -166,15 +167,15 @@ class Leader:
         came.sort(key=lambda c: (c[1].facts.host, c[1].facts.machine, c[1].facts.pid))
         if len(came) < terms.size:
             here = ", ".join(j.facts.host for _, j, _ in came)
-            self.failures.append(
-                f"{terms.rendezvous}: only {len(came)} of {terms.size} processes came within {terms.timeout_s:g} s: {here}"
-            )
-            self.failures += [f"{terms.rendezvous}: rejected: {line}" for line in dict.fromkeys(self._rejected)][:8]
+            said = f"only {len(came)} of {terms.size} processes came within {terms.timeout_s:g} s: {here}"
+            advice = "start it on all machines within that time; one that cannot reach this address says why there"
+            self._fail(terms.rendezvous, said, advice)
+            for line in dict.fromkeys(self._rejected[-MOST_REJECTED:]):
+                self._fail(terms.rendezvous, f"rejected: {line}", "is XFER_TOKEN the same everywhere?")
         for _, join, _ in came:
             if join.size != terms.size:
-                self.failures.append(
-                    f"{join.facts.host}: was started with --size {join.size}, the one that listens with {terms.size}"
-                )
+                said = f"was started with --size {join.size}, the one that listens with {terms.size}"
+                self._fail(join.facts.host, said, "give the same --size everywhere")
         return came
 
     def _lead(self, lines: Sequence[Line], joins: Sequence[Join], addresses: Sequence[str]) -> None:
@@ -227,8 +228,11 @@ class Leader:
 
     def _lost(self, line: Line, e: XferError) -> None:
         self._gone.add(line)
-        self.failures.append(f"{line.label}: left during the measurements: {e.message}")
+        self._fail(line.label, f"left during the measurements: {e.message}", "look at its output")
         line.close()
+
+    def _fail(self, where: str, said: str, advice: str) -> None:
+        self.failures.append(problem("meeting", where, said, advice))
 
 
 def labelled(hosts: Sequence[HostFacts]) -> tuple[HostFacts, ...]:
@@ -248,7 +252,7 @@ def attend(terms: Terms, facts: HostFacts) -> Checkup:
     """Meets the others, measures what it is told to, and returns everything that was found.
 
     Raises:
-        XferError: This process could not take part.
+        XferError: This process could not take part. Its violations say what to do.
     """
     door, port = open_door(facts.identity, terms.token)
     leader = None
@@ -264,6 +268,10 @@ def attend(terms: Terms, facts: HostFacts) -> Checkup:
         finally:
             line.close()
             del kept
+    except DeadlineExceeded as e:
+        last = next((v for v in e.violations if v.startswith("last attempt")), "")
+        advice = "is xfer doctor running on the machine that has this address? --listen there if it is behind NAT"
+        raise DeadlineExceeded(f"{e.message}; {last}" if last else e.message, [advice]) from None
     except (PeerLost, ProtocolError) as e:
         raise type(e)(e.message, ["is a session running at this address? give doctor a port of its own"]) from None
     finally:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from xfer.cli.doctor.addresses import gloo_addresses, interface_of, nccl_interfaces, uses_nccl
-from xfer.cli.doctor.checks import Finding, Level
-from xfer.cli.doctor.facts import Checkup, HostFacts, MemoryRead, NetworkPath
+from xfer.cli.doctor.facts import Checkup, Finding, HostFacts, Level, MemoryRead, NetworkPath
 from xfer.cli.plan import plain, say
 from xfer.errors import by_kind
 from xfer.logs import counted
