@@ -58,6 +58,36 @@ def test_a_session_between_hosts_brings_every_byte_in_once(tmp_path, ranks, rail
                 assert needed <= came <= needed * 1.02 + 0.05 * NEEDED * (h not in takers), (h.name, came)
 
 
+def test_in_relay_chains_every_byte_enters_a_host_once_whatever_happens_to_the_other_host(tmp_path):
+    """Replicas 0 and 1 are on one host, 2 and 3 on another one, whose link is cut in the third refit."""
+    with Cluster(3, 2, mbit=50) as c, HostWorld(c, tmp_path, trainers=2, workers=1, replicas=4, relay=True) as w:
+        good(w.meet())
+
+        def refit(version: int, hosts, cut=None, **options) -> dict:
+            """A refit in which so many bytes enter these hosts."""
+            for t in w.trainers:
+                t.value("set", version=version)
+            before = [c.bytes_in(h) for h in c.hosts]
+            w.say("refit", **options)
+            if cut is not None:
+                until_true(lambda: c.bytes_in(cut) > before[c.hosts.index(cut)] + NEEDED / 4)
+                c.cut(cut)
+            report = good(w.answers())
+            for h in hosts:
+                assert NEEDED <= c.bytes_in(h) - before[c.hosts.index(h)] <= NEEDED * 1.02, h.name
+            return report
+
+        for version in (1, 2):
+            assert [set(r) for r in refit(version, c.hosts[1:])["routes"]] == [{"gloo"}, {"relay"}] * 2
+            right(w, version)
+        report = refit(3, c.hosts[1:2], cut=c.hosts[2], deadline_s=3.0 * PATIENCE, min_replicas=1)
+        assert report["committed"] == [True, True, False, False] and all(report["errors"][2:]), report
+        right(w, 3, [0, 1])
+        c.mend(c.hosts[2])
+        refit(4, c.hosts[1:])
+        right(w, 4)
+
+
 def test_a_host_has_a_name_addresses_and_processes_of_its_own():
     with Cluster(2, 2, mbit=200, rails=True) as c:
         a, b = c.hosts
