@@ -461,18 +461,22 @@ def test_replicas_on_different_hosts_stand_in_chains_of_their_own_even_if_their_
         job.close()
 
 
-def test_a_worker_that_cannot_read_from_the_one_before_reads_from_the_trainers(caplog):
-    mapped = relay_place.RelayPlace._map
+@HEADS
+@pytest.mark.parametrize("refusing", [{1}, {1, 2}])
+def test_a_worker_that_cannot_read_from_the_one_before_takes_its_bytes_from_the_trainers(caplog, pulled, refusing):
+    """One worker of the replica, or both."""
+    mapped, first = relay_place.RelayPlace._map, "peer" if pulled else "gloo"
 
     def refused(self, before, outside, wanted):
         mapped(self, before, outside, wanted)
-        self.why = "refused by the test"
+        self.why = "refused by the test" if self.mapping.rank in refusing else ""
 
-    with chain(replicas=2) as job:
+    with chain(replicas=2, workers=2, pulled=pulled) as job:
         job.sim.patch(relay_place.RelayPlace, "_map", refused)
         job.again(1)
         job.sim.quiet()
-        assert kinds(job) == ["peer", "peer"]
+        for _ in range(2):
+            assert kinds(job) == [first, first if len(refusing) == 2 else "+".join(sorted((first, "relay")))]
     assert "from the trainers, not from the replica before: refused by the test" in caplog.text
 
 

@@ -36,7 +36,7 @@ _POLL_S, _WAIT_S = 100e-6, 5e-3
 
 
 class Handover(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The storages that a worker lets the next one read. `rows`: digest of the rows and parts that it pulls; `offer`: a `peer.Offer`."""
+    """The storages that a worker lets the next one read. `rows`: digest of its rows and their parts; `offer`: a `peer.Offer`."""
 
     rows: bytes
     offer: bytes

@@ -1,5 +1,5 @@
 """The mix of routes that one rank uses for one program: a destination pulls the rows whose storages it can map, and all other rows go
-by p2p.
+by p2p. A destination that follows another replica in a relay chain pulls all rows from there.
 
 `find_ways`, `open_link` and `Ways.over` are collective: every rank of the sub-plan calls them in the same order. A probe decides the
 route of a row, never a host name. A link is opened only if some rank needs one, since NCCL alone costs hundreds of MiB. A
@@ -318,7 +318,7 @@ def open_link(
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A relay chain, as a rank sees it whose worker stands in it or whose bytes it hands on. See `RelayPlace`."""
+    """What a rank needs to find ways where replicas form relay chains. On trainers `before` is empty. See `RelayPlace`."""
 
     outside: int
     before: bytes
