@@ -19,14 +19,14 @@ from tests.support.cpu_peer import MAPPED, REFUSED, Hold, peers
 from tests.support.memory import Watched
 from tests.support.packed_world import PackedWorld
 from tests.support.proc import PATIENCE
-from tests.support.world import SHAPES, ToyEngine, ToySource, World, good, right, until_true
+from tests.support.world import SHAPES, ToySource, World, good, until_true
 from xfer import Declared, MeshInfo, TensorTrainer
 from xfer.coordinator import messages as m
 from xfer.direct.plane import DirectPlane
 from xfer.errors import DeadlineExceeded, PeerLost
 from xfer.mesh.placement import Shard
 from xfer.packed.plane import PackedPlane
-from xfer.participants import readers
+from xfer.participants import refit
 from xfer.participants.lane import Lane
 from xfer.transport import peer_host, routes
 
@@ -85,21 +85,6 @@ def test_what_cannot_be_mapped_is_sent_and_the_reason_is_told():
         REFUSED.add((1, 0))
         w.sources[1].move()  # routes are opened again, with less to pull, over the link that stands
         assert by_route(w.commits(2))["gloo"] > sent["gloo"]
-
-
-def test_verified_refits_change_from_pulls_to_the_link_and_back():
-    """Sums that began while bytes were pulled are of that refit, and routes that were opened anew hold nothing."""
-    with World(2, 2) as w:
-        assert by_route(w.commits(1)).keys() == {"peer"}
-        old = []
-        for version, way in ((2, "gloo"), (3, "peer")):
-            refuse_all(2) if way == "gloo" else REFUSED.clear()
-            old += [weakref.ref(s._lane_.plane._routed) for s in w.engines[0].sessions]
-            w.sources[0].move()
-            report = w.commits(version)
-            assert report.verified and by_route(report).keys() == {way}
-        gc.collect()
-        assert [r() for r in old] == [None] * 4
 
 
 def test_moved_storages_are_mapped_again_by_all_ranks_together():
@@ -179,21 +164,6 @@ def test_release_unmaps_and_lets_go_and_the_next_refit_maps_again():
         w.commits(4)
 
 
-@pytest.mark.parametrize("state", ["lost", "failed"])
-def test_release_unmaps_what_workers_of_lost_and_failed_replicas_have_mapped(state):
-    w = World(trainers=1, engines=[ToyEngine(2)])
-    if state == "failed":
-        w.engines[0].takers[0].choose_lock = lambda: 1 / 0
-    with w:
-        if state == "lost":
-            w.commits(1)
-            assert MAPPED
-            w.controllers[0].close()
-        until_true(lambda: w.phase(0) == state)
-        w.sessions[0].release()
-        assert not MAPPED
-
-
 def given_up(w: World, deadline_s: float, match: str = "unmap") -> None:
     """A release that is not answered in time."""
     w.sessions[0].deadline_s = deadline_s
@@ -250,43 +220,13 @@ def test_a_release_that_was_given_up_while_a_replica_was_planned_closes_nothing_
 # ---- pulls that end badly
 
 
-def test_sources_are_free_only_when_no_destination_reads():
-    with World(2, 2) as w:
-        w.commits(1)
-        Hold.begin()
-        returned = threading.Event()
-        for t in w.engines[0].takers:
-            t.installs_after(returned)
-        results = w.start(2, wait="sources")
-        assert Hold.reached.wait(10)
-        time.sleep(0.3)
-        assert results.running(), "the trainers were let go while their storages were being read"
-        Hold.held.clear()
-        assert good(results(20)).pending
-        for s in w.sources:
-            s.set(9)  # must not be seen
-        returned.set()
-        until_true(lambda: not any(t.locked for t in w.engines[0].takers), 20)
-        right(w, 2)
-        w.commits(3)
-
-
-def test_a_pull_is_stopped_when_its_replica_fails_and_the_next_refit_is_whole():
-    with World(2, 2) as w:
-        w.commits(1)
-        Hold.begin()
-        w.fails(2, DeadlineExceeded, within=8, deadline_s=1.0)
-        Hold.held.clear()
-        w.commits(3)
-
-
 def not_drained(results: list) -> None:
     assert all(isinstance(r, PeerLost) and not r.drained and "replica 0 worker 0" in str(r) for r in results), results
 
 
 def test_a_pull_that_does_not_stop_quarantines_its_sources_and_no_refit_runs_beside_it(monkeypatch):
     """Both write the same storages: the old pull would tear the new version after its commit."""
-    monkeypatch.setattr(readers, "GRACE_S", 0.2)
+    monkeypatch.setattr(refit, "READERS_S", 0.2)
     with World(2, 1) as w:
         w.commits(1)
         Hold.begin(deaf=True)
@@ -309,16 +249,16 @@ def test_a_pull_that_does_not_stop_quarantines_its_sources_and_no_refit_runs_bes
 
 
 def test_a_reader_is_known_to_be_dead_only_on_this_host(monkeypatch):
-    monkeypatch.setattr(readers, "_alive", lambda pid: False)
-    assert not readers.still_reading([readers.m.Reader("w", readers.host_identity(), 1)])
-    assert readers.still_reading([readers.m.Reader("w", "another host", 1)], 0.01)
+    monkeypatch.setattr(refit, "_alive", lambda pid: False)
+    assert not refit.still_reading([m.Reader("w", refit.host_identity(), 1)], 1.0)
+    assert refit.still_reading([m.Reader("w", "another host", 1)], 0.01)
 
 
 @pytest.mark.parametrize("wait", ["commit", "sources"])
 def test_a_worker_that_vanished_while_it_read_is_suspected_though_its_replica_has_come_anew(monkeypatch, wait):
     """The worker is a thread here, so it lives on. The new one maps nothing, as from another host: its routes say that nobody
     pulls, which is not true of this refit."""
-    monkeypatch.setattr(readers, "GRACE_S", 0.2)
+    monkeypatch.setattr(refit, "READERS_S", 0.2)
     hold, reached, go_on, joined = (threading.Event() for _ in range(4))
 
     class FirstHeld(cpu_peer.Pull):

@@ -31,7 +31,7 @@ from xfer.coordinator import messages as m
 from xfer.coordinator.coordinator import Coordinator
 from xfer.coordinator.events import Connected, Disconnected, Received, Tick
 from xfer.errors import DeadlineExceeded, PeerLost
-from xfer.participants import readers
+from xfer.participants import refit
 from xfer.rendezvous import client, server
 from xfer.transport import group, routes
 
@@ -146,6 +146,16 @@ class Simulation:
             if link.who == who:
                 link.abort()
 
+    def bury(self, kind: str) -> None:
+        """The threads of dead processes of this kind end, and others may have their names."""
+        gone = {who for who in self.dead if who.startswith(kind)}
+        for t in self.threads:
+            if t.who in gone:
+                t.killed, t.ready, t.until = True, _true, self.now
+        self.servers = {at: s for at, s in self.servers.items() if s.who not in gone}
+        self.dead -= gone
+        self.block(lambda: not any(t.who in gone for t in self.threads), self.now + 1.0)
+
     def let(self, turns: int) -> None:
         """Let others go on for so many turns."""
         until = self.turns + turns
@@ -191,7 +201,7 @@ class Simulation:
         self.patch(server, "_ended", {})
         self.patch(client, "_left", {})
         self.patch(client, "os", SimpleNamespace(environ=os.environ, getpid=lambda: _pid(self.running.who)))
-        self.patch(readers, "_alive", lambda pid: pid not in map(_pid, self.dead))
+        self.patch(refit, "_alive", lambda pid: pid not in map(_pid, self.dead))
         self.patch(sys.modules["xfer.participants.trainer"], "Server", Server)
         self.patch(routes, "open_group", open_group)
         return self

@@ -126,7 +126,7 @@ _rolls = msgspec.msgpack.Decoder(Roll)
 
 
 @dataclass(eq=False)
-class _Wanted:
+class _Bundle:
     """Contents that some clients asked for together, and those of them that are not here yet."""
 
     missing: set[bytes]
@@ -149,7 +149,7 @@ class LayoutExchange:
         self._rolls: OrderedDict[bytes, tuple[bytes, ...]] = OrderedDict()  # roll -> the layouts that it names
         self._known: dict[bytes, bytes] = {}  # digest -> content
         self._packed: dict[tuple[bytes, ...], bytes] = {}  # contents that were asked for together
-        self._wanted: dict[tuple[bytes, ...], _Wanted] = {}
+        self._wanted: dict[tuple[bytes, ...], _Bundle] = {}
         self._asked: dict[bytes, Client] = {}  # digest -> the client that was asked for it
         self.sent = self.received = 0
 
@@ -172,7 +172,7 @@ class LayoutExchange:
         """A rank asks for contents. It is answered once all of them are here; never, if the plan that it is for is not wanted any more."""
         wanted = self._wanted.get(msg.digests)
         if wanted is None:
-            wanted = self._wanted[msg.digests] = _Wanted({d for d in msg.digests if d not in self._known})
+            wanted = self._wanted[msg.digests] = _Bundle({d for d in msg.digests if d not in self._known})
         wanted.asked.append((client, msg.call))
         if wanted.missing:
             self._ask(msg.digests)

@@ -389,7 +389,7 @@ class Controller:
     def _failed_since(self, party: RendezvousClient) -> XferError | None:
         """The error of a worker after ReplicaReady: a worker may find no lock, and then fails and returns from init."""
         party.catch_up(SILENCE_S)
-        said = [x for x in list(party.inbox.queue) if isinstance(x, m.Failed) and x.replica == self.replica]
+        said = party.here(m.Failed, lambda x: x.replica == self.replica)
         return said[0].error.error() if said else None
 
     def _met(self, party: RendezvousClient, label: str | None, held: bool) -> None:

@@ -18,11 +18,13 @@ from xfer.background import LOOK_S, BackgroundCall
 from xfer.coordinator import messages as m
 from xfer.coordinator.deadlines import CALL_GRACE_S, SILENCE_S, STOP_GRACE_S
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
-from xfer.participants import computing, faults, readers
+from xfer.participants import computing, faults
 from xfer.participants.arguments import Arguments
 from xfer.participants.report import RefitReport
 from xfer.participants.timeline import mark
+from xfer.rendezvous.client import host_identity
 from xfer.transport.group import wait_for_stream
+from xfer.transport.peer import DRAIN_S
 
 if TYPE_CHECKING:
     from xfer.participants.lane import Lane
@@ -32,6 +34,9 @@ logger = logging.getLogger("xfer")
 
 _LAST_S = 1.0
 """Seconds of the bound that a rank without an outcome keeps for stopping its own lanes."""
+READERS_S = DRAIN_S + 1.0
+"""Seconds to wait for workers that may read a trainer's storages: one that lost its connection stops its pull by itself within `DRAIN_S`;
+a killed one ends sooner."""
 
 
 class RefitCall:
@@ -194,10 +199,7 @@ class RefitCall:
 
     def _is_over(self) -> bool:
         """Whether the outcome is in the inbox, or none will come."""
-        return any(
-            isinstance(x, XferError) or isinstance(x, m.Outcome) and x.attempt == self.number
-            for x in list(self.party.inbox.queue)
-        )
+        return self.party.over(m.Outcome, lambda x: x.attempt == self.number)
 
     def _drained(self) -> BackgroundCall[None] | None:
         """Drain the source, after the gathers and computations that an earlier call left running.
@@ -263,18 +265,14 @@ class RefitCall:
             return all(self._unread(r) for r in range(self.session.replicas))
 
         def asked() -> bool:
-            return any(isinstance(x, m.CatalogMsg) for x in list(self.party.inbox.queue))
+            return bool(self.party.here(m.CatalogMsg))
 
         while not free():
             in_time = self.party.wait_for(lambda: free() or asked() or self._is_over(), self.until)
             if not in_time or self._is_over():
                 return False
-            if asked():
-                message = self.party.take(self.until, "the catalog", m.CatalogMsg, m.Outcome)
-                if isinstance(message, m.CatalogMsg):
-                    self._answer(message)
-                else:
-                    self.party.inbox.put(message)  # for the next round
+            if (message := self.party.newest(m.CatalogMsg)) is not None:
+                self._answer(message)
         return True
 
     def _unread(self, replica: int) -> bool:
@@ -379,8 +377,8 @@ class RefitCall:
             if (lane := self.session.lanes.get(o.replica)) is not None and self._pulled(lane)
             for r in o.readers
         ]
-        seconds = min(readers.GRACE_S, max(_LAST_S, self.ends - time.monotonic()))
-        if some and (left := readers.still_reading(some, seconds)):
+        seconds = min(READERS_S, max(_LAST_S, self.ends - time.monotonic()))
+        if some and (left := still_reading(some, seconds)):
             self.session.side.keep_alive()
             raise PeerLost(
                 "workers may still read this rank's parameters: do not write or free them before those have ended",
@@ -430,3 +428,27 @@ def begin_drain(
         source.drain()
 
     return BackgroundCall(drain, source.device, label, "the trainer's parameters could not be made whole", register)
+
+
+def still_reading(suspects: Sequence[m.Reader], seconds: float) -> list[str]:
+    """Wait until these workers, which have told no end of their pulls (coordinator/commit.py), are dead.
+
+    Only processes of this host can be checked, which is enough: a pull does not leave a host. As everywhere in xfer,
+    `host_identity()` identifies a host, so containers that share a name but not their process ids must set XFER_HOST.
+
+    Returns:
+        One line for each that may still be alive after so many seconds.
+    """
+    until, left = time.monotonic() + seconds, list(suspects)
+    while (left := [r for r in left if r.host != host_identity() or _alive(r.pid)]) and time.monotonic() <= until:
+        time.sleep(0.01)
+    return [f"{r.label} (host {r.host}, pid {r.pid})" for r in left]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as f:
+            state = f.read().rsplit(b")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state not in (b"Z", b"X")  # a zombie has no memory and no device context

@@ -231,37 +231,31 @@ class TrainerSession:
             raise
         self._specs = self._own_specs()
         self._tell()
-        first = self._party.take(
-            until + TOLD_S, "the catalog: other trainer ranks have not connected yet", m.CatalogMsg, m.Failed,
-            match=lambda x: isinstance(x, m.CatalogMsg) or x.ends(wait),
-        )  # fmt: skip
-        if isinstance(first, m.Failed):
-            raise first.error.error()
-        self._answer(first)
-        if wait:
-            ready: set[int] = set()
-            while len(ready) < self.replicas:
-                missing = sorted(set(range(self.replicas)) - ready)
-                try:
-                    # Rank 0 gives up first: it knows which clients were rejected.
-                    message = self._party.take(
-                        until if self._server is not None else until + TOLD_S,
-                        f"replicas {missing} have not joined; is xfer.serve() running for them?",
-                        m.ReplicaReady,
-                        m.Failed,
-                        m.CatalogMsg,
-                    )
-                except DeadlineExceeded as e:
-                    # Send the error before this rank leaves; otherwise the others would learn only that it has left.
-                    e.violations += tuple(self._server.rejected()) if self._server is not None else ()
-                    self._party.try_send(m.Failed(m.WireError.of(e, self._party.label)))
-                    raise
-                if isinstance(message, m.CatalogMsg):
-                    self._answer(message)
-                elif isinstance(message, m.Failed):
-                    raise message.error.error()
-                else:
-                    ready.add(message.replica)
+        missing = set(range(self.replicas)) if wait else set[int]()
+        while self._catalog is None or missing:
+            what = f"replicas {sorted(missing)} have not joined; is xfer.serve() running for them?"
+            # Rank 0 gives up on replicas first: it knows which clients were rejected.
+            first = self._catalog is not None and self._server is not None
+            try:
+                message = self._party.take(
+                    until if first else until + TOLD_S,
+                    what if self._catalog is not None else "the catalog: other trainer ranks have not connected yet",
+                    m.ReplicaReady,
+                    m.Failed,
+                    m.CatalogMsg,
+                    match=lambda x: not isinstance(x, m.Failed) or x.ends(wait),
+                )
+            except DeadlineExceeded as e:
+                # Send the error before this rank leaves; otherwise the others would learn only that it has left.
+                e.violations += tuple(self._server.rejected()) if self._server is not None else ()
+                self._party.try_send(m.Failed(m.WireError.of(e, self._party.label)))
+                raise
+            if isinstance(message, m.CatalogMsg):
+                self._answer(message)
+            elif isinstance(message, m.Failed):
+                raise message.error.error()
+            else:
+                missing.discard(message.replica)
         self._open = True
         if self._server is not None:
             self._server.coordinator.opening = False
@@ -279,10 +273,7 @@ class TrainerSession:
 
     def _read_together(self, until: float, wait: bool) -> TrainerLayout:
         def pointless() -> bool:
-            return any(
-                isinstance(x, XferError) or isinstance(x, m.Failed) and x.ends(wait)
-                for x in list(self._party.inbox.queue)
-            )
+            return self._party.over(m.Failed, lambda x: x.ends(wait))
 
         reading = BackgroundCall(self.source.read, self.device, self._party.label, "the layout could not be read")
         if reading.wait(until, pointless, STOP_GRACE_S) and reading.result is not None:

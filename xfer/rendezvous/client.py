@@ -417,14 +417,21 @@ class RendezvousClient:
         self.inbox.put(self.lost)
         self.stirred()
 
+    def here(self, kind: type[M], match: Callable[[M], bool] = lambda _: True) -> list[M]:
+        """Return the inbox messages of this kind, and leave them there."""
+        return [x for x in list(self.inbox.queue) if isinstance(x, kind) and match(x)]
+
     def newest(self, kind: type[M]) -> M | None:
         """Take all inbox messages of this kind and return the last one; None if there is none."""
-        inbox = self.inbox
-        with inbox.mutex:
-            found = [x for x in inbox.queue if isinstance(x, kind)]
+        with self.inbox.mutex:
+            found = self.here(kind)
             for x in found:
-                inbox.queue.remove(x)
+                self.inbox.queue.remove(x)
         return found[-1] if found else None
+
+    def over(self, kind: type[M], match: Callable[[M], bool]) -> bool:
+        """Whether a message of this kind is here, or none will come: the coordinator is gone."""
+        return bool(self.here(XferError) or self.here(kind, match))
 
     def take(
         self,
