@@ -7,7 +7,8 @@ storages that move, layouts and exports that change, replicas that leave and joi
 - an engine serves the bytes of one version, exactly those that trainers held at that call, and nothing writes while it serves;
 - a trainer may overwrite its weights as soon as its call has ended;
 - every call ends within its bound, with a report or an error of xfer, and all ranks hear the same;
-- whatever happened, the next refit commits on every replica that is connected, unless a trainer is gone.
+- whatever happened, the next refit commits on every replica that is connected; where a trainer is gone, once all have started again;
+- when trainers start again, engines that hold one version serve it, and all others wait for the next refit.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tests.support.simulated_job import DEADLINE_S, SOON_S, Job
 from tests.support.simulation import Simulation
 from xfer.coordinator import messages as m
 from xfer.errors import XferError
+from xfer.kernels.block_fp8 import ScaleRule
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "100"))
 WORKERS, TRAINERS = ("read", "arm", "commit", "look"), ("enter", "drain", "before", "after")
@@ -51,13 +53,16 @@ class Cluster(RuleBasedStateMachine):
         in_step=st.booleans(),
         holds=st.booleans(),
         computes=st.booleans(),
+        forms=st.sampled_from([*[(None,)] * 3, (ScaleRule.IEEE,), (None, *ScaleRule)]),
+        again=st.booleans(),
         seed=st.integers(0, 1 << 20),
     )
-    def connect(self, trainers, replicas, workers, pulled, relay, in_step, holds, computes, seed) -> None:
+    def connect(self, trainers, replicas, workers, pulled, relay, in_step, holds, computes, forms, again, seed) -> None:
+        self.again = again
         self.sim = Simulation(seed).__enter__()
         self.job = Job(
             self.sim, trainers, replicas, workers,
-            pulled=pulled, relay=relay, in_step=in_step, holds=holds, computes=computes,
+            pulled=pulled, relay=relay, in_step=in_step, holds=holds, computes=computes, forms=forms,
         )  # fmt: skip
 
     def who(self, n: int, kinds: str = "tcw") -> str | None:
@@ -169,7 +174,7 @@ class Cluster(RuleBasedStateMachine):
                 c.break_("connection reset by peer")
 
     def a_trainer_dies(self, n: int, which: int) -> None:
-        if self.job.trainers > 1 and which % 5 == 0:
+        if self.job.trainers > 1 and which % 3 == 0:
             self.job.die(self.who(n, "t"))
 
     def a_process_is_stopped(self, n: int, _: int) -> None:
@@ -208,8 +213,8 @@ class Cluster(RuleBasedStateMachine):
         assert not job.alive(), job.alive()
         sim.wait(200.0)
         job.agree()
-        if any(who.startswith("trainer") for who in sim.dead):
-            return
+        if self.again or any(who.startswith("trainer") for who in sim.dead):
+            job.restart()
         job.mend()
         if not sim.dead:
             job.close()

@@ -23,6 +23,7 @@ from xfer.direct import sums
 from xfer.direct import trainer as direct_trainer
 from xfer.direct.plane import DirectPlane
 from xfer.errors import DeadlineExceeded, PeerLost, PlanMismatch, RefitFailed, Unsupported, XferError
+from xfer.kernels.block_fp8 import ScaleRule
 from xfer.participants import computing
 from xfer.participants.controller import ControllerPhase
 from xfer.rendezvous import client
@@ -1101,11 +1102,36 @@ def test_the_same_seed_gives_the_same_run():
 # ---- blocks in FP8
 
 
+def test_a_rank_that_others_wait_for_with_their_parts_of_a_block_is_named_at_the_deadline():
+    with after_one_refit(trainers=3, forms=[ScaleRule.IEEE]) as job:
+        stopped(job, "trainer 1")
+        call(job, 0, 2, deadline_s=5.0)
+        for end in job.ended():
+            lines = str(end)
+            assert isinstance(end, DeadlineExceeded) and "trainer 1: it has not called" in lines, end
+            assert "trainer 0:" not in lines and "trainer 2:" not in lines, "they have measured, and wait"
+
+
+def test_a_catalog_that_comes_while_a_trainer_releases_its_weights_is_answered_in_the_next_refit():
+    """It was dropped, and the engine that it was made for held the refit up."""
+    with after_one_refit(replicas=2, pulled=True, forms=[ScaleRule.IEEE, ScaleRule.IEEE, ScaleRule.POW2]) as job:
+        stopped(job, workers(job, 0)[0])
+        job.release(0)
+        job.sim.quiet()
+        job.die(workers(job, 1)[0])
+        generation = job.coordinator.generation
+        job.again(1)
+        job.sim.until(lambda: job.coordinator.generation > generation)
+        job.sim.quiet()
+        job.sim.stopped.clear()
+        job.sim.block(lambda: not job.running)
+
+
 @SEEDS
 def test_ranks_with_parts_of_a_block_agree_by_every_catalog_in_any_order(seed):
     """Ranks export anew one after the other. The first time the union of exports changes, then it stays what it was: a catalog is made
     anew either time, and all measure by it."""
-    with after_one_refit(seed, trainers=3, replicas=2, fp8=True) as job:
+    with after_one_refit(seed, trainers=3, replicas=2, forms=[ScaleRule.IEEE]) as job:
         for rank in range(3):
             job.sources[rank].export()
             generation = job.coordinator.generation

@@ -196,36 +196,6 @@ def test_a_rank_that_has_left_waits_for_the_next_session_until_its_deadline_only
     job.refit_and_close(1)
 
 
-def test_an_engine_that_is_served_again_meets_the_next_session():
-    """Its second controller used to be told the error of the first session again."""
-    job, told, again = Job(2), threading.Event(), []
-
-    def serve():
-        while True:
-            controller = xfer.serve(job.engine, rendezvous=job.rendezvous, token=TOKEN, deadline_s=20.0 * PATIENCE)
-            try:
-                controller.wait_ready()
-                return again.append(controller)
-            except e.XferError:
-                controller.close()
-                told.set()
-
-    def run(rank: int):
-        if rank == 2:
-            return serve()
-        read = job.sources[rank].read
-        job.sources[rank].read = lambda: (read(), refuse())
-        with pytest.raises(e.Unsupported):
-            job.connect(rank, engines=())
-        del job.sources[rank].read
-        assert told.wait(20 * PATIENCE)
-        job.connect(rank, engines=())
-
-    assert on_all(3, run) == [None] * 3
-    job.refit_and_close(1)
-    again[0].close()
-
-
 def test_a_controller_that_was_closed_before_trainers_came_does_not_come_any_more():
     """It once took the replica's place for a moment, so that the next controller was refused."""
     before = set(threading.enumerate())
@@ -361,26 +331,11 @@ def plane(nccl: str, torch: str = "2.11"):
     return lambda device: (("data plane", "nccl"), ("NCCL", nccl), ("torch", torch))
 
 
-class Apart(World):
-    """The second trainer comes later. Controllers hear what became of them before all is closed."""
-
-    def _connect_one(self, i: int):
-        time.sleep(0.5 * i)
-        super()._connect_one(i)
-
-    def close(self) -> None:
-        for c in self.controllers:
-            with contextlib.suppress(e.XferError):
-                c.wait_ready(10.0)
-        super().close()
-
-
-@pytest.mark.parametrize("made", [World, Apart])
-def test_an_engine_with_another_build_is_told_apart_at_the_door(monkeypatch, made):
-    """One error that names both builds, on every trainer and on the engine, long before the deadline."""
+def test_an_engine_with_another_build_is_told_apart_at_the_door(monkeypatch):
+    """One error that names both builds, long before the deadline."""
     monkeypatch.setattr(trainer, "data_plane", plane("2.28.9"))
     monkeypatch.setattr(worker, "data_plane", plane("2.27.3", "2.9"))
-    w, began = made(deadline_s=60 * PATIENCE), time.monotonic()
+    w, began = World(deadline_s=60 * PATIENCE), time.monotonic()
     with pytest.raises(e.HandshakeError) as caught:
         w.connect()
     assert time.monotonic() - began < 30 * PATIENCE
@@ -390,16 +345,6 @@ def test_an_engine_with_another_build_is_told_apart_at_the_door(monkeypatch, mad
     )
     raised([caught.value], e.HandshakeError, nccl, torch)
     assert "replica 0" not in str(caught.value.where), str(caught.value)
-    if made is Apart:
-        raised([w.controllers[0].error], e.HandshakeError, nccl, torch)
-
-
-def test_a_trainer_rank_with_another_build_stops_all(monkeypatch):
-    monkeypatch.setattr(worker, "data_plane", plane("2.28.9"))
-    answers = iter([plane("2.28.9"), plane("2.28.8")])
-    monkeypatch.setattr(trainer, "data_plane", lambda device: next(answers)(device))
-    with pytest.raises(e.HandshakeError, match="NCCL is '2.28.[89]', trainer 0 has '2.28.[89]'"):
-        World(deadline_s=60 * PATIENCE).connect()
 
 
 def test_nothing_of_torch_is_compared_where_bytes_go_by_gloo():

@@ -21,7 +21,6 @@ from xfer.engines.remote import CallableEngine
 from xfer.errors import DeadlineExceeded, EngineLost, LayoutError, Unsupported, XferError
 from xfer.participants.controller import MIXED, Controller
 from xfer.participants.worker import WorkerSession
-from xfer.rendezvous.channel import Channel
 
 
 class ToyLLM:
@@ -95,16 +94,6 @@ def test_an_owner_that_stays_in_serving_costs_that_refit_only():
 
 
 # ---- what a controller finds
-
-
-def test_a_session_that_an_earlier_controller_left_open_is_known():
-    """vLLM's workers keep it open when a controller dies between start and finish."""
-    toy = ToyEngine(2)
-    toy.open = True
-    with world(toy) as w:
-        w.controllers[0].wait_ready(10)
-        assert "session was open" in toy.log
-        w.commits(1)
 
 
 def test_an_engine_with_a_drafter_is_joined_again_after_a_controller_died_in_a_refit():
@@ -210,24 +199,6 @@ def test_a_torn_engine_of_which_only_whole_workers_came_stays_out(monkeypatch):
         with pytest.raises(XferError):
             w.controllers[0].wait_ready(10)
         assert toy.paused and toy.label == MIXED and w.controllers[0].torn
-
-
-def test_an_engine_that_was_armed_when_the_trainers_died_serves_again_when_they_are_back():
-    w, toy = world(deadline_s=2.0).connect(), None
-    w.commits(1)
-    toy = w.engines[0]
-    w.sessions[0].prepare()
-    until_true(w.armed)
-    server = w.sessions[0]._server
-    server.closing = True  # the process is gone: it says nothing more to anybody
-    server.close()
-    until_true(lambda: w.controllers[0].error, 20)
-    assert toy.paused and "may hold a mix" in str(w.controllers[0].error) and not serves(w.controllers[0])
-    w.close()
-    with world(toy) as again:
-        again.controllers[0].wait_ready(5)
-        assert (toy.paused, toy.label, again.controllers[0].error) == (False, "xfer:unknown", None)
-        assert not toy.takers[0].wrong(1)
 
 
 @pytest.mark.parametrize(
@@ -376,23 +347,6 @@ def test_a_controller_that_is_closed_before_it_pauses_to_join_leaves_its_engine_
         go.set()
         w.controllers[0]._thread.join(5)
         assert not w.controllers[0]._thread.is_alive() and toy.log == [] and toy.label == ""
-
-
-def test_an_engine_may_be_served_again_as_soon_as_its_controller_is_closed(monkeypatch):
-    """However late the rendezvous reads that the old one left. The new one was once refused beside it."""
-    receive = Channel._receive
-
-    def late(channel):
-        message = receive(channel)
-        time.sleep(0.3 * isinstance(message, m.Leave))
-        return message
-
-    monkeypatch.setattr(Channel, "_receive", late)
-    with world() as w:
-        w.commits(1)
-        w.controllers[0].close()
-        w.come(0, w.engines[0]).wait_ready(10)
-        w.commits(2)
 
 
 def test_a_rendezvous_that_is_stopped_keeps_no_controller_from_leaving(monkeypatch):

@@ -10,10 +10,9 @@ import pytest
 
 from tests.functional.test_session_changes import export
 from tests.support.fp8_engine import MATRICES, SHAPES, Fp8Taker, fp8_engine
-from tests.support.world import ToyEngine, World, good, raised, right, until_true
+from tests.support.world import ToyEngine, World, good, right, until_true
 from xfer.coordinator import refit
 from xfer.coordinator.blocks import SharedBlocks
-from xfer.errors import DeadlineExceeded, PeerLost, XferError
 from xfer.kernels.block_fp8 import ScaleRule
 
 
@@ -35,50 +34,6 @@ def test_engines_hold_what_the_oracle_makes_of_each_version(rule):
             in said
         )
         assert "bit for bit, what they would load from a checkpoint that this rule wrote" in said
-
-
-def test_engines_in_bf16_and_in_fp8_by_both_rules_in_one_session():
-    engines = [ToyEngine(2, dict(SHAPES)), fp8_engine(), fp8_engine(ScaleRule.POW2)]
-    with fp8_world(engines) as world:
-        for version in (1, 2):
-            report = world.commits(version)
-        assert report.rules == ("ieee", "pow2")
-
-
-def test_an_engine_that_needs_fp8_joins_a_session_of_bf16_engines_later():
-    """Between two refits: the catalog changes then, and all ranks read it in the next one."""
-    with fp8_world([ToyEngine(2, dict(SHAPES)), ToyEngine(2, dict(SHAPES))]) as world:
-        world.commits(1)
-        world.leave(1)
-        world.come(1, fp8_engine())
-        until_true(lambda: world.coordinator.generation == 2)
-        world.commits(2)
-        world.commits(3)
-
-
-def test_an_engine_that_needs_fp8_comes_while_bytes_move_by_the_old_catalog():
-    with fp8_world([ToyEngine(2, dict(SHAPES)), ToyEngine(2, dict(SHAPES))]) as world:
-        world.leave(1)
-        installs = threading.Event()
-        world.engines[0].takers[0].installs_after(installs)
-        results = world.start(1, min_replicas=1)
-        until_true(lambda: world.coordinator.refit and len(world.coordinator.refit.parts[0].armed) == 2)
-        world.come(1, fp8_engine())
-        until_true(lambda: world.coordinator.derived)
-        assert world.coordinator.generation == 1
-        installs.set()
-        good(results())
-        right(world, 1, {0})
-        world.commits(2)
-
-
-def test_trainers_that_moved_or_released_their_weights_quantize_what_they_have_now():
-    with fp8_world([fp8_engine()]) as world:
-        for version, change in ((1, lambda s: s.move()), (2, lambda s: None)):
-            for source in world.sources:
-                change(source)
-            world.commits(version)
-            good(world.on_all(lambda i: world.sessions[i].release()))
 
 
 def three(**more) -> World:
@@ -114,63 +69,6 @@ def test_no_rank_measures_where_no_block_is_shared(monkeypatch):
     with fp8_world([fp8_engine()]) as world:
         world.commits(1)
     assert not seen
-
-
-@pytest.mark.parametrize("call", ["ready", "measured"])
-def test_ranks_that_wait_for_a_part_of_a_block_hear_why_it_does_not_come(call):
-    """A rank raises before it measures, or after: the others raise its error, and the next refit commits."""
-    with three() as world:
-        world.commits(1)
-        side = world.sessions[1].side
-        quantize = side.measure if call == "ready" else side.quantize
-
-        def fails(*args):
-            setattr(side, quantize.__name__, quantize)
-            raise ValueError("no memory")
-
-        setattr(side, quantize.__name__, fails)
-        world.fails(2, XferError, "no memory")
-        world.commits(3)
-
-
-def test_ranks_that_wait_for_a_rank_that_is_gone_hear_so():
-    with three() as world:
-        world.commits(1)
-        world.sessions[1].side.measure = lambda until: world.sessions[1]._party.channel.close()
-        results = world.refit(2)
-        raised(results[::2], PeerLost, "trainer 1 (host")
-        raised(results[1:2], PeerLost, "lost the control connection")
-
-
-def test_a_rank_that_does_not_come_is_named_at_the_deadline():
-    with three() as world:
-        world.commits(1)
-        end = threading.Event()
-        drain = world.sources[1].drain
-        world.sources[1].drain = lambda: (end.wait(20), drain())
-        results = world.start(2, deadline_s=1.5)
-        until_true(lambda: not results.running())
-        late = raised(results(), DeadlineExceeded, "trainer 1: it has called, and is not ready")
-        assert not any("trainer 0:" in str(e) or "trainer 2:" in str(e) for e in late)
-        end.set()
-        world.sources[1].drain = drain
-        world.commits(3)
-
-
-def test_ranks_whose_exports_change_measure_again():
-    """Of two ranks the exports change, one after the other: the union stays what it was, and all agree by a catalog made anew."""
-    with three(drop=("extra",)) as world:
-        world.commits(1)
-        export(world.sources[0])
-        generation = world.coordinator.generation
-        world.commits(2)
-        assert world.coordinator.generation == generation + 1
-        for source in world.sources[1:]:
-            export(source)
-            generation = world.coordinator.generation
-            world.commits(3 + source.rank)
-            assert world.coordinator.generation == generation + 1
-        world.commits(9)
 
 
 def test_an_engine_that_wants_another_form_once_exports_change_gets_it_in_that_refit():

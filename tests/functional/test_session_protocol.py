@@ -16,7 +16,6 @@ from tests.support.world import (
     ToySource,
     World,
     good,
-    until_true,
 )
 from xfer import errors as e
 from xfer.participants import faults
@@ -121,14 +120,6 @@ def test_what_became_of_a_refit_whose_caller_did_not_wait_stands_in_the_next_rep
             assert all(k.replace("/", "_").isidentifier() for k in told), "some loggers take no other names"
             assert pickle.loads(pickle.dumps(report)).before.version == 2
         assert good(w.refit(4)).before is None
-
-
-def test_no_thread_is_left_behind():
-    before = threading.active_count()
-    for _ in range(2):
-        with World() as w:
-            w.commits(1)
-    until_true(lambda: threading.active_count() <= before + 2, 15)
 
 
 # ---- arguments and labels

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import cache
 
 from tests.support import cpu_peer, fp8_engine, world
@@ -19,6 +20,7 @@ from xfer.coordinator.commit import Phase
 from xfer.coordinator.deadlines import CALL_GRACE_S, HOLD_S, TOGETHER_S
 from xfer.direct import trainer, worker  # noqa: F401  # before a simulation replaces the locks of all modules
 from xfer.errors import EngineLost, VerificationError, XferError
+from xfer.kernels.block_fp8 import ScaleRule
 from xfer.participants import faults
 from xfer.participants.controller import ControllerPhase
 from xfer.transport import routes
@@ -104,9 +106,11 @@ class Engine(ToyEngine):
         self.job, self.replica, self.name, self.dead = job, replica, f"engine {replica}", False
         self.life = next(job.sim.numbers)
         super().__init__(job.workers)
-        self.takers = [(Fp8Taker if job.fp8 else Taker)(i, job.workers) for i in range(job.workers)]
+        rule = job.forms[len(job.made) % len(job.forms)]
+        job.made.append(self)
+        self.takers = [(Fp8Taker if rule else Taker)(i, job.workers) for i in range(job.workers)]
         for t in self.takers:
-            t.engine = self
+            t.engine, t.rule = self, rule
         self.in_step, self._core = job.in_step, threading.Lock()
 
     def worker(self, index: int) -> str:
@@ -166,14 +170,16 @@ class Engine(ToyEngine):
 
 
 class Job(World):
-    """`last`: the last version that a rank has called with. `ends`: (rank, version) -> the report, or the error."""
+    """`last`: the last version that a rank has called with. `ends`: (rank, version) -> the report, or the error. `forms`: of the engines,
+    one after the other: the rule by which they want weights in FP8, or None. Those that come later have the next one."""
 
     def __init__(
         self, sim: Simulation, trainers: int, replicas: int, workers: int, *, pulled: bool = False, relay: bool = False,
-        in_step: bool = False, holds: bool = False, computes: bool = False, fp8: bool = False, **how
+        in_step: bool = False, holds: bool = False, computes: bool = False, forms: Sequence[ScaleRule | None] = (None,), **how
     ):  # fmt: skip
         super().__init__(trainers, workers, replicas, DEADLINE_S, host_pull=pulled, relay=relay, drop=("extra",), **how)
-        self.sim, self.in_step, self.fp8, self.last = sim, in_step, fp8, 0
+        self.sim, self.in_step, self.last = sim, in_step, 0
+        self.forms, self.made = forms, []
         self.controlled = [""] * replicas  # by replica: the process of its controller
         self.faults: dict[tuple[str, str], str] = {}
         self.calls, self.running = [0] * self.trainers, {}
@@ -383,13 +389,33 @@ class Job(World):
 
     def again(self, replica: int) -> None:
         """The owner of an engine serves it again, or a new one in its place."""
-        e = self.engines[replica]
         self.hurt.add(replica)
+        self._leave(replica)
+        self.controllers[replica] = self.serve(self.engines[replica], replica)
+
+    def _leave(self, replica: int) -> None:
         if self.controlled[replica] not in self.sim.dead:
             self.controllers[replica].close()
-        if e.dead:
-            e = self.engines[replica] = Engine(self, replica)
-        self.controllers[replica] = self.serve(e, replica)
+        if self.engines[replica].dead:
+            self.engines[replica] = Engine(self, replica)
+
+    def restart(self) -> None:
+        """The trainers that are left close their sessions. All start anew, and the owners of engines serve them again."""
+        for i, session in enumerate(self.sessions):
+            if f"trainer {i}" not in self.sim.dead:
+                with self.sim.process(f"trainer {i}"), contextlib.suppress(XferError):
+                    session.close()
+        self.sim.bury("trainer")
+        self.running.clear()
+        for replica in range(self.replicas):
+            self._leave(replica)
+            self.engines[replica].fail.clear()
+        self.calls = [self.last] * self.trainers
+        self.connect()
+        self.sim.quiet()
+        for e in self.engines:
+            assert e.paused == any(t.locked for t in e.takers), "torn engines wait for a refit, all others serve"
+            e.check()
 
     def release(self, i: int) -> None:
         harms, calm = self.harms, not self.sim.stopped | self.sim.dead
