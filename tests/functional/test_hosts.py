@@ -165,6 +165,7 @@ def in_time(answers, within: float):
     return answers
 
 
+@pytest.mark.slow
 def test_a_cut_link_fails_its_replica_in_time_and_the_other_goes_on(world):
     w, c = world, world.cluster
     begin(w, 2, deadline_s=SHORT, min_replicas=1)

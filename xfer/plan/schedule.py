@@ -14,7 +14,7 @@ import numpy as np
 
 from xfer.plan import columns as col
 
-SLICES = 16
+SLICES = 32
 """Shortest slices of a pair that is spread over waves: this part of a message. Shorter ones cost more than they bring."""
 _Messages = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Pair, wave and bytes of each message, int64 [M], sorted by pair and wave."""
