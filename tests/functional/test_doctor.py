@@ -1,10 +1,8 @@
-"""`xfer doctor` between real processes: on loopback, and on two emulated hosts whose names or routes are wrong."""
+"""`xfer doctor` between real processes: on loopback, and on emulated hosts whose names, routes or rates are wrong."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -12,10 +10,13 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import zip_longest
 
 import pytest
+import torch
 
 from examples.common.ports import free_port
+from tests.support.hosts import Cluster, Host, missing
 from tests.support.proc import PATIENCE, environment
 from xfer.cli.doctor.facts import Checkup
 from xfer.cli.doctor.line import Line
@@ -112,6 +113,21 @@ def test_a_service_that_says_nothing_ends_the_wait_at_the_deadline():
     assert any("within 2 s" in said for _, _, said in problems(report))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_two_that_see_gpus_read_each_others_memory_and_agree_on_nccl():
+    at = here()
+    two = [Doctor("--rendezvous", at, "--size", "2") for _ in range(2)]
+    (code, report), other = (d.end() for d in two)
+    assert (code, report) == other and code == 0, problems(report)
+    read = {(m["source"], m["memory"]): m["error"] for m in report["memory"]}
+    labels = [h["label"] for h in report["hosts"]]
+    assert read == {(label, memory): "" for label in labels for memory in ("host memory", "GPU memory")}
+    for h in report["hosts"]:
+        assert len(h["gpus"]) == torch.cuda.device_count() and {"NCCL", "CUDA", "NVIDIA driver"} <= h["versions"].keys()
+    assert all("NCCL" in p["users"] for p in report["paths"] if p["address"] != "127.0.0.1")
+
+
 # ---- in this process: members that break the rules
 
 
@@ -184,87 +200,88 @@ def test_a_session_at_that_address_is_told_from_a_doctor():
         server.close()
 
 
-# ---- on two emulated hosts
+# ---- on emulated hosts
 
 
-NAMESPACES = next(
-    (why for why, bad in (("needs root", os.geteuid() != 0), ("needs iproute2", shutil.which("ip") is None)) if bad), ""
-)
+MBIT = 400
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory) -> Iterator[list[tuple[str, ...]]]:
-    """Two hosts, ways to run a command on each. Both have 10.77.0.x on nic0 and 10.78.0.x on nic1; only host 0 knows a way from nic1."""
-    if NAMESPACES:
-        pytest.skip(NAMESPACES)
-    names = [f"xd{os.getpid()}-{i}" for i in range(2)]
-    folder = tmp_path_factory.mktemp("hosts")
-
-    def ip(*words: str) -> None:
-        done = subprocess.run(["ip", *words], capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"ip {' '.join(words)}: {done.stderr.strip()}")
-
-    try:
-        for name in names:
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
-        for nic in ("nic0", "nic1"):
-            ip("-n", names[0], "link", "add", nic, "type", "veth", "peer", "name", nic, "netns", names[1])
-        for i, name in enumerate(names):
-            for nic in (0, 1):
-                ip("-n", name, "addr", "add", f"10.7{7 + nic}.{i * nic}.{i + 1}/24", "dev", f"nic{nic}")
-                ip("-n", name, "link", "set", f"nic{nic}", "up")
-            (folder / f"hosts{i}").write_text(
-                f"127.0.0.1 localhost\n10.77.0.1 xh0\n10.77.0.2 xh1\n127.0.1.1 wrong{i}\n"
-            )
-        # Host 0 reaches nic1 of host 1, which has no way back to nic1 of host 0.
-        ip("-n", names[0], "route", "add", "10.78.1.0/24", "via", "10.77.0.2")
-        yield [
-            ("ip", "netns", "exec", name, "unshare", "--uts", "--mount", "sh", "-c",
-             f'mount --bind {folder}/hosts{i} /etc/hosts; hostname "$0"; exec "$@"')
-            for i, name in enumerate(names)
-        ]  # fmt: skip
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+def cluster() -> Iterator[Cluster]:
+    """Three hosts with two NICs each: nic0 in the network of their names, nic1 in another one."""
+    if why := missing():
+        pytest.skip(why)
+    with Cluster(3, 2, mbit=MBIT, rails=True) as c:
+        yield c
 
 
-def on_hosts(hosts, names=("xh0", "xh1"), envs=({}, {}), at="10.77.0.1") -> list[tuple[int, dict]]:
-    options = "--rendezvous", f"tcp://{at}:29600", "--size", "2", "--timeout", str(10 * PATIENCE)
-    two = [Doctor(*options, prefix=(*h, n), **e) for h, n, e in zip(hosts, names, envs)]
-    return [d.end() for d in two]
+def on_hosts(
+    hosts: list[Host], envs=(), prefix: tuple[str, ...] = (), at: str = "h0", *more: str
+) -> list[tuple[int, dict]]:
+    """A doctor on each host. envs: their variables. prefix: a command that runs the last one."""
+    options = "--rendezvous", f"tcp://{at}:29600", "--size", str(len(hosts)), "--timeout", str(10 * PATIENCE), *more
+    ways = [h.command() for h in hosts]
+    ways[-1] += prefix
+    return [d.end() for d in [Doctor(*options, prefix=tuple(w), **e) for w, e in zip_longest(ways, envs, fillvalue={})]]
 
 
-def test_emulated_hosts_that_are_sound_have_no_problem(hosts):
-    (code, report), other = on_hosts(hosts)
-    assert (code, report) == other and code == 0, problems(report)
+def test_emulated_hosts_that_are_sound_have_no_problem_and_reach_their_rate(cluster):
+    hosts = cluster.hosts
+    (code, report), *others = on_hosts(hosts, (), (), "h0", "--seconds", "0.5")
+    assert others == [(code, report)] * 2 and code == 0, problems(report)
+    at = {h.name: h.address for h in hosts}
     assert {(p["source"], p["destination"], p["address"]) for p in report["paths"]} == {
-        ("xh0", "xh1", "10.77.0.2"), ("xh1", "xh0", "10.77.0.1")
+        (a, b, at[b]) for a in at for b in at if a != b
     }  # fmt: skip
-    assert all(p["path_mtu"] == 1500 and p["nbytes"] for p in report["paths"])
+    mbit = [p["nbytes"] * 8 / p["seconds"] / 1e6 for p in report["paths"]]
+    assert all(p["path_mtu"] == 1500 for p in report["paths"]) and min(mbit) > MBIT / 2 and max(mbit) < MBIT * 1.1, mbit
 
 
-def test_a_host_name_that_resolves_to_loopback_is_found_and_the_right_interface_advised(hosts):
-    (code, report), _ = on_hosts(hosts, ("xh0", "wrong1"))
-    assert code == 1 and {topic for topic, _, _ in problems(report)} == {"host name", "reachability"}
+def test_a_host_name_that_resolves_to_loopback_is_found_and_the_right_interface_advised(cluster, tmp_path):
+    (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 h1\n{cluster.hosts[0].address} h0\n")
+    wrong = (
+        "unshare",
+        "--mount",
+        "sh",
+        "-c",
+        f'umount /etc/hosts && mount --bind {tmp_path}/hosts /etc/hosts && exec "$0" "$@"',
+    )
+    (code, report), _ = on_hosts(cluster.hosts[:2], prefix=wrong)
+    assert code == 1 and {topic for topic, _, _ in problems(report)} == {"host name", "reachability"}, report[
+        "findings"
+    ]
     (name,) = (f for f in report["findings"] if f["topic"] == "host name" and f["level"] == "problem")
-    assert name["where"] == "wrong1" and "127.0.1.1" in name["said"]
-    (way,) = (f for f in report["findings"] if f["topic"] == "reachability")
-    assert way["where"] == "xh0 -> wrong1" and "GLOO_SOCKET_IFNAME=nic0 on wrong1" in way["advice"]
+    assert name["where"] == "h1" and "127.0.1.1" in name["said"]
+    (path,) = (f for f in report["findings"] if f["topic"] == "reachability")
+    assert path["where"] == "h0 -> h1" and "GLOO_SOCKET_IFNAME=nic0 on h1" in path["advice"]
 
 
-def test_a_way_that_goes_in_one_direction_only_is_found(hosts):
-    """Both listen on nic1. Host 1 has no route to that of host 0."""
-    (code, report), _ = on_hosts(hosts, envs=({"GLOO_SOCKET_IFNAME": "nic1"},) * 2)
-    (way,) = problems(report)
-    assert code == 1 and way[:2] == ("reachability", "xh1 -> xh0") and "the other direction works" in way[2], report
-    (good,) = (p for p in report["paths"] if p["address"] == "10.78.1.2")
-    assert good["source"] == "xh0" and good["nbytes"] and not good["error"]
+def test_a_path_that_goes_in_one_direction_only_is_found(cluster):
+    """Host 0 listens on nic1, to whose network host 2 has no route."""
+    first, last = cluster.hosts[0], cluster.hosts[2]
+    network = ["route", "10.2.0.0/16", "dev", "nic1"]
+    subprocess.run(last.command("ip", network[0], "del", *network[1:]), check=True)
+    try:
+        (code, report), _ = on_hosts([first, last], ({"GLOO_SOCKET_IFNAME": "nic1"}, {"GLOO_SOCKET_IFNAME": "nic0"}))
+    finally:
+        subprocess.run(last.command("ip", network[0], "add", *network[1:]), check=True)
+    (path,) = problems(report)
+    assert code == 1 and path[:2] == ("reachability", "h2 -> h0") and "the other direction works" in path[2], report
+    (good,) = (p for p in report["paths"] if p["source"] == "h0")
+    assert good["address"] == last.address and good["nbytes"] and not good["error"]
 
 
-def test_a_rendezvous_that_each_host_takes_for_itself_is_told_by_both(hosts):
+def test_a_slow_host_is_named_by_its_paths(cluster):
+    cluster.slow(cluster.hosts[1], 0.1)
+    try:
+        (code, report), *_ = on_hosts(cluster.hosts)
+    finally:
+        cluster.mend(cluster.hosts[1])
+    slow = {f["where"] for f in report["findings"] if f["topic"] == "rate" and f["level"] == "warning"}
+    assert code == 0 and {"h0 -> h1", "h1 -> h0", "h2 -> h1", "h1 -> h2"} <= slow and len(slow) < 6, report
+
+
+def test_a_rendezvous_that_each_host_takes_for_itself_is_told_by_both(cluster):
     """Each listens, and none comes: the classical result of a name that is loopback everywhere."""
-    options = "--rendezvous", "tcp://localhost:29600", "--size", "2", "--timeout", "3"
-    for code, report in [d.end() for d in [Doctor(*options, prefix=(*h, n)) for h, n in zip(hosts, ("xh0", "xh1"))]]:
+    for code, report in on_hosts(cluster.hosts[:2], (), (), "localhost", "--timeout", "3"):
         assert code == 1 and {"meeting", "rendezvous"} <= {topic for topic, _, _ in problems(report)}

@@ -202,7 +202,7 @@ def test_processes_of_one_machine_that_hold_gpus_are_told_what_keeps_them_apart(
         ([path(error="no answer within 5 s"), path("b", "a", "10.0.0.1")], "problem", "reachability", "a -> b", "other direction"),
         ([path(round_trip_s=0.03)], "warning", "reachability", "a -> b", "30.0 ms"),
         ([path(clock_ahead_s=-7.0)], "warning", "clock", "b", "7.0 s behind that of a"),
-        ([path(), path("b", "a", nbytes=10**8)], "warning", "rate", "b -> a", "200 MB/s, where 2.00 GB/s are usual"),
+        ([path(), path("b", "a", nbytes=10**8)], "warning", "rate", "b -> a", "200 MB/s, and 2.00 GB/s on the fastest"),
         ([path(users=("rendezvous",), error="refused")], None, None, None, None),  # no bytes of weights travel there
     ],
 )  # fmt: skip

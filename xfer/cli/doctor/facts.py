@@ -123,7 +123,7 @@ class NetworkPath:
         round_trip_s: The shortest of some round trips.
         clock_ahead_s: Clock of the destination minus that of the source; wrong by half a round trip at most.
         path_mtu: Bytes, as the kernel of the source knows it; 0 if it does not.
-        nbytes, seconds: What was sent to measure the rate, over several TCP connections, until the last byte had arrived.
+        nbytes, seconds: What arrived over several TCP connections in that time, to measure the rate.
     """
 
     source: str

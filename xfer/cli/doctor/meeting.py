@@ -30,8 +30,8 @@ from xfer.cli.doctor.facts import Checkup, Finding, HostFacts, MemoryRead, Netwo
 from xfer.cli.doctor.line import GREET_S, Door, Line, Note
 from xfer.cli.doctor.visits import (
     CONNECT_S,
-    DRAIN_S,
     PINGS_S,
+    STREAM_S,
     STREAMS,
     Offers,
     offer_probes,
@@ -206,7 +206,7 @@ class Leader:
 
     def _longest(self, facts: HostFacts, seen: str) -> float:
         """Seconds that a visit of this process may take."""
-        per_path = (2 + STREAMS) * CONNECT_S + PINGS_S + self._terms.stream_s + DRAIN_S
+        per_path = (2 + STREAMS) * CONNECT_S + PINGS_S + self._terms.stream_s + STREAM_S
         return len(chosen(facts, seen)) * per_path + SLACK_S
 
     def _tell(self, line: Line, note: Note, until: float) -> bool:

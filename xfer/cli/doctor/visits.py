@@ -6,6 +6,7 @@ no other. On one machine the visitor also reads a probe in the other's memory, a
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 import threading
@@ -22,16 +23,19 @@ from xfer.cli.doctor.line import GREET_S, Door, Line, Note
 from xfer.errors import HandshakeError, XferError
 from xfer.rendezvous.channel import connect_handshake, read_exactly
 
-CONNECT_S, PINGS_S, DRAIN_S = 5.0, 5.0, 10.0
+CONNECT_S, PINGS_S, STREAM_S = 5.0, 5.0, 5.0
 PINGS, STREAMS, BLOCK_BYTES = 20, 4, 1 << 18
 _IP_MTU, _IPV6_MTU = 14, 24
 """Linux: the path MTU of a connected socket."""
 
 
 class Knock(Note, frozen=True):
-    """Visitor -> visited: the first message of a connection. `lasts_s`: seconds until the visited may hang up."""
+    """Visitor -> visited: the first message of a connection.
 
-    stream: bool
+    `stream_s`: count bytes for so long; 0: answer pings. `lasts_s`: seconds until the visited may hang up.
+    """
+
+    stream_s: Annotated[float, Meta(ge=0, le=60)]
     lasts_s: Annotated[float, Meta(ge=0, le=120)]
 
 
@@ -65,7 +69,10 @@ def open_door(identity: str, token: str) -> tuple[Door, int]:
         knock = line.take(time.monotonic() + GREET_S, Knock)
         until = time.monotonic() + knock.lasts_s
         line.send(Here(identity), until)
-        (_swallow if knock.stream else _answer)(sock, until)
+        if knock.stream_s:
+            _count(sock, knock.stream_s, until)
+        else:
+            _answer(sock, until)
         sock.close()
 
     return Door([listener], token, welcome), listener.getsockname()[1]
@@ -80,16 +87,22 @@ def _answer(sock: socket.socket, until: float) -> None:
         sock.sendall(struct.pack("<d", time.time()))
 
 
-def _swallow(sock: socket.socket, until: float) -> None:
-    """Reads until the visitor has sent all, and answers how many bytes these were."""
-    buffer, total = bytearray(4 * BLOCK_BYTES), 0
+def _count(sock: socket.socket, stream_s: float, until: float) -> None:
+    """Counts the bytes of `stream_s` seconds from the first one on, and answers their number. Then reads until the visitor hangs up."""
+    buffer, total, end = bytearray(4 * BLOCK_BYTES), 0, 0.0
+    told = False
     while True:
         sock.settimeout(max(0.001, until - time.monotonic()))
         got = sock.recv_into(buffer)
         if not got:
-            break
-        total += got
-    sock.sendall(struct.pack("<Q", total))
+            return
+        now = time.monotonic()
+        end = end or now + stream_s
+        if now < end:
+            total += got
+        elif not told:
+            sock.sendall(struct.pack("<Q", total))
+            told = True
 
 
 # ---- the visiting side
@@ -118,7 +131,7 @@ def visit(
 
 def _measure(found: NetworkPath, other: HostFacts, token: str, stream_s: float, names: dict[str, str]) -> NetworkPath:
     at = found.address, other.port
-    with _call(at, other, token, names, False, PINGS_S) as sock:
+    with _call(at, other, token, names, 0, PINGS_S) as sock:
         until = time.monotonic() + PINGS_S
         trips = []
         for _ in range(PINGS):
@@ -136,16 +149,14 @@ def _measure(found: NetworkPath, other: HostFacts, token: str, stream_s: float, 
     found = replace(found, round_trip_s=round_trip, clock_ahead_s=ahead, path_mtu=mtu)
     if not stream_s:
         return found
-    lasts = stream_s + DRAIN_S
+    lasts = stream_s + STREAM_S
     streams = []
     try:
         for _ in range(STREAMS):
-            streams.append(_call(at, other, token, names, True, lasts + STREAMS * CONNECT_S))
-        began = time.monotonic()
-        nbytes = _send(streams, began + stream_s, began + lasts)
-        return replace(found, nbytes=nbytes, seconds=time.monotonic() - began)
+            streams.append(_call(at, other, token, names, stream_s, lasts + STREAMS * CONNECT_S))
+        return replace(found, nbytes=_send(streams, time.monotonic() + lasts), seconds=stream_s)
     except OSError as e:
-        why = f"not all arrived within {lasts:g} s" if isinstance(e, TimeoutError) else e.strerror or str(e)
+        why = f"nothing within {lasts:g} s" if isinstance(e, TimeoutError) else e.strerror or str(e)
         return replace(found, error=f"small messages arrive, a stream of bytes does not: {why}")
     finally:
         for sock in streams:
@@ -153,7 +164,7 @@ def _measure(found: NetworkPath, other: HostFacts, token: str, stream_s: float, 
 
 
 def _call(
-    at: tuple[str, int], other: HostFacts, token: str, names: dict[str, str], stream: bool, lasts_s: float
+    at: tuple[str, int], other: HostFacts, token: str, names: dict[str, str], stream_s: float, lasts_s: float
 ) -> socket.socket:
     """Connects, and makes sure that it is `other` that answers."""
     until = time.monotonic() + CONNECT_S
@@ -161,7 +172,7 @@ def _call(
     try:
         connect_handshake(sock, token, f"{at[0]} port {at[1]}", until)
         line = Line(sock, f"{at[0]} port {at[1]}")
-        line.send(Knock(stream, lasts_s), until)
+        line.send(Knock(stream_s, lasts_s), until)
         identity = line.take(until, Here).identity
         if identity != other.identity:
             raise HandshakeError(f"{names.get(identity, 'another process')} answers there, not {other.label}")
@@ -172,17 +183,28 @@ def _call(
         raise
 
 
-def _send(streams: Sequence[socket.socket], stop: float, until: float) -> int:
-    """Sends over all streams until `stop`. Returns how many bytes arrived. Raises OSError if they did not by `until`."""
+def _send(streams: Sequence[socket.socket], until: float) -> int:
+    """Sends over all streams until each has answered. Returns how many bytes arrived in time. Raises OSError if one does not answer."""
     block, arrived, failed = bytes(BLOCK_BYTES), [], []
 
     def send(sock: socket.socket) -> None:
+        unsent, answer = memoryview(block), b""
+        poll = select.poll()
+        poll.register(sock, select.POLLIN | select.POLLOUT)
         try:
-            while time.monotonic() < stop:
-                sock.settimeout(max(0.001, until - time.monotonic()))
-                sock.sendall(block)
-            sock.shutdown(socket.SHUT_WR)
-            arrived.append(struct.unpack("<Q", read_exactly(sock, 8, until))[0])
+            sock.setblocking(False)
+            while len(answer) < 8:
+                ready = poll.poll(max(0.0, until - time.monotonic()) * 1e3)
+                if not ready:
+                    raise TimeoutError
+                if ready[0][1] & ~select.POLLOUT:
+                    got = sock.recv(8 - len(answer))
+                    if not got:
+                        raise ConnectionError("connection closed")
+                    answer += got
+                else:
+                    unsent = unsent[sock.send(unsent) :] or memoryview(block)
+            arrived.append(struct.unpack("<Q", answer)[0])
         except OSError as e:
             failed.append(e)
 
