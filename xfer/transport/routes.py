@@ -203,10 +203,13 @@ class Routed:
             return stats
         self._running = pull = self._pull_of(gate)
         self._ended = lambda: False
+        # The pull waits on the host for parts of the replica before this one. Its fills need not wait for that.
+        follows = self.place is not None and self.place.follows
         try:
+            wired = self._wired(deadline, cancelled, progress) if follows else None
             pull.begin()
             progress(0, 0)  # after the start, since it costs as much as a message
-            stats = self._wired(deadline, cancelled, progress)
+            stats = wired or self._wired(deadline, cancelled, progress)
         except BaseException:
             pull.stop()
             try:
