@@ -100,10 +100,10 @@ def pairs_of(plans: list[SubPlan], mapping: Mapping) -> list[tuple[int, int, int
 
 
 def disjoint(cluster: Cluster, mapping: Mapping, busiest: int) -> list[tuple[int, int, int]]:
-    """Streams of `busiest` bytes from every NIC of the trainers to another of the engines."""
-    first, step = mapping.of.world, cluster.ranks
-    senders, takers = range(0, first, step), range(first, mapping.ranks, step)
-    return [(a, b, busiest) for a, b in zip(senders, takers)]
+    """Streams of `busiest` bytes in all from every host of trainers to one of engines: one from each rank of the host."""
+    first, each = mapping.of.world, cluster.ranks
+    senders, takers = range(0, first, each), range(first, mapping.ranks, each)
+    return [(a + k, b + k, busiest // each) for a, b in zip(senders, takers) for k in range(each)]
 
 
 def busy_seconds() -> tuple[float, float]:
@@ -123,7 +123,7 @@ def measure(a: argparse.Namespace, name: str) -> list[Measured]:
     trainers = list(range(world))
     places = [list(range(world + i * workers, world + (i + 1) * workers)) for i in range(replicas)]
     rows = []
-    with tempfile.TemporaryDirectory() as folder, Cluster(hosts, a.ranks, mbit=a.mbit) as cluster:
+    with tempfile.TemporaryDirectory() as folder, Cluster(hosts, a.ranks, mbit=a.mbit, tcp=a.tcp) as cluster:
         with MappingWorld(cluster, Path(folder), mapping, a.deadline) as w:
             port = free_port()
             each = [{"rank": r} for r in range(mapping.ranks)]
@@ -197,6 +197,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--map", default="", help="only mappings whose name contains this")
     p.add_argument("--ranks", type=int, default=1, help="ranks of a host, which share its NIC")
     p.add_argument("--mbit", type=float, default=100.0, help="rate of a NIC, Mbit/s each way")
+    p.add_argument("--tcp", default="reno", help="congestion control, such as bbr; the kernel must have it")
     p.add_argument(
         "--seconds", type=float, default=1.0, help="about the floor of each mapping; decides the size of models"
     )

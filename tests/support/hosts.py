@@ -137,14 +137,15 @@ class _Link:
 
 
 class Cluster:
-    """`hosts` of `ranks` each with a NIC of `mbit` Mbit/s each way; `rails`: a NIC of that rate for each rank."""
+    """`hosts` of `ranks` each with a NIC of `mbit` Mbit/s each way; `rails`: a NIC of that rate for each rank. `tcp`: the congestion
+    control."""
 
-    def __init__(self, hosts: int, ranks: int = 1, *, mbit: float = 400.0, rails: bool = False):
+    def __init__(self, hosts: int, ranks: int = 1, *, mbit: float = 400.0, rails: bool = False, tcp: str = "reno"):
         if not 1 <= hosts <= 250 or not 1 <= ranks <= 250:  # see _address
             raise ValueError(f"hosts={hosts}, ranks={ranks}: 1 to 250 of each")
         self.ranks, self.rate, self.nics = ranks, mbit * 1e6, ranks if rails else 1
         self.hosts: list[Host] = []
-        self._count = hosts
+        self._count, self._tcp = hosts, tcp
         self._keepers: list[subprocess.Popen] = []
         self._links: dict[tuple[str, int], _Link] = {}
 
@@ -170,7 +171,7 @@ class Cluster:
         with tempfile.NamedTemporaryFile("w", prefix="hosts") as f:
             f.write(f"127.0.0.1 localhost\n{known}")
             f.flush()
-            begun = [_keeper(n, f.name) for n in ("switch", *names)]
+            begun = [_keeper(n, f.name, self._tcp) for n in ("switch", *names)]
             self._keepers = begun
             for k in begun:
                 if k.stdout.readline() != "up\n":
@@ -271,10 +272,12 @@ def _port(host: Host, nic: int) -> str:
     return f"{host.name}n{nic}"
 
 
-def _keeper(name: str, known: str) -> subprocess.Popen:
+def _keeper(name: str, known: str, tcp: str) -> subprocess.Popen:
     """Starts process 1 of a new host, which says "up". known: its /etc/hosts."""
-    tcp = "echo reno > /proc/sys/net/ipv4/tcp_congestion_control"
-    script = f"mount --bind {known} /etc/hosts && hostname {name} && {tcp} && ip link set lo up && echo up && exec cat"
+    sysctl = f"echo {tcp} > /proc/sys/net/ipv4/tcp_congestion_control"
+    script = (
+        f"mount --bind {known} /etc/hosts && hostname {name} && {sysctl} && ip link set lo up && echo up && exec cat"
+    )
     apart = ["--net", "--uts", "--mount-proc", "--pid", "--fork", "--propagation", "private"]
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     return subprocess.Popen(["unshare", *apart, "sh", "-c", script], start_new_session=True, **pipes)
