@@ -146,6 +146,17 @@ def test_an_engine_of_another_model_is_refused_in_its_own_process(folder):
     assert refused["refused"]["kind"] == "LayoutError" and refused["refused"]["violations"]
 
 
+@pytest.mark.slow
+def test_a_tied_model_over_several_stages_is_planned(folder):
+    """The last stage has a copy of the embedding, which Megatron-Core moves to the device by itself."""
+    folder = folder / "tied"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(toy.FAMILIES["qwen3_tied"]))
+    code, text, data, _ = xfer_plan(folder, "--trainer", f"{folder} world=2 pp=2", "--engine", "tp=1")
+    assert code == 0, text
+    assert data["plan"]["nbytes"] > 0
+
+
 def test_what_the_frameworks_refuse_is_said_together_before_a_rank_is_traced(folder):
     """Four layers do not go into three stages, nor four heads over three workers: in the frameworks' own words."""
     code, text, data, _ = xfer_plan(

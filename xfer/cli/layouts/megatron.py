@@ -99,7 +99,9 @@ def rank_of(parallel: TrainerParallel, rank: int) -> Iterator[None]:
             raise LayoutError(f"trainer {rank}: Megatron places it at {place}, xfer's mesh at {ours}")
         # Layers allocate on this device, and a finished model is moved to it. Nothing is drawn.
         stack.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: CPU))
-        stack.enter_context(mock.patch.object(torch.nn.Module, "cuda", lambda module, device=None: module))
+        # So is, on its own, the copy of a tied embedding that the last of several stages has.
+        for kind in (torch.nn.Module, torch.Tensor):
+            stack.enter_context(mock.patch.object(kind, "cuda", lambda moved, device=None: moved))
         stack.enter_context(mock.patch.object(CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext()))
         yield
 
