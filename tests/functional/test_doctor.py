@@ -18,14 +18,15 @@ import torch
 from examples.common.ports import free_port
 from tests.support.hosts import Cluster, Host, missing
 from tests.support.proc import PATIENCE, environment
+from xfer.cli.doctor import visits
 from xfer.cli.doctor.facts import Checkup
 from xfer.cli.doctor.line import Line
 from xfer.cli.doctor.look import look
-from xfer.cli.doctor.meeting import Begin, Join, Terms, attend
+from xfer.cli.doctor.meeting import Begin, Join, Leader, Result, Terms, attend
 from xfer.cli.doctor.visits import Offers, open_door, visit
 from xfer.coordinator.state import Options
-from xfer.errors import PeerLost
-from xfer.rendezvous.channel import dial_socket
+from xfer.errors import HandshakeError, PeerLost
+from xfer.rendezvous.channel import dial_socket, listen
 from xfer.rendezvous.server import Server
 
 TOKEN = "a token for tests"
@@ -60,7 +61,10 @@ def here() -> str:
 
 def test_three_processes_measure_every_pair_and_all_print_what_differs():
     at = here()
-    three = [Doctor("--rendezvous", at, "--size", "3", **e) for e in ({}, {"NCCL_PROTO": "LL"}, {"NCCL_BUFFSIZE": "1"})]
+    three = [
+        Doctor("--rendezvous", at, "--size", "3", "--timeout", str(LIMIT_S / 2), **e)
+        for e in ({}, {"NCCL_PROTO": "LL"}, {"NCCL_BUFFSIZE": "1"})
+    ]
     codes, reports = zip(*(d.end() for d in three))
     first = reports[0]
     assert codes == (1, 1, 1) and reports[1] == first == reports[2]
@@ -82,27 +86,47 @@ def test_two_that_agree_have_no_problem():
     assert codes == (0, 0), problems(reports[0])
 
 
-def test_a_wrong_token_is_told_on_both_sides_and_nobody_waits_for_long():
-    at, began = here(), time.monotonic()
-    waits = Doctor("--rendezvous", at, "--size", "2", "--timeout", str(5 * PATIENCE))
-    while not listens(at):
-        assert time.monotonic() < began + LIMIT_S
-        time.sleep(0.05)
-    code, report = Doctor("--rendezvous", at, "--size", "2", XFER_TOKEN="another token").end()
+def test_one_that_waits_alone_ends_at_its_deadline():
+    code, report = Doctor("--rendezvous", here(), "--timeout", "2").end()
+    ((topic, _, said), *_) = problems(report)
+    assert code == 1 and topic == "meeting" and "only 1 of 2 processes came within 2 s" in said
+    assert len(report["hosts"]) == 1 and not report["paths"]
+
+
+def test_a_wrong_token_is_told_at_once_and_disturbs_nobody():
+    terms = Terms(here(), TOKEN, 2, LIMIT_S, 0)
+    first = start(terms)
+    wait_for_listener(terms.rendezvous)
+    code, report = Doctor("--rendezvous", terms.rendezvous, XFER_TOKEN="another token").end()
     assert code == 1 and any("different tokens" in said for _, _, said in problems(report))
-    code, report = waits.end()
-    said = [said for topic, _, said in problems(report) if topic == "meeting"]
-    assert code == 1 and "only 1 of 2 processes came" in said[0] and "a caller holds another token" in said[1]
+    second = start(terms)
+    for thread, _ in (first, second):
+        thread.join(LIMIT_S)
+    assert first[1] == second[1] and not first[1][0].failures
 
 
-def listens(at: str) -> bool:
-    """Whether the port is in use: a connection would count as a caller without the token."""
-    with socket.socket() as sock:
-        try:
-            sock.bind(("127.0.0.1", int(at.rpartition(":")[2])))
-        except OSError:
-            return True
-    return False
+def wait_for_listener(at: str) -> None:
+    """Until the port is in use. A connection would count as a caller without the token."""
+    until = soon()
+    while True:
+        with socket.socket() as sock:
+            try:
+                sock.bind(("127.0.0.1", int(at.rpartition(":")[2])))
+            except OSError:
+                return
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_who_waits_in_vain_hears_of_callers_with_another_token():
+    terms = Terms(here(), TOKEN, 2, 2 * PATIENCE, 0)
+    thread, kept = start(terms)
+    wait_for_listener(terms.rendezvous)
+    with pytest.raises(HandshakeError, match="different tokens"):
+        dial_socket(terms.rendezvous, "another token", 10 * PATIENCE)
+    thread.join(LIMIT_S)
+    missing, rejected = (f.said for f in kept[0].failures)
+    assert "only 1 of 2 processes came" in missing and "a caller holds another token, from 127.0.0.1" in rejected
 
 
 def test_a_service_that_says_nothing_ends_the_wait_at_the_deadline():
@@ -163,6 +187,42 @@ def test_a_member_that_leaves_is_named_and_the_others_measure():
     }
 
 
+def test_one_that_comes_when_all_have_come_is_told_so():
+    terms = Terms(here(), TOKEN, 2, 20 * PATIENCE, 0)
+    leader = Leader(listen(terms.rendezvous, TOKEN), terms)
+    first, second, late = (join(terms) for _ in range(3))
+    for line in (first, second):
+        line.send(Join(look(), 2, Offers()), soon())
+    first.take(soon(), Begin)
+    late.send(Join(look(), 2, Offers()), soon())
+    until = soon()
+    while leader._joined.empty():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    first.close()
+    second.close()
+    checkup = late.take(soon(), Result).checkup
+    assert [f.said for f in checkup.failures] == ["all 2 processes of --size had come before this one"]
+    leader.close()
+
+
+def test_a_visited_process_that_reads_and_never_answers_ends_a_visit_in_time(monkeypatch):
+    def swallow(sock, stream_s, until):
+        while sock.recv(1 << 20):
+            pass
+
+    monkeypatch.setattr(visits, "_count", swallow)
+    monkeypatch.setattr(visits, "STREAM_S", 0.2)
+    door, port = open_door("b", TOKEN)
+    began = time.monotonic()
+    try:
+        found = list(visit(look(), replace(look(), identity="b", port=port), "", TOKEN, 0.1, {}))
+    finally:
+        door.close()
+    assert found and all("a stream of bytes does not: nothing within 0.3 s" in p.error for p in found)
+    assert all(p.round_trip_s for p in found) and time.monotonic() - began < 20 * PATIENCE
+
+
 @pytest.mark.parametrize(
     "sent", [b"\x00", b"\xff\xff\xff\xff", b"\x04\x00\x00\x00\x93\xa4None", b"\x05\x00\x00\x00cos\nx"]
 )
@@ -219,7 +279,7 @@ def on_hosts(
     hosts: list[Host], envs=(), prefix: tuple[str, ...] = (), at: str = "h0", *more: str
 ) -> list[tuple[int, dict]]:
     """A doctor on each host. envs: their variables. prefix: a command that runs the last one."""
-    options = "--rendezvous", f"tcp://{at}:29600", "--size", str(len(hosts)), "--timeout", str(10 * PATIENCE), *more
+    options = "--rendezvous", f"tcp://{at}:29600", "--size", str(len(hosts)), "--timeout", str(LIMIT_S / 2), *more
     ways = [h.command() for h in hosts]
     ways[-1] += prefix
     return [d.end() for d in [Doctor(*options, prefix=tuple(w), **e) for w, e in zip_longest(ways, envs, fillvalue={})]]

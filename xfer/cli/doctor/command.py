@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 UNFIT = 1
 """Exit code: there are problems."""
 HELP = "\n\n".join([
-    "Check this machine, and the paths between several, before a job. Prints one page; exit code 1 if there are problems.",
+    "Check this machine, and the network between several, before a job. Prints one page; exit code 1 if there are problems.",
     "[bold]One machine:[/bold] xfer doctor. Interfaces and what names resolve to, RDMA ports, limits, /dev/shm, GPUs and which of them "
     "read each other's memory, versions.",
     "[bold]Several:[/bold] the same command on each, at the same time, with the job's XFER_TOKEN in the environment:",
     "xfer doctor --rendezvous tcp://10.0.0.1:29600 --size 2",
-    "The one that has this address listens. Then also: versions and variables that must agree, reachability both paths, round trips, "
+    "The one that has this address listens. Then also: versions and variables that must agree, reachability both ways, round trips, "
     "clocks, a rate by TCP for every pair, and on one machine whether processes read each other's memory. All print the same page.",
     "Run it as the job runs: in its container, with its environment and its Python, trainers' and engines' side.",
 ])  # fmt: skip

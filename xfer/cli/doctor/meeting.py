@@ -18,7 +18,7 @@ import queue
 import socket
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -126,7 +126,7 @@ class Leader:
     def __init__(self, listeners: Sequence[socket.socket], terms: Terms):
         self._terms = terms
         self._joined: queue.Queue[tuple[Line, Join, str]] = queue.Queue()
-        self._rejected: list[str] = []
+        self._rejected: deque[str] = deque(maxlen=MOST_REJECTED)
         self._door = Door(listeners, terms.token, self._welcome, self._rejected.append)
         self.failures: list[Finding] = []
         self._gone: set[Line] = set()
@@ -154,6 +154,16 @@ class Leader:
         finally:
             for line in lines:
                 line.close()
+            self._send_away()
+
+    def _send_away(self) -> None:
+        """Tells those who came when there were enough."""
+        while not self._joined.empty():
+            line, join, _ = self._joined.get()
+            said = f"all {self._terms.size} processes of --size had come before this one"
+            failure = problem("meeting", join.facts.host, said, "give the number of all processes as --size")
+            self._tell(line, Result(Checkup((join.facts,), failures=(failure,))), time.monotonic() + GREET_S)
+            line.close()
 
     def _gather(self) -> list[tuple[Line, Join, str]]:
         terms = self._terms
@@ -170,7 +180,7 @@ class Leader:
             said = f"only {len(came)} of {terms.size} processes came within {terms.timeout_s:g} s: {here}"
             advice = "start it on all machines within that time; one that cannot reach this address says why there"
             self._fail(terms.rendezvous, said, advice)
-            for line in dict.fromkeys(self._rejected[-MOST_REJECTED:]):
+            for line in dict.fromkeys(self._rejected):
                 self._fail(terms.rendezvous, f"rejected: {line}", "is XFER_TOKEN the same everywhere?")
         for _, join, _ in came:
             if join.size != terms.size:
@@ -255,9 +265,9 @@ def attend(terms: Terms, facts: HostFacts) -> Checkup:
         XferError: This process could not take part. Its violations say what to do.
     """
     door, port = open_door(facts.identity, terms.token)
-    leader = None
+    leader, why = None, ""
     try:
-        listeners = _listeners(terms)
+        listeners, why = _listeners(terms)
         at = terms.rendezvous
         if listeners:
             leader, at = Leader(listeners, terms), _own(listeners[0])
@@ -269,9 +279,9 @@ def attend(terms: Terms, facts: HostFacts) -> Checkup:
             line.close()
             del kept
     except DeadlineExceeded as e:
-        last = next((v for v in e.violations if v.startswith("last attempt")), "")
+        last = [v for v in e.violations if v.startswith("last attempt")]
         advice = "is xfer doctor running on the machine that has this address? --listen there if it is behind NAT"
-        raise DeadlineExceeded(f"{e.message}; {last}" if last else e.message, [advice]) from None
+        raise DeadlineExceeded("; ".join((e.message, *last, *filter(None, [why]))), [advice]) from None
     except (PeerLost, ProtocolError) as e:
         raise type(e)(e.message, ["is a session running at this address? give doctor a port of its own"]) from None
     finally:
@@ -280,14 +290,14 @@ def attend(terms: Terms, facts: HostFacts) -> Checkup:
             leader.close()
 
 
-def _listeners(terms: Terms) -> list[socket.socket]:
-    """Sockets of the rendezvous, if this process is the one that listens: the first with an address of its host."""
+def _listeners(terms: Terms) -> tuple[list[socket.socket], str]:
+    """Sockets of the rendezvous, if this process is the one that listens; else none, and why it does not if it tried."""
     try:
-        return listen(terms.rendezvous, terms.token, elsewhere=terms.listen)
-    except HandshakeError:
+        return listen(terms.rendezvous, terms.token, elsewhere=terms.listen), ""
+    except HandshakeError as e:
         if terms.listen:
             raise
-        return []  # another doctor of this machine listens already, or this machine does not know the name
+        return [], e.message  # another doctor of this machine listens already, or this machine does not know the name
 
 
 def _own(listener: socket.socket) -> str:
@@ -298,7 +308,11 @@ def _own(listener: socket.socket) -> str:
 
 def _take_part(line: Line, terms: Terms, facts: HostFacts, offers: Offers) -> Checkup:
     line.send(Join(facts, terms.size, offers), time.monotonic() + SLACK_S)
-    met = line.take(time.monotonic() + terms.timeout_s + SLACK_S, Begin)
+    met = line.take(time.monotonic() + terms.timeout_s + SLACK_S, Begin, Result)
+    if isinstance(met, Result):
+        return met.checkup
+    if not isinstance(met, Begin):
+        raise ProtocolError(f"{type(met).__name__} came before the beginning")
     until = time.monotonic() + met.lasts_s + 2 * SLACK_S
     while True:
         note = line.take(until, Visit, Result)

@@ -194,7 +194,8 @@ def _send(streams: Sequence[socket.socket], until: float) -> int:
         try:
             sock.setblocking(False)
             while len(answer) < 8:
-                ready = poll.poll(max(0.0, until - time.monotonic()) * 1e3)
+                left = until - time.monotonic()
+                ready = poll.poll(left * 1e3) if left > 0 else []
                 if not ready:
                     raise TimeoutError
                 if ready[0][1] & ~select.POLLOUT:
