@@ -354,6 +354,20 @@ def test_a_server_that_listens_later_is_waited_for():
             assert waits.result(30) == 3
 
 
+@pytest.mark.parametrize(
+    "version, asked", [("0.26.0", False), ("0.27.1", False), ("0.28.0", True), ("0.32.1rc1", True)]
+)
+def test_workers_that_cannot_say_whether_they_have_a_drafter_are_not_asked(version, asked):
+    """vLLM 0.26 and 0.27 have the route for drafters, and their workers do not know the question."""
+    said = {
+        "/openapi.json": {"paths": {"/start_draft_weight_update": {}}},
+        "/version": {"version": version},
+        "/collective_rpc": {"results": ["True", "True"]},
+    }
+    with serving(lambda method, path, body: (200, said.get(path, {}))) as (url,):
+        assert HttpEngine(url).hand_over_drafter(T) is asked
+
+
 @pytest.mark.parametrize("waits", [True, False], ids=["the owner waits", "the owner does not wait"])
 def test_pauses_and_resumes_of_data_parallel_ranks_do_not_overlap(waits):
     """The owner makes some and handles make others; each data-parallel rank runs a call between its own steps."""

@@ -439,9 +439,7 @@ class OfflineLLM(Handle):
             "workers": lambda: llm.llm_engine.vllm_config.parallel_config.world_size,
             "init": lambda: llm.init_weight_transfer_engine({"init_info": info}),
             "start": llm.start_weight_update,
-            "has_drafter": lambda: (
-                hasattr(llm, "start_draft_weight_update") and llm.collective_rpc("supports_draft_weight_updates")
-            ),
+            "has_drafter": lambda: workers_tell(llm) and llm.collective_rpc("supports_draft_weight_updates"),
             "start_draft": lambda: llm.start_draft_weight_update(),
             "update": lambda: llm.update_weights({"update_info": info}),
             "finish": llm.finish_weight_update,
@@ -593,9 +591,7 @@ class AsyncEngine(Handle):
             "resume": engine.resume_generation,
             "start": engine.start_weight_update,
             "has_drafter": lambda: (
-                rpc("supports_draft_weight_updates")
-                if hasattr(engine, "start_draft_weight_update")
-                else asyncio.sleep(0, [])
+                rpc("supports_draft_weight_updates") if workers_tell(engine) else asyncio.sleep(0, [])
             ),
             "start_draft": lambda: engine.start_draft_weight_update(),
             "update": lambda: rpc("update_weights", kwargs={"update_info": info}),
@@ -610,6 +606,21 @@ class AsyncEngine(Handle):
             refuse_unreached(parallel, parallel.world_size_across_dp)
             return parallel.world_size_across_dp
         return await calls[call]()
+
+
+def workers_tell(engine: Any) -> bool:
+    """Whether an engine's workers can be asked whether they have a drafter.
+
+    Those of vLLM 0.26 and 0.27 cannot, although these engines have `start_draft_weight_update`. A call that workers do not have
+    would leave vLLM's later answers out of step.
+    """
+    if not hasattr(engine, "start_draft_weight_update"):
+        return False
+    if not any(c.__module__.startswith("vllm.") for c in type(engine).__mro__):
+        return True
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    return hasattr(WorkerBase, "supports_draft_weight_updates")
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:

@@ -6,6 +6,7 @@ This module holds the wire format of each call. participants/engine.py has the i
 from __future__ import annotations
 
 import json
+import re
 import time
 import urllib.error
 import urllib.parse
@@ -22,6 +23,8 @@ _STRAGGLER_S = 3600.0
 """Longest wait for the answer to a request, on its socket. Callers have shorter timeouts of their own. Closing the socket
 earlier would not stop the call in the engine, and its end would stay unknown."""
 _AGAIN_S = 0.5
+DRAFTERS_ASKED = (0, 28)
+"""The first vLLM whose workers say whether they have a drafter."""
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Ignores `http_proxy`: `init` carries the job's token, which http:// sends in clear."""
 
@@ -111,9 +114,9 @@ class HttpEngine(Handle):
         return calls[call]()
 
     def _has_drafter(self) -> list[bool]:
-        """Return whether each worker has a drafter, according to the server's own list of routes.
+        """Return whether each worker has a drafter, if the server's own list of routes and its version say that it can be asked.
 
-        A call that the workers do not have would leave vLLM's answers out of step, so the list is read first. A server that
+        A call that the workers do not have would leave vLLM's answers out of step, so both are read first. A server that
         hides the list counts as one without a drafter; its workers then refuse a drafter and name it.
         """
         try:
@@ -121,6 +124,9 @@ class HttpEngine(Handle):
         except Unsupported:
             return []
         if "/start_draft_weight_update" not in routes:
+            return []
+        version = str(self._ask("GET", "/version", optional=True).get("version", ""))
+        if tuple(int(n) for n in re.findall(r"\d+", version)[:2]) < DRAFTERS_ASKED:
             return []
         asked = self._ask("POST", "/collective_rpc", {"method": "supports_draft_weight_updates"})
         return [answer in (True, "True") for answer in asked["results"]]  # the route turns answers into text
