@@ -961,6 +961,19 @@ def test_trainers_do_not_wait_for_an_engine_that_comes_back_late_but_the_next_re
         assert all(o.committed for end in job.ended(20.0) for o in end.outcomes)
 
 
+@SEEDS
+def test_an_engine_that_was_armed_when_the_trainers_died_serves_again_when_they_are_back(seed):
+    """Before the first refit: nothing was written, whatever its label says."""
+    with after_one_refit(seed) as job:
+        job.sessions[1].prepare()
+        job.sim.quiet()
+        job.die("trainer 0")
+        job.sim.wait(3 * DEADLINE_S)
+        assert job.engines[0].paused and "may hold a mix" in str(job.controllers[0].error)
+        job.restart()
+        assert (job.engines[0].paused, job.engines[0].label, job.controllers[0].error) == (False, "xfer:unknown", None)
+
+
 def test_engines_serve_until_trainers_are_about_to_be_ready():
     """Armed at the first call, they would wait as long as trainers drain. How long that takes the refit before tells."""
     with after_one_refit() as job:

@@ -16,11 +16,13 @@ from tests.support.world import TOKEN, ToyEngine, World, free_port, until_true
 from xfer.coordinator import coordinator
 from xfer.coordinator import messages as m
 from xfer.coordinator.deadlines import LEAVE_S
+from xfer.coordinator.events import Disconnected, Received
 from xfer.engines.handles import OfflineLLM
 from xfer.engines.remote import CallableEngine
 from xfer.errors import DeadlineExceeded, EngineLost, LayoutError, Unsupported, XferError
 from xfer.participants.controller import MIXED, Controller
 from xfer.participants.worker import WorkerSession
+from xfer.rendezvous.server import Server
 
 
 class ToyLLM:
@@ -347,6 +349,24 @@ def test_a_controller_that_is_closed_before_it_pauses_to_join_leaves_its_engine_
         go.set()
         w.controllers[0]._thread.join(5)
         assert not w.controllers[0]._thread.is_alive() and toy.log == [] and toy.label == ""
+
+
+def test_an_engine_may_be_served_again_as_soon_as_its_controller_is_closed(monkeypatch):
+    """However late the rendezvous reads that the old one left. The new one was once refused beside it."""
+    feed = Server.feed
+
+    def late(server, event):
+        if isinstance(event, Disconnected) or isinstance(event, Received) and isinstance(event.message, m.Leave):
+            server.loop.call_later(0.3, feed, server, event)
+        else:
+            feed(server, event)
+
+    with world() as w:
+        w.commits(1)
+        monkeypatch.setattr(Server, "feed", late)
+        w.controllers[0].close()
+        w.come(0, w.engines[0]).wait_ready(10)
+        w.commits(2)
 
 
 def test_a_rendezvous_that_is_stopped_keeps_no_controller_from_leaving(monkeypatch):

@@ -19,7 +19,7 @@ from tests.support.cpu_peer import MAPPED, REFUSED, Hold, peers
 from tests.support.memory import Watched
 from tests.support.packed_world import PackedWorld
 from tests.support.proc import PATIENCE
-from tests.support.world import SHAPES, ToySource, World, good, until_true
+from tests.support.world import SHAPES, ToyEngine, ToySource, World, good, until_true
 from xfer import Declared, MeshInfo, TensorTrainer
 from xfer.coordinator import messages as m
 from xfer.direct.plane import DirectPlane
@@ -85,6 +85,21 @@ def test_what_cannot_be_mapped_is_sent_and_the_reason_is_told():
         REFUSED.add((1, 0))
         w.sources[1].move()  # routes are opened again, with less to pull, over the link that stands
         assert by_route(w.commits(2))["gloo"] > sent["gloo"]
+
+
+def test_verified_refits_change_from_pulls_to_the_link_and_back():
+    """Sums that began while bytes were pulled are of that refit, and routes that were opened anew hold nothing."""
+    with World(2, 2) as w:
+        assert by_route(w.commits(1)).keys() == {"peer"}
+        old = []
+        for version, way in ((2, "gloo"), (3, "peer")):
+            refuse_all(2) if way == "gloo" else REFUSED.clear()
+            old += [weakref.ref(s._lane_.plane._routed) for s in w.engines[0].sessions]
+            w.sources[0].move()
+            report = w.commits(version)
+            assert report.verified and by_route(report).keys() == {way}
+        gc.collect()
+        assert [r() for r in old] == [None] * 4
 
 
 def test_moved_storages_are_mapped_again_by_all_ranks_together():
@@ -162,6 +177,21 @@ def test_release_unmaps_and_lets_go_and_the_next_refit_maps_again():
             for i in ranks:
                 w.sources[i].params = values[i]
         w.commits(4)
+
+
+@pytest.mark.parametrize("state", ["lost", "failed"])
+def test_release_unmaps_what_workers_of_lost_and_failed_replicas_have_mapped(state):
+    w = World(trainers=1, engines=[ToyEngine(2)])
+    if state == "failed":
+        w.engines[0].takers[0].choose_lock = lambda: 1 / 0
+    with w:
+        if state == "lost":
+            w.commits(1)
+            assert MAPPED
+            w.controllers[0].close()
+        until_true(lambda: w.phase(0) == state)
+        w.sessions[0].release()
+        assert not MAPPED
 
 
 def given_up(w: World, deadline_s: float, match: str = "unmap") -> None:

@@ -56,6 +56,43 @@ def lane_of(party: RendezvousClient, role: str = "trainer") -> Lane:
     return Lane(party, role, 1, torch.device("cpu"), 0, Waiting(party, role))
 
 
+def test_a_lane_that_cannot_follow_a_go_says_so():
+    """Its own rank broke the link, or its call raised before the go came. Other ranks once waited to the deadline."""
+    for stop in (
+        lambda lane: lane.cancel(PeerLost("stopped"), None),
+        lambda lane: lane.give_up(2, PeerLost("stopped")),
+    ):
+        party = RendezvousClient()
+        lane = lane_of(party)
+        lane.post(m.OpenLink(0, 2, True, 1))
+        assert lane.wait_idle(10)
+        stop(lane)
+        lane.post(m.Go(2, (0,), (2,), "1", False, 1.0))
+        assert lane.wait_idle(10)
+        assert [x for x in party.said if isinstance(x, m.Failed)][0].error.message == "stopped"
+        lane.close()
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_a_wait_of_an_epoch_ends_when_the_next_one_begins(cancelled):
+    """The next epoch takes no cancelled one back, and a cancel that comes late concerns none."""
+    party = RendezvousClient()
+    lane = lane_of(party)
+    try:
+        lane.post(m.OpenLink(0, 1, True, 1))
+        assert lane.plane.waits.wait(10)
+        if cancelled:
+            lane.cancel(PeerLost("given up"), 1)
+        lane.post(m.OpenLink(0, 2, True, 1))  # before the waiting thread can have looked
+        assert lane.wait_idle(10), "still waits for a value of epoch 1"
+        assert party.said == [m.LinkOpen(0, 2)]
+        lane.cancel(PeerLost("late"), 1)
+        lane.post(m.OpenLink(0, 2, False, 1))
+        assert lane.wait_idle(10) and party.said == [m.LinkOpen(0, 2)] * 2
+    finally:
+        lane.close()
+
+
 class Routes:
     """As `Routed`. `drained`: False where a pull does not leave the device."""
 
@@ -90,6 +127,29 @@ def test_a_worker_that_is_stopped_lets_go_of_the_trainers_memory(role, drained, 
     lane.close()
     lane.cancel(PeerLost("once more"), None)
     assert lane.wait_idle(0), "nobody is there to make it idle again"
+
+
+@pytest.mark.parametrize("message", [m.OpenLink(0, 2, True, 1), m.Go(1, (0,), (1,), "1", False, 1.0)])
+def test_a_message_for_a_lane_that_has_ended_keeps_no_thread_waiting(message):
+    """The coordinator continues the refit until it hears that this process leaves."""
+    party = RendezvousClient()
+    lane = lane_of(party)
+    lane.close()
+    lane.post(message)
+    assert lane.wait_idle(0) and lane.wait_idle(0, moved=True) and not party.said
+
+
+def test_an_epoch_that_begins_while_its_lane_is_stopped_is_stopped_too(monkeypatch):
+    lane, cancel = lane_of(RendezvousClient()), Lane.cancel
+
+    def cancelled_just_before(self, error, epoch):
+        cancel(self, error, epoch)
+        self.post(m.OpenLink(0, 1, True, 1))
+
+    monkeypatch.setattr(Lane, "cancel", cancelled_just_before)
+    began = time.monotonic()
+    lane.close()
+    assert time.monotonic() - began < 4 * PATIENCE and not lane._thread.is_alive()
 
 
 def test_cancelling_a_lane_does_not_wait_for_its_link():
