@@ -63,6 +63,29 @@ def test_a_verified_chain_sums_what_is_whole_while_the_rest_comes(monkeypatch):
             assert s._known == s._first.values()[0] != 0
 
 
+def test_parts_are_handed_on_as_they_come(monkeypatch):
+    """Also when the replicas behind open their routes anew: they then hear of the parts that are ready by then."""
+    monkeypatch.setattr(relay_place, "PART_BYTES", 2048)
+    with chain(3, shapes={"layers.0.w": (512, 24), "embed": (36, 8), "norm": (12,)}) as w:
+        w.commits(1)
+        heard, said = {1: [], 2: []}, []
+        for i, some in heard.items():
+            lane = w.lane(i)
+            hear = lambda message, f=lane.part_ready, some=some: (some.append(message.part), f(message))  # noqa: E731
+            monkeypatch.setattr(lane, "part_ready", hear)
+        w.sessions[0].prepare()  # all arm: else one may go around another
+        until_true(w.armed)
+        w.commits(2)
+        parts = {i: [p for p in some if p != relays.ALL_PARTS] for i, some in heard.items()}
+        assert parts == {1: list(range(12)), 2: list(range(12))}
+        plane = w.lane(0).plane
+        say = lambda run, part, f=plane._say_part_ready: (said.append(part), f(run, part))  # noqa: E731
+        monkeypatch.setattr(plane, "_say_part_ready", say)
+        w.sessions[0].release()
+        w.commits(3)
+        assert said == parts[1]
+
+
 def test_replicas_of_another_layout_stand_in_chains_of_their_own():
     with chain(4, engines=[ToyEngine(n) for n in (2, 1, 2, 1)]) as w:
         for version in (1, 2):
