@@ -142,6 +142,7 @@ def test_sound_machines_have_neither_problems_nor_warnings():
         (dict(device_files=8), "warning", "GPUs", "torch sees no GPU, and the kernel shows 8"),
         (dict(gpus=(GPU[0], replace(GPU[1], peers=()))), "warning", "GPUs", "memory: 0 and 1"),
         (dict(gpus=(replace(GPU[0], peers=()), GPU[1])), "warning", "GPUs", "memory: 0 and 1"),
+        (dict(congestion="bbr"), "warning", "TCP", "congestion control is bbr"),
         (dict(ptrace_scope=2), "warning", "host memory", "ptrace_scope is 2"),
     ],
 )  # fmt: skip
@@ -288,7 +289,7 @@ JSON = {
     "doctor": "problems warnings findings hosts paths memory schema",
     "findings": "level topic where said advice",
     "hosts": "label identity host machine pid own_name rendezvous interfaces port network ipc pids settings versions gpus device_files "
-    "rdma shm_bytes shm_device memlock open_files ptrace_scope",
+    "rdma shm_bytes shm_device memlock open_files ptrace_scope congestion",
     "paths": "source destination address users error round_trip_s clock_ahead_s path_mtu nbytes seconds",
     "memory": "source destination memory error",
 }

@@ -183,7 +183,16 @@ def tracing(facts: HostFacts) -> Iterator[Finding]:
         yield warning("host memory", facts.label, said, "sysctl kernel.yama.ptrace_scope=1, or leave host_pull off")
 
 
-BY_HOST: tuple[Callable[[HostFacts], Iterator[Finding]], ...] = (interfaces, rdma, limits, shared_memory, gpus, tracing)
+def congestion(facts: HostFacts) -> Iterator[Finding]:
+    """On emulated hosts, four that send to four reached 70 % of the rate with BBR, and all of it with Reno."""
+    if facts.congestion == "bbr":
+        said = "TCP's congestion control is bbr, which leaves a link idle that many connections share"
+        yield warning("TCP", facts.label, said, "sysctl net.ipv4.tcp_congestion_control=cubic, if refits go over gloo")
+
+
+BY_HOST: tuple[Callable[[HostFacts], Iterator[Finding]], ...] = (
+    interfaces, rdma, limits, shared_memory, gpus, tracing, congestion,
+)  # fmt: skip
 
 
 def _shown(i: Interface | None) -> str:

@@ -79,6 +79,7 @@ class HostFacts:
         shm_bytes, shm_device: Size of /dev/shm, and the kernel's number of that file system.
         memlock, open_files: Limits of this process; -1: none.
         ptrace_scope: Yama's setting; -1: there is none.
+        congestion: TCP's congestion control, e.g. "cubic".
     """
 
     label: str
@@ -103,6 +104,7 @@ class HostFacts:
     memlock: int = -1
     open_files: int = -1
     ptrace_scope: int = -1
+    congestion: str = ""
 
     def shares_machine(self, other: HostFacts) -> bool:
         return self.machine == other.machine

@@ -58,6 +58,7 @@ def look(rendezvous: str = "") -> HostFacts:
         memlock=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         ptrace_scope=int(_text("/proc/sys/kernel/yama/ptrace_scope") or -1),
+        congestion=_text("/proc/sys/net/ipv4/tcp_congestion_control"),
     )
 
 
