@@ -15,7 +15,7 @@ import time
 import pytest
 
 from tests.support.host_world import BYTES, HostWorld
-from tests.support.hosts import Cluster, missing
+from tests.support.hosts import Cluster, ended, missing, reap
 from tests.support.proc import PATIENCE, ROOT
 from tests.support.world import until_true
 from xfer.coordinator.deadlines import CALL_GRACE_S
@@ -106,14 +106,11 @@ def test_hosts_end_with_the_process_that_made_them():
         "print(*(h.keeper for h in c.hosts), flush=True); time.sleep(1000)"
     )
     p = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    keepers = p.stdout.readline().split()
-    assert len(keepers) == 2 and all(os.path.exists(f"/proc/{k}") for k in keepers)
+    keepers = [int(k) for k in p.stdout.readline().split()]
+    assert len(keepers) == 2 and not any(map(ended, keepers))
     p.send_signal(signal.SIGKILL)
     p.wait(10)
-    until = time.monotonic() + 10 * PATIENCE
-    while any(os.path.exists(f"/proc/{k}") for k in keepers):
-        assert time.monotonic() < until, keepers
-        time.sleep(0.02)
+    until_true(lambda: reap() or all(map(ended, keepers)), 10 * PATIENCE)
 
 
 # ---- links and hosts that fail

@@ -33,9 +33,11 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 NAMESPACES = {"net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000, "pid_for_children": 0x20000000}
@@ -161,8 +163,12 @@ class Cluster:
         for k in self._keepers:
             with contextlib.suppress(OSError):
                 k.stdin.close()  # its `cat` ends, with it process 1 of the host, and with that all others
-        for k in self._keepers:
-            k.wait(10)
+        until = time.monotonic() + 10
+        while any(k.poll() is None for k in self._keepers):
+            if time.monotonic() > until:
+                raise HostError("processes of hosts do not end")
+            reap()
+            time.sleep(0.002)
         self.hosts, self._keepers = [], []
 
     def _build(self) -> None:
@@ -262,6 +268,27 @@ class Cluster:
             f"[[host]]\nnames = {json.dumps([h.name for h in self.hosts])}\ngpus = {self.ranks}\nnvlink = {LOCAL}\n"
             f"nics = [{cards}]\n\n[ranks]\ntrainers = {first}\nreplicas = [{', '.join(others)}]\n"
         )
+
+
+def reap() -> None:
+    """Waits for dead processes of hosts that nobody waits for; process 1 of a host ends after all others are waited for.
+
+    A host's process whose parent, outside of the host, was killed is left to this one where it adopts orphans (forge.py).
+    """
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread has just ended
+            for pid in map(int, (task / "children").read_text().split()):
+                status = dict(x.split(":", 1) for x in Path(f"/proc/{pid}/status").read_text().splitlines())
+                if status["State"].split()[0] == "Z" and len(status["NSpid"].split()) > 1:
+                    os.waitpid(pid, os.WNOHANG)
+
+
+def ended(pid: int) -> bool:
+    """Whether a process has ended, whoever waits for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 def _address(host: int, nic: int) -> str:
