@@ -94,7 +94,7 @@ def test_ranks_offer_what_the_whole_matrix_quantizes_to(device, seed, rule, dtyp
                 assert (mine is None) == (
                     a % BLOCK == c % BLOCK == 0 and all(i % BLOCK == 0 or i == n for i, n in ends)
                 )
-                told.append(None if mine is None else m.Measured(1, 1, mine.numbers, mine.largest))
+                told.append(None if mine is None else m.Measured(1, 1, 1, mine.numbers, mine.largest))
                 ranks.append((q, table))
     agreed = iter(largest([x for x in told if x is not None]))
     for (q, table), x in zip(ranks, told):

@@ -23,6 +23,7 @@ ALLOWED = {
     ("cli/describe.py", "expert_model_parallel_size"),  # options of Megatron-Core and vLLM
     ("cli/describe.py", "expert_tensor_parallel_size"),
     ("cli/describe.py", "enable_expert_parallel"),
+    ("cli/doctor/look.py", "link_layer"),  # of an RDMA port, in sysfs
     ("engines/meta_model.py", "static_all_moe_layers"),  # a field of vLLM's compilation config
     ("engines/processed.py", "UnquantizedLinearMethod"),  # classes of vLLM
     ("engines/processed.py", "UnquantizedEmbeddingMethod"),
