@@ -30,6 +30,9 @@ def installed() -> bool:
     return _installed
 
 
+_OTHERWISE = "this vLLM packs CPU weights in another way than the one xfer can turn off"
+
+
 def install() -> None:
     """Replace the functions by which vLLM packs weights. Idempotent. Models that were built before stay packed.
 
@@ -41,8 +44,11 @@ def install() -> None:
         return
     import vllm._custom_ops  # noqa: F401  (chooses its library by the CPU's features, which must happen before they are denied below)
     from vllm.model_executor.layers import utils
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
+    try:
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    except ImportError as e:
+        raise Unsupported(_OTHERWISE, [str(e)]) from e
     swaps = [
         (utils, "dispatch_cpu_unquantized_gemm", _leave_in_parameter),  # its callers import it by name at call time
         (CPUUnquantizedExperts, "process_weights_after_loading", lambda self, layer: None),
@@ -56,7 +62,7 @@ def install() -> None:
     ]
     missing = [f"{getattr(owner, '__name__', owner)}.{name}" for owner, name, _ in swaps if not hasattr(owner, name)]
     if missing:
-        raise Unsupported("this vLLM packs CPU weights in another way than the one xfer can turn off", missing)
+        raise Unsupported(_OTHERWISE, missing)
     for owner, name, replacement in swaps:
         setattr(owner, name, replacement)
     _installed = True
