@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -14,9 +15,13 @@ import time
 
 import pytest
 
+from examples.common import toy
+from tests.support import refit_job
 from tests.support.host_world import BYTES, HostWorld
 from tests.support.hosts import Cluster, ended, missing, reap
+from tests.support.marks import BOTH
 from tests.support.proc import PATIENCE, ROOT
+from tests.support.refit_job import Job
 from tests.support.world import until_true
 from xfer.coordinator.deadlines import CALL_GRACE_S
 
@@ -56,6 +61,37 @@ def test_a_session_between_hosts_brings_every_byte_in_once(tmp_path, ranks, rail
             for h, b in zip(c.hosts, before):
                 needed, came = ranks * NEEDED * (h in takers), c.bytes_in(h) - b
                 assert needed <= came <= needed * 1.02 + 0.05 * NEEDED * (h not in takers), (h.name, came)
+
+
+@pytest.mark.slow
+@BOTH
+@pytest.mark.parametrize("hosts", [(2, 3), (2, 2)], ids=["a host each", "one host, in a relay chain"])
+def test_real_engines_are_refitted_between_hosts(tmp_path, hosts):
+    """Two trainers on hosts of their own refit two vLLMs. The truth is what vLLM loaded from the checkpoint of seed 1."""
+    with Cluster(4, mbit=400) as c:
+        places = dict(zip(("trainer0", "trainer1", "engine0", "engine1"), (c.hosts[i] for i in (0, 1, *hosts))))
+        with Job(
+            tmp_path, "qwen3", world=2, address=c.hosts[0].address, host_of=lambda n: places[n.partition("-")[0]]
+        ) as job:
+            engines = [job.engine(f"engine{i}", 1) for i in range(2)]
+            for e in engines:
+                e.start(str(job.model), "auto")
+            for e in engines:
+                e.started()
+            truth = engines[0].observe()
+            nbytes = sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in toy.specs(job.config))
+            relay = hosts[0] == hosts[1]
+            refit_job.good(job.meet(engines, relay=relay))
+            for e in engines:
+                e.ready()
+            for seed in (2, 1):
+                before = c.bytes_in(c.hosts[2])
+                report = refit_job.good(job.trainers.refit(seed, verify=True))
+                came = c.bytes_in(c.hosts[2]) - before
+                assert report["verified"] and report["serving"] == [True, True]
+                assert nbytes <= came <= nbytes * 1.02, "each byte enters this host once"
+                same = [e.observe().same(truth) for e in engines]
+                assert same == [seed == 1] * 2
 
 
 def test_in_relay_chains_every_byte_enters_a_host_once_whatever_happens_to_the_other_host(tmp_path):

@@ -75,13 +75,13 @@ class Weights:
 class Rank(trainer_rank.Rank):
     kind = Weights
 
-    def build(self, rank: int, world: int, port: int, **weights) -> None:
+    def build(self, rank: int, world: int, port: int, address: str = "127.0.0.1", **weights) -> None:
         if self.session is not None:
             self.session.close()
         self.session = None
         if dist.is_initialized():
             dist.destroy_process_group()
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+        dist.init_process_group("gloo", init_method=f"tcp://{address}:{port}", rank=rank, world_size=world)
         self.trainer = self.kind(**weights)
         emit("built")
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from examples.common.gloo_end import settle_at_exit
 from examples.common.ports import free_port
 from tests.support import forge
+from tests.support.hosts import Host
 
 ROOT = forge.ROOT
 MARK = "@xfer "
@@ -94,13 +95,21 @@ def stopped(pid: int) -> bool:
 
 
 class Child:
-    """One process running `tests.support.<module>` in the environment of `side`."""
+    """One process running `tests.support.<module>` in the environment of `side`, on an emulated host if one is given."""
 
-    def __init__(self, name: str, side: str, module: str, args: list[str], work: Path, **env: str):
+    def __init__(
+        self, name: str, side: str, module: str, args: list[str], work: Path, host: Host | None = None, **env: str
+    ):
         self.name, self.log_path = name, Path(work) / f"{name}.log"
         self._log = open(self.log_path, "w")
         run = ["-m", f"tests.support.{module}", *args]
-        self.proc = forge.start(PYTHON[side], run, environment(**env), ROOT, None, self._log)
+        if host is None:
+            self.proc = forge.start(PYTHON[side], run, environment(**env), ROOT, None, self._log)
+        else:
+            self.proc = subprocess.Popen(
+                host.command(PYTHON[side], *run), env=environment(**host.env(), **env), cwd=ROOT, text=True,
+                start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
+            )  # fmt: skip
         self.events: queue.Queue = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -215,13 +224,13 @@ GRACE_S = 5.0
 
 
 class Family:
-    """Children that end together."""
+    """Children that end together. `host_of`: the emulated host of each by its name; None: this machine."""
 
-    def __init__(self, work: Path):
-        self.work, self.children = Path(work), []
+    def __init__(self, work: Path, host_of: Callable[[str], Host | None] = lambda name: None):
+        self.work, self.children, self.host_of = Path(work), [], host_of
 
     def start(self, name: str, side: str, module: str, *args: str, **env: str) -> Child:
-        child = Child(name, side, module, list(args), self.work, **env)
+        child = Child(name, side, module, list(args), self.work, self.host_of(name), **env)
         self.children.append(child)
         return child
 

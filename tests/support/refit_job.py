@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from examples.common import toy
 from examples.common.ports import free_port
+from tests.support.hosts import Host
 from tests.support.proc import PATIENCE, Child, Family, cause
 from xfer.coordinator.deadlines import CALL_GRACE_S
 
@@ -140,14 +142,27 @@ class Trainers:
 
 
 class Job:
-    """Engines and trainers that meet, again and again, each time at another rendezvous."""
+    """Engines and trainers that meet, again and again, each time at another rendezvous.
 
-    def __init__(self, work: Path, family: str, world: int = 3, **override):
+    Args:
+        address: Of trainer 0.
+        host_of: As of `Family`.
+    """
+
+    def __init__(
+        self,
+        work: Path,
+        family: str,
+        world: int = 3,
+        address: str = "127.0.0.1",
+        host_of: Callable[[str], Host | None] = lambda name: None,
+        **override,
+    ):
         self.config = toy.config(family, **override)
         self.model = Path(work) / "model"
         toy.write_checkpoint(family, self.model, seed=1, **override)
         self.token = secrets.token_hex(16)
-        self.family = Family(work)
+        self.family, self.address = Family(work, host_of), address
         self.trainers = Trainers(self.family, world, self.token)
         self.rendezvous = ""
 
@@ -157,8 +172,8 @@ class Job:
     def meet(self, engines: list[Engine], weights: dict | None = None, **connect) -> list[dict]:
         """Trainers and engines connect, the first engine as replica 0. Results of the trainers; engines are asked
         apart."""
-        self.trainers.build(self.config, **(weights or {}))
-        self.rendezvous = f"tcp://127.0.0.1:{free_port()}"
+        self.trainers.build(self.config, address=self.address, **(weights or {}))
+        self.rendezvous = f"tcp://{self.address}:{free_port()}"
         for i, e in enumerate(engines):
             e.serve(self.rendezvous, i)
         return self.trainers.connect(self.rendezvous, replicas=len(engines), **connect)
