@@ -101,10 +101,8 @@ def test_in_relay_chains_every_byte_enters_a_host_once_whatever_happens_to_the_o
 
         def refit(version: int, hosts, cut=None, **options) -> dict:
             """A refit in which so many bytes enter these hosts."""
-            for t in w.trainers:
-                t.value("set", version=version)
             before = [c.bytes_in(h) for h in c.hosts]
-            w.say("refit", **options)
+            w.begin(version, **options)
             if cut is not None:
                 until_true(lambda: c.bytes_in(cut) > before[c.hosts.index(cut)] + NEEDED / 4)
                 c.cut(cut)
@@ -173,10 +171,8 @@ def world(tmp_path, request):
 
 def begin(w, version: int, **options) -> None:
     """A refit of these weights begins, and some of its bytes have come."""
-    for t in w.trainers:
-        t.value("set", version=version)
     came = [w.cluster.bytes_in(h) for h in w.cluster.hosts[2:]]
-    w.say("refit", **options)
+    w.begin(version, **options)
     until_true(lambda: all(w.cluster.bytes_in(h) > b + NEEDED / 8 for h, b in zip(w.cluster.hosts[2:], came)), 20)
 
 
@@ -303,9 +299,7 @@ def vanishes(w, number: int, text: str, point: str) -> None:
     if point in ("plan", "link"):  # these are passed only when a layout changed
         w.trainers[0].value("change")
     w.fault(name, f"{text}:stop@1")
-    for t in w.trainers:
-        t.value("set", version=2)
-    w.say("refit", deadline_s=SHORT, min_replicas=1)
+    w.begin(2, deadline_s=SHORT, min_replicas=1)
     until_true(victim.is_stopped, 20)
     w.cluster.cut(w.cluster.hosts[number])
     for p in [w.trainers[1]] if number == 1 else [*w.replicas[1].workers, w.replicas[1].controller]:

@@ -30,19 +30,13 @@ def world(tmp_path, request):
         yield w
 
 
-def begin(w, version: int, **options) -> None:
-    for t in w.trainers:
-        t.value("set", version=version)
-    w.say("refit", **options)
-
-
 @BOTH
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_sender_that_is_killed_between_buckets(world, colocated, rank):
     """Rank 0 dies after some buckets have been sent, rank 1 somewhere in the same gather."""
     w = world
     w.fault("trainers", "trainer:0:wave:kill@3" if rank == 0 else "trainer:1:moving:kill@1")
-    begin(w, 2, deadline_s=FAR)
+    w.begin(2, deadline_s=FAR)
     answers = w.answers([i for i in range(3) if i != rank])
     failed(answers, ["PeerLost"], within=FAR / 2)
     for a in answers:  # a rank whose collective with the dead one was not closed says that its gather goes on
@@ -56,7 +50,7 @@ def test_a_sender_that_is_killed_between_buckets(world, colocated, rank):
 def test_a_worker_that_is_killed_between_buckets(world, colocated):
     w = world
     at(w, "worker", 1, "wave", "kill")
-    begin(w, 2, deadline_s=FAR)
+    w.begin(2, deadline_s=FAR)
     failed(w.answers(), ["PeerLost", "EngineLost"], "replica 0", within=FAR / 2)
     assert w.replicas[0].workers[1].dead() and no_mix(w) == [False]
     w.restart(0)
@@ -73,10 +67,10 @@ def test_a_gather_that_stands_still_ends_refits_by_their_deadlines_and_gathers_s
     here.touch()
     w.trainers[1].value("arrange", stand=str(here))
     for version, deadline in ((2, 6.0 * PATIENCE), (3, 2.0 * PATIENCE)):  # in the first, buckets have to arrive
-        begin(w, version, deadline_s=deadline)
+        w.begin(version, deadline_s=deadline)
         failed(w.answers(), STANDS, within=deadline + GRACE_S)
         assert no_mix(w) == [False], "some buckets had arrived"
-    begin(w, 4, deadline_s=6 * FAR * PATIENCE)
+    w.begin(4, deadline_s=6 * FAR * PATIENCE)
     here.unlink()
     good(w.answers(timeout=7 * FAR * PATIENCE))
     right(w, 4)
@@ -87,7 +81,7 @@ def test_a_gather_that_stands_still_ends_refits_by_their_deadlines_and_gathers_s
 def test_what_one_rank_cannot_export_is_said_by_all_and_nobody_is_left_in_a_collective(world):
     w = world
     w.trainers[2].value("arrange", state="changed", refuse="layers.9.w: has no mapping")
-    begin(w, 2, deadline_s=FAR)
+    w.begin(2, deadline_s=FAR)
     failed(w.answers(), ["LayoutError"], "trainer 2", "layers.9.w: has no mapping", within=FAR / 2)
     good(w.refit(3))
     right(w, 3)

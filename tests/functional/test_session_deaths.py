@@ -117,12 +117,6 @@ def at(w, role, rank, point, action):
     w.fault("trainers" if role == "trainer" else "replica0", f"{role}:{rank}:{point}:{action}@1")
 
 
-def begin(w, version: int, **options) -> None:
-    for t in w.trainers:
-        t.value("set", version=version)
-    w.say("refit", **options)
-
-
 @pytest.mark.parametrize(
     ("world", "text"),
     [(False, "trainer:0:link:kill"), (False, "trainer:0:moving:kill"), (False, "trainer:2:moving:kill"),
@@ -135,7 +129,7 @@ def test_a_trainer_that_dies_or_stops_is_named_by_all_others_and_the_job_goes_on
     rank, stops = int(rank), action == "stop"
     victim = w.trainers[rank]
     at(w, *text.split(":"))
-    begin(w, 2, deadline_s=SHORT if stops else FAR)
+    w.begin(2, deadline_s=SHORT if stops else FAR)
     others = [i for i in range(3) if i != rank]
     kinds = ["DeadlineExceeded"] if stops else ["PeerLost"]
     # A trainer whose memory others read cannot know, without the coordinator, that they have ended.
@@ -165,7 +159,7 @@ def test_an_engine_of_which_a_process_dies_or_stops_is_left_out_and_comes_back(w
     w, (_, rank, _, action) = world, text.split(":")
     worker, name = w.replicas[0].workers[int(rank)], f"replica 0 worker {rank}"
     at(w, *text.split(":"))
-    begin(w, 2, deadline_s=SHORT if action == "stop" else FAR, min_replicas=1)
+    w.begin(2, deadline_s=SHORT if action == "stop" else FAR, min_replicas=1)
     if action == "stop":
         until_true(worker.is_stopped)
     elif action == "hang":
@@ -245,7 +239,7 @@ def test_a_process_that_is_killed_at_any_moment(world, seed):
     victim = dice.choice([*w.trainers, *w.replicas[0].workers])
     trains = victim in w.trainers
     name = f"trainer {w.trainers.index(victim)}" if trains else "replica 0"
-    begin(w, 2, deadline_s=FAR, min_replicas=1)
+    w.begin(2, deadline_s=FAR, min_replicas=1)
     time.sleep(dice.random() * 0.1)
     victim.signal(KILL)
     assert victim.dead()  # it may have answered before

@@ -338,10 +338,15 @@ class ProcessWorld:
     def answers(self, ranks=None, timeout: float = 60.0) -> list[dict]:
         return [self.trainers[i].answer(timeout) for i in (range(len(self.trainers)) if ranks is None else ranks)]
 
-    def refit(self, weights: int, **options) -> list[dict]:
+    def begin(self, weights: int, **options) -> None:
+        """A refit of these weights begins; `answers` ends it."""
         for t in self.trainers:
             t.value("set", version=weights)
-        return self.on_all("refit", **options)
+        self.say("refit", **options)
+
+    def refit(self, weights: int, **options) -> list[dict]:
+        self.begin(weights, **options)
+        return self.answers()
 
     def __enter__(self) -> ProcessWorld:
         return self
