@@ -4,6 +4,7 @@ vLLM's own loaders write is shown in tests/functional/test_engine_families.py.
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -38,6 +39,40 @@ def test_building_on_meta_leaves_a_live_model_and_the_process_alone():
     assert dict(rotary_embedding._ROPE_DICT) == cached
     assert dict(vllm_config.compilation_config.static_forward_context) == context
     assert parallel_state._TP is None and parallel_state._WORLD is None
+
+
+def test_a_model_at_the_address_of_a_dead_one_has_all_its_layers(monkeypatch):
+    """vLLM keeps by a model's id which layers other stages hold. A loader that finds a dead model's entry leaves layers out."""
+    from vllm.model_executor.models import utils
+
+    missing = utils._model_to_pp_missing_layer_names
+    stages, whole = make_config(toy.config("qwen3"), pp=2), make_config(toy.config("qwen3"))
+    for device in ("cpu", "meta"):
+        with fake_rank(stages, 1):
+            last = make_model(stages, device)
+        assert utils.is_pp_missing_parameter("model.layers.0.mlp.down_proj.weight", last)
+        assert utils.is_pp_missing_parameter("layers.0.mlp.down_proj.weight", last.model)
+        ids = {id(last), id(last.model)}
+        assert missing.keys() >= ids
+        del last
+        gc.collect()
+        assert not missing.keys() & ids  # vLLM's own next model may get one of them
+
+    class Stale(dict):  # a model that vLLM built had whatever id the next one gets
+        def __contains__(self, number):
+            return number not in removed
+
+        def __getitem__(self, number):
+            return ["model.layers.0."]
+
+        def pop(self, number, default):
+            removed.append(number)
+
+    removed: list[int] = []
+    monkeypatch.setattr(utils, "_model_to_pp_missing_layer_names", Stale())
+    with fake_rank(whole, 0):
+        model = make_model(whole, "meta")
+    assert not utils.is_pp_missing_parameter("model.layers.0.mlp.down_proj.weight", model)
 
 
 def test_specs_of_a_folder_are_read_from_headers(tmp_path):

@@ -12,6 +12,7 @@ import copy
 import json
 import sys
 import tempfile
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,7 +133,20 @@ def make_model(vllm_config, device: str, model_config=None, watch: Watch | None 
             ) from e
     if device == "meta":
         _all_to_meta(model)
+    ids = [id(module) for module in model.modules()]
+    _forget_missing_layers(ids)
+    weakref.finalize(model, _forget_missing_layers, ids).atexit = False
     return model
+
+
+def _forget_missing_layers(ids: Iterable[int]) -> None:
+    """Remove the entries of `ids` from vLLM's cache of the layers that other pipeline stages hold. Its keys are ids of modules,
+    and an id is used again: the next model with that id would not load the layers that a dead one lacked."""
+    from vllm.model_executor.models import utils
+
+    missing = getattr(utils, "_model_to_pp_missing_layer_names", {})
+    for number in ids:
+        missing.pop(number, None)
 
 
 @contextlib.contextmanager
