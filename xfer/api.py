@@ -58,6 +58,7 @@ class Session:
         wait: Literal["commit", "sources"] = "commit",
         min_replicas: int | None = None,
         deadline_s: float | None = None,
+        delta: Literal["auto"] | None = None,
     ) -> RefitReport:
         """Move this trainer's current weights into every engine replica.
 
@@ -77,6 +78,10 @@ class Session:
                 no longer read; the next call raises the outcome's error, or has the outcome in its report's `before`.
             min_replicas: Raise only if fewer replicas committed. Default: all.
             deadline_s: Seconds from the call to the deadline. Default: `deadline_s` of `connect`.
+            delta: "auto" sends of each message only the elements that changed since the last refit that the replica committed,
+                if that is less, and else all of it. The engine ends up with the same bytes. This rank keeps a copy of what it
+                sent, until `release` (`extra_bytes` of the report has its size). Bytes that workers pull from a trainer's
+                memory on their own host are not affected. Default: send all bytes, keep no copy.
 
         Returns:
             The outcome on each replica, with seconds and bytes.
@@ -87,7 +92,7 @@ class Session:
                 the engines.
         """
         return self._session.refit(
-            version=version, verify=verify, wait=wait, min_replicas=min_replicas, deadline_s=deadline_s
+            version=version, verify=verify, wait=wait, min_replicas=min_replicas, deadline_s=deadline_s, delta=delta
         )
 
     def prepare(self) -> None:
@@ -289,6 +294,7 @@ def nccl_xfer_refit(
     wait: Literal["commit", "sources"] = "commit",
     min_replicas: int | None = None,
     deadline_s: float | None = None,
+    delta: Literal["auto"] | None = None,
 ) -> RefitReport:
     """Call `session.refit(...)`, which documents the arguments, the result and the errors.
 
@@ -299,5 +305,8 @@ def nccl_xfer_refit(
         wait: See there.
         min_replicas: See there.
         deadline_s: See there.
+        delta: See there.
     """
-    return session.refit(version=version, verify=verify, wait=wait, min_replicas=min_replicas, deadline_s=deadline_s)
+    return session.refit(
+        version=version, verify=verify, wait=wait, min_replicas=min_replicas, deadline_s=deadline_s, delta=delta
+    )

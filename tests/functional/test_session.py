@@ -37,7 +37,7 @@ LATE = (m.Armed, m.Done, m.Committed, m.Stopped, m.Settled, m.Planned, m.LinkOpe
 
 
 EVENTS = (
-    "prepare release release a_trainer_changes an_engine_changes a_call_to_an_engine_fails a_storage_cannot_be_mapped "
+    "prepare release release they_send_otherwise a_trainer_changes an_engine_changes a_call_to_an_engine_fails a_storage_cannot_be_mapped "
     "a_process_of_an_engine_dies a_connection_breaks a_trainer_dies a_process_is_stopped a_process_is_stopped "
     "stopped_processes_go_on stopped_processes_go_on a_message_is_said_again a_replica_is_served_again"
 ).split()
@@ -55,14 +55,17 @@ class Cluster(RuleBasedStateMachine):
         computes=st.booleans(),
         forms=st.sampled_from([*[(None,)] * 3, (ScaleRule.IEEE,), (None, *ScaleRule)]),
         again=st.booleans(),
+        delta=st.sampled_from([None, "auto"]),
         seed=st.integers(0, 1 << 20),
     )
-    def connect(self, trainers, replicas, workers, pulled, relay, in_step, holds, computes, forms, again, seed) -> None:
+    def connect(
+        self, trainers, replicas, workers, pulled, relay, in_step, holds, computes, forms, again, delta, seed
+    ) -> None:
         self.again = again
         self.sim = Simulation(seed).__enter__()
         self.job = Job(
             self.sim, trainers, replicas, workers,
-            pulled=pulled, relay=relay, in_step=in_step, holds=holds, computes=computes, forms=forms,
+            pulled=pulled, relay=relay, in_step=in_step, holds=holds, computes=computes, forms=forms, delta=delta,
         )  # fmt: skip
 
     def who(self, n: int, kinds: str = "tcw") -> str | None:
@@ -141,6 +144,10 @@ class Cluster(RuleBasedStateMachine):
     def release(self, n: int, _: int) -> None:
         if n in self.job.free():
             self.job.release(n)
+
+    def they_send_otherwise(self, _: int, __: int) -> None:
+        """All bytes from now on, or what changed."""
+        self.job.delta = None if self.job.delta else "auto"
 
     def a_trainer_changes(self, n: int, which: int) -> None:
         n %= self.job.trainers

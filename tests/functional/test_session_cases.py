@@ -651,6 +651,7 @@ ROUNDS = [
     ("T0 turn, T0!look", ""),
     ("T0 move, T0!look", ""),
     ("T0 export, W0!look", "T0 export"),
+    ("T0 export, W0!read", ""),
     ("T0 export, T1 export, T1!before", "W1 turns"),
     ("T0 release, T1 move, W1!arm", "T0 turn, T1 release"),
 ]
@@ -678,6 +679,66 @@ def test_whatever_changed_and_failed_before_a_refit_that_commits_has_the_bytes_o
             for end in job.ended(SOON_S):
                 assert not isinstance(end, XferError) or "!" in events or "T0 export" == events, end
             job.faults.clear()
+
+
+# ---- what changed
+
+
+EVENTS = {  # before a refit by changes -> whether it sends all bytes
+    "nothing": False,
+    "a trainer's storages move": False,
+    "the refit fails before a byte moves": False,
+    "a worker's storages move": True,
+    "a worker's bytes are written by something else": True,
+    "the refit fails while bytes move": True,
+    "a refit sends all bytes": True,
+    "the trainers release their weights": True,
+    "the replica is served again": True,
+    "the trainers' layouts change": True,
+    "every element changes": True,
+}
+
+
+@SEEDS
+@pytest.mark.parametrize("event", EVENTS)
+def test_a_refit_sends_what_changed_only_if_both_ends_hold_the_same_refit(seed, event):
+    """The engine holds the bytes of the trainers' moment in any case (`Job.agree`)."""
+    with after_one_refit(seed, delta="auto") as job:
+        (taker, _), (source, _) = job.engines[0].takers, job.sources
+        whole = job.ended()[0].outcomes[0].bytes_moved
+        assert job.commits(verify=False) == [True]
+        assert 0 < job.ended()[0].outcomes[0].bytes_moved < whole / 2
+        assert job.commits() == [True] and job.commits() == [True]  # version 4 differs from 3 everywhere, as 3 from 2
+        assert [e.extra_bytes >= whole / 3 for e in job.ended()] == [True, True], "copies are told"
+        if event.startswith(("the refit fails", "a refit sends")):
+            assert job.commits() == [True]  # then the last one is no multiple of three
+        if event == "a trainer's storages move":
+            source.move()
+        elif event.startswith("the refit fails"):
+            job.faults[job.engines[0].worker(0), "wave" if "while" in event else "arm"] = "raise"
+            call(job)
+            assert all(isinstance(e, XferError) for e in job.ended())
+            job.faults.clear()
+        elif event == "a worker's storages move":
+            taker.changes = "moves"
+        elif event == "a worker's bytes are written by something else":
+            for t in taker.live.values():
+                t.zero_()
+        elif event == "a refit sends all bytes":
+            assert job.commits(delta=None) == [True] and job.ended()[0].outcomes[0].bytes_moved == whole
+        elif event == "the trainers release their weights":
+            for s in job.sessions:
+                s.release()
+        elif event == "the replica is served again":
+            job.again(0)
+            job.sim.quiet()
+        elif event == "the trainers' layouts change":
+            for s in job.sources:
+                s.turn()
+        elif event == "every element changes":
+            assert job.commits() == [True]
+        assert job.commits(verify=False) == [True]
+        assert (job.ended()[0].outcomes[0].bytes_moved == whole) == EVENTS[event]
 
 
 # ---- calls

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 
 from tests.support.memory import allocations
 from tests.support.proc import PATIENCE
-from tests.support.row_worlds import apply_world, fresh_sources, random_world, read_box, row
+from tests.support.row_worlds import apply_world, change, fresh_sources, random_world, read_box, row
 from tests.support.threads import all_good, memory_store, run_ranks, soon
 from xfer.errors import PlanMismatch
+from xfer.kernels.changes import unit_of
 from xfer.plan.program import Op, Program, row_wire_bytes
 from xfer.transport import peer
+from xfer.transport.changes import Base
 from xfer.transport.group import Aborted
 from xfer.transport.links import open_group
 from xfer.transport.p2p import P2P
@@ -72,6 +74,40 @@ def test_any_programs_finish_and_equal_the_element_loop(links, seed, waves, rows
         assert stats[r].bytes_out == row_wire_bytes(moved[moved["src"] == r]).sum()
         assert stats[r].bytes_in == row_wire_bytes(moved[moved["dst"] == r]).sum()
         assert sum(x.bytes_in for x in stats[r].peers) == stats[r].bytes_in
+
+
+@settings(max_examples=EXAMPLES // 2, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 40),
+    st.sampled_from([1, 64, 300, 1 << 20]),
+    st.sampled_from([1, 40, 1 << 20]),
+    st.sampled_from([0.0, 0.02, 0.3, 1.0]),
+    st.sets(st.integers(0, RANKS - 1)),
+)
+def test_a_run_by_changes_leaves_what_a_whole_one_leaves(links, seed, rows, step_bytes, direct_bytes, share, forgot):
+    """Any share of the elements changed; some sources have no copies of what they sent before, and send all bytes."""
+    rng = np.random.default_rng(seed)
+    programs, storages = random_world(rng, RANKS, 3, rows)
+    roots = tensors(storages)
+    cut = dict(step_bytes=step_bytes, direct_bytes=direct_bytes)
+    runs = [P2P(links[r], programs[r], roots[r], **cut) for r in range(RANKS)]
+    whole = all_good(run_ranks(RANKS, lambda r: runs[r].run(soon())))
+    before = [[t.clone() for t in some] for some in roots]
+    for r, p in enumerate(programs):
+        change(rng, p.rows[(p.rows["src"] == r) & (p.rows["op"] != Op.FILL)], [t.numpy() for t in roots[r]], share)
+    want = apply_world(programs, [[t.numpy().copy() for t in some] for some in roots])
+    bases = [Base(5, 77, None if r in forgot else before[r]) for r in range(RANKS)]
+    stats = all_good(run_ranks(RANKS, lambda r: runs[r].run(soon(), base=bases[r])))
+    for r, p in enumerate(programs):
+        for got, w in zip(roots[r], want[r]):
+            assert np.array_equal(got.numpy(), w)
+        assert stats[r].bytes_out <= whole[r].bytes_out
+        if r in forgot:
+            assert stats[r].bytes_out == whole[r].bytes_out
+        elif not share:
+            parts = [part for step in steps(p, step_bytes, 1 << 62) for part in step.sends]
+            assert stats[r].bytes_out == sum(part.nbytes for part in parts if not unit_of(part.rows))
 
 
 class Watched:

@@ -171,6 +171,16 @@ def fresh_sources(rng: np.random.Generator, rows: np.ndarray, like: list[np.ndar
     return _values(rng, [rng.integers(0, 256, len(r), dtype=np.uint8) for r in like], rows)
 
 
+def change(rng: np.random.Generator, rows: np.ndarray, storages: list[np.ndarray], share: float) -> None:
+    """Write new values into about `share` of the elements that the rows read, and into nothing else."""
+    new = fresh_sources(rng, rows, storages)
+    for r in rows:
+        root, item = int(r["src_root"]), ITEMSIZE[DTYPES[r["src_dtype"]]]
+        starts = byte_starts(int(r["src_offset"]), r["extent"].tolist(), r["src_strides"].tolist())
+        at = starts[rng.random(len(starts)) < share][:, None] + np.arange(item)
+        storages[root][at] = new[root][at]
+
+
 def random_row(rng: np.random.Generator, source: Heap | None, destination: Heap, aligned: bool) -> np.ndarray:
     """A copy or a cast; a fill if there is no source."""
     extent = tuple(int(n) for n in rng.integers(1, 6, int(rng.integers(0, 4))))

@@ -175,11 +175,12 @@ class Job(World):
 
     def __init__(
         self, sim: Simulation, trainers: int, replicas: int, workers: int, *, pulled: bool = False, relay: bool = False,
-        in_step: bool = False, holds: bool = False, computes: bool = False, forms: Sequence[ScaleRule | None] = (None,), **how
+        in_step: bool = False, holds: bool = False, computes: bool = False, forms: Sequence[ScaleRule | None] = (None,),
+        delta: str | None = None, **how
     ):  # fmt: skip
         super().__init__(trainers, workers, replicas, DEADLINE_S, host_pull=pulled, relay=relay, drop=("extra",), **how)
         self.sim, self.in_step, self.last = sim, in_step, 0
-        self.forms, self.made = forms, []
+        self.forms, self.made, self.delta = forms, [], delta
         self.controlled = [""] * replicas  # by replica: the process of its controller
         self.faults: dict[tuple[str, str], str] = {}
         self.calls, self.running = [0] * self.trainers, {}
@@ -279,7 +280,7 @@ class Job(World):
         self.calls[i] += 1
         version = self.calls[i]
         self.last = max(self.last, version)
-        options = REFIT | dict(version=version, deadline_s=DEADLINE_S) | how
+        options = REFIT | dict(version=version, deadline_s=DEADLINE_S, delta=self.delta) | how
         began, bound = self.sim.now, options["deadline_s"] + CALL_GRACE_S + 0.01
         if (pending := self.sessions[i].pending) is not None:  # it first waits for the outcome of the call before
             bound += max(CALL_GRACE_S, pending.ends - began)

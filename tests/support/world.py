@@ -30,7 +30,7 @@ from xfer.trace.traced import Traced
 from xfer.trace.traced import TrainerLayout as ToyLayout
 
 TOKEN = "token of the test world"
-REFIT = dict(version=None, verify=True, wait="commit", min_replicas=None, deadline_s=None)
+REFIT = dict(version=None, verify=True, wait="commit", min_replicas=None, deadline_s=None, delta=None)
 HOST_PULL = False
 """For all worlds of a module that says so."""
 
@@ -70,8 +70,18 @@ class ToySource:
 
     @staticmethod
     def value(name: str, shape, version: int) -> torch.Tensor:
-        g = torch.Generator().manual_seed(sum(map(ord, name)) * 1000 + version)
-        return torch.randn(shape, generator=g).to(torch.bfloat16)
+        """Every third version is new in all elements. Of the others each differs in a few, which are others in each."""
+
+        def noise(seed: int, n: int) -> torch.Tensor:
+            g = torch.Generator().manual_seed(sum(map(ord, name)) * 100_000 + seed)
+            return torch.randn(n, generator=g).to(torch.bfloat16)
+
+        n = torch.Size(shape).numel()
+        if version % 3 == 0:
+            return noise(version, n).view(shape)
+        out, some = noise(0, n), noise(version, n).argsort()[: max(1, n // 32)]
+        out[some] = noise(version, len(some))
+        return out.view(shape)
 
     def set(self, version: int) -> None:
         for name, shape in self.shapes.items():

@@ -105,7 +105,7 @@ class ReplicaRefit:
     refit: Refit
     replica: Replica
     phase: Phase = Phase.ARMING
-    armed: set[int] = field(default_factory=set)
+    armed: dict[int, int] = field(default_factory=dict)  # worker -> refit whose bytes it holds (Armed.base)
     calls: int = 0  # update calls that did not bring its workers together
     astray: set[int] = field(default_factory=set)  # workers that have yet to enter the last of those, and leave it
     unread: dict[int, m.Armed] = field(default_factory=dict)  # workers that could not read a layout with their catalog
@@ -138,6 +138,12 @@ class ReplicaRefit:
     @property
     def over(self) -> bool:
         return self.phase is Phase.OVER
+
+    @property
+    def base(self) -> int:
+        """The refit whose bytes all of its workers hold; 0 if they hold none, or different ones."""
+        held = set(self.armed.values())
+        return held.pop() if len(held) == 1 else 0
 
     def to(self, phase: Phase) -> None:
         """Change the phase. Every change goes through here."""
@@ -172,7 +178,7 @@ class ReplicaRefit:
         if msg.in_step and not self.armed:
             due, calls = co.now + APART_S * 2**self.calls, self.calls
             co.at(due, lambda: self._call_again(calls), of=self.refit)
-        self.armed.add(worker)
+        self.armed[worker] = msg.base
         if msg.unread is not None:
             self.unread[worker] = msg
         if len(self.armed) == r.size:
@@ -191,7 +197,7 @@ class ReplicaRefit:
         if self.phase is not Phase.ARMING or self.calls != calls or len(self.armed) == r.size:
             return
         self.calls += 1
-        self.astray = set(range(r.size)) - self.armed
+        self.astray = set(range(r.size)) - self.armed.keys()
         r.tell(m.CallAgain(number))
         broadcast([r.workers[w] for w in self.armed if w in r.workers], m.CallAgain(number))
         self.armed.clear()

@@ -23,7 +23,7 @@ from msgspec import Meta, Struct
 from xfer.errors import ProtocolError, XferError, from_wire
 from xfer.plan.explain import size
 
-WIRE_VERSION = 22
+WIRE_VERSION = 23
 """Sent in the challenge (rendezvous/channel.py), before any message that another version could not decode."""
 MAX_FRAME = 1 << 30
 """Bytes of one control frame. All layouts of a thousand ranks take well below 1 MB."""
@@ -297,7 +297,8 @@ class Enter(WireMessage, frozen=True):
     """Trainer -> coordinator: nccl_xfer_refit() was called with these arguments.
 
     It is sent before anything that may wait for other ranks, so that the coordinator's deadline runs and its error can name
-    the ranks that have not called. `version` None: the coordinator numbers the version.
+    the ranks that have not called. `version` None: the coordinator numbers the version. `delta`: send what changed, where that is
+    less.
     """
 
     attempt: Count
@@ -305,6 +306,7 @@ class Enter(WireMessage, frozen=True):
     verify: bool
     min_replicas: Count
     deadline_s: Seconds
+    delta: bool = False
 
 
 class Ready(WireMessage, frozen=True):
@@ -353,7 +355,7 @@ class Armed(WireMessage, frozen=True):
 
     `rebound`: same layout at other addresses. `unread`: why no layout could be made from the catalog of `generation`;
     the trainers may bring a newer catalog in this refit. `in_step`: the replica has data-parallel ranks, which wait for each
-    other in every step.
+    other in every step. `base`: the refit by changes whose bytes I hold, all of them and unchanged since; 0: none.
     """
 
     attempt: Count
@@ -361,6 +363,7 @@ class Armed(WireMessage, frozen=True):
     rebound: bool = False
     unread: WireError | None = None
     in_step: bool = False
+    base: Count = 0
 
 
 class CallAgain(WireMessage, frozen=True):
@@ -376,7 +379,8 @@ class Go(WireMessage, frozen=True):
     """Coordinator -> ranks: move version `version` to these replicas now. A rank gets one `Go` for all replicas that begin together.
 
     `epochs`: of the links, in the order of `replicas`. `together`, to trainers on the packed route: the replicas that are fed
-    from one gather of the weights. `tells`, to workers: say `PartReady`, since others read from you.
+    from one gather of the weights. `tells`, to workers: say `PartReady`, since others read from you. `bases`, if trainers asked for
+    changes: of each replica the refit whose bytes all of its workers hold; 0: none.
     """
 
     attempt: Count
@@ -387,6 +391,12 @@ class Go(WireMessage, frozen=True):
     deadline_s: Seconds
     together: Counts = ()
     tells: bool = False
+    bases: Counts = ()
+
+    @property
+    def base(self) -> int:
+        """The base of the only replica of a Go that `each` returned; 0 if there is none."""
+        return self.bases[0] if self.bases else 0
 
     @property
     def epoch(self) -> int:
@@ -398,8 +408,12 @@ class Go(WireMessage, frozen=True):
         if len(self.replicas) == 1:
             yield self.replicas[0], self
             return
-        for replica, epoch in zip(self.replicas, self.epochs):
-            yield replica, msgspec.structs.replace(self, replicas=(replica,), epochs=(epoch,))
+        for k, replica in enumerate(self.replicas):
+            bases = self.bases[k : k + 1]
+            yield (
+                replica,
+                msgspec.structs.replace(self, replicas=(replica,), epochs=self.epochs[k : k + 1], bases=bases),
+            )
 
 
 class PartReady(WireMessage, frozen=True):

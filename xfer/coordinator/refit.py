@@ -114,6 +114,7 @@ class Refit:
         self.began = coordinator.now
         self.version: Label = None
         self.verify = False
+        self.delta = False
         self.ready_at = 0.0  # when the last trainer was ready
         self.called = False  # by some trainer, whose call this refit uses up whatever becomes of it
         self.abandoned = False  # nobody called in time: a trainer that calls now gets the next refit
@@ -196,7 +197,7 @@ class Refit:
         self.called = True
         if not self.entered:
             self.version = co.refits.next_label() if msg.version is None else msg.version
-            self.verify = msg.verify
+            self.verify, self.delta = msg.verify, msg.delta
             armed_until, self.began = self.began + self.armed_s, co.now
             self.deadline_s = min(msg.deadline_s, armed_until - self.began)
             self._set_deadline(self.deadline_s)
@@ -321,7 +322,8 @@ class Refit:
     def go(self, parts: Sequence[ReplicaRefit], together: tuple[int, ...] = (), tells: bool = False) -> m.Go:
         replicas, epochs = tuple(p.replica.index for p in parts), tuple(p.epoch for p in parts)
         left = max(1.0, self.until - self.coordinator.now)
-        return m.Go(self.number, replicas, epochs, self.version, self.verify, left, together, tells)
+        bases = tuple(p.base for p in parts) if self.delta else ()
+        return m.Go(self.number, replicas, epochs, self.version, self.verify, left, together, tells, bases)
 
     def _able(self, part: ReplicaRefit) -> bool:
         """Whether bytes of this replica may move now. If a plan or a link is out of date, ask for a new one."""
@@ -472,7 +474,7 @@ class Refit:
         return "moving" if moving else "waiting"
 
 
-_EQUAL = ("version", "verify", "min_replicas", "deadline_s")
+_EQUAL = ("version", "verify", "min_replicas", "deadline_s", "delta")
 """Arguments that must be equal on all trainers."""
 _asked = attrgetter(*_EQUAL)
 

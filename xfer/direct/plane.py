@@ -28,6 +28,7 @@ from xfer.rendezvous.client import RendezvousClient
 from xfer.rendezvous.store import RendezvousStore
 from xfer.trace.catalog import Catalog
 from xfer.transport import routes
+from xfer.transport.changes import Base
 from xfer.transport.group import Link
 from xfer.transport.p2p import WAVE_BYTES
 
@@ -57,6 +58,9 @@ class Storages(Protocol):
     def opened(self, replica: int, plan: PlanPart, generation: int) -> None:
         """Called when a link for this plan is open and storages of `generation` are bound to it. If a newer generation exists by now,
         the routes are opened again."""
+
+    def remembered(self, attempt: int) -> Sequence[torch.Tensor] | None:
+        """Return copies of the storages as this refit sent them, in the layout's order; None if there are none."""
 
     def before(self) -> None:
         """Called just before the first byte may move."""
@@ -111,6 +115,12 @@ class DirectPlane:
     def read_by_others(self) -> bool:
         routed = self._routed
         return routed is not None and routed.plan.pulled_out > 0
+
+    @property
+    def sends(self) -> bool:
+        """Whether this rank sends bytes over the present routes that nobody pulls."""
+        routed = self._routed
+        return routed is not None and routed.plan.p2p_out > 0
 
     @property
     def drained(self) -> bool:
@@ -295,7 +305,8 @@ class DirectPlane:
         faults.point(side.role, side.index, "moving")
         if routed.place is not None:
             routed.place.steps.begin(go.attempt, until, stop.stopped, go.tells)
-        stats = routed.run(until, stop.stopped, moved, side.gate(go, part, routed))
+        base = Base(go.base, int(part.digest[:15], 16), side.remembered(go.base)) if go.base else None
+        stats = routed.run(until, stop.stopped, moved, side.gate(go, part, routed), base)
         began = time.perf_counter()
         mark(self.party.label, "bytes have moved")
         stop.check()

@@ -54,6 +54,7 @@ class DirectTrainer:
         self._roots: list[torch.Tensor] = []
         self._binding = 0
         self._sums = SourceSums(index, [], [])
+        self._remembered, self._copies = 0, list[torch.Tensor]()  # a refit, and the storages as it sent them
         self._kept: list[list[torch.Tensor]] = []  # storages that other ranks may still read
         self._planes: dict[int, DirectPlane] = {}
 
@@ -73,6 +74,7 @@ class DirectTrainer:
         )
         self._made, self.inventory = made, self._party.shelf.offer(made)
         self._names = [r.name for r in made.roots]
+        self._forget_copies()
         self._unsent.expect(layout.trained)
         self.rebind(layout.tensors)
 
@@ -81,6 +83,7 @@ class DirectTrainer:
 
     def forget_layout(self) -> None:
         self._made, self._native, self._names, self.inventory = None, None, [], b""
+        self._forget_copies()
         self._quantized = self._quantizing(Catalog(()))
         self.rebind({})
 
@@ -106,7 +109,7 @@ class DirectTrainer:
 
     @property
     def scratch_bytes(self) -> int:
-        return self._quantized.nbytes
+        return self._quantized.nbytes + sum(t.numel() for t in self._copies)
 
     @property
     def rules(self) -> tuple[str, ...]:
@@ -128,6 +131,18 @@ class DirectTrainer:
         parts = {r: plane.part for r, plane in list(self._planes.items()) if plane.part is not None}
         self._sums.begin({r: parts[r] for r in idle if r in parts}, attempt)
 
+    def remember(self, attempt: int) -> None:
+        """Not where destinations pull all bytes: they read all of them."""
+        if not any(plane.sends for plane in list(self._planes.values())):
+            return self._forget_copies()
+        if not self._copies:
+            self._copies = [torch.empty_like(root) for root in self._roots]
+        torch._foreach_copy_(self._copies, self._roots)
+        self._remembered = attempt
+
+    def _forget_copies(self) -> None:
+        self._remembered, self._copies = 0, []
+
     def warn(self, lines: Sequence[str]) -> tuple[str, ...]:
         return tuple(lines)
 
@@ -140,6 +155,7 @@ class DirectTrainer:
     def release(self) -> None:
         self._sums.end()
         self._quantized.release()
+        self._forget_copies()
         self._roots = []
         self._sums = SourceSums(self.index, [], [])
 
@@ -157,6 +173,9 @@ class DirectTrainer:
         sums = self._sums
         if generation == self._binding:
             sums.bind(replica, plan)
+
+    def remembered(self, attempt: int) -> Sequence[torch.Tensor] | None:
+        return self._copies if self._copies and attempt == self._remembered else None
 
     def before(self) -> None:
         pass

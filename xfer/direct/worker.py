@@ -21,6 +21,9 @@ from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import TensorSpec
 from xfer.transport.routes import Routed
 
+SAMPLED, SAMPLE_WORDS = 8, 1024
+"""Storages, and words of each, by which a worker sees that its weights are others than a refit left."""
+
 
 class LiveModel(Protocol):
     """An engine framework's adapter on one worker; see `engines/vllm_layout.py` for vLLM's."""
@@ -59,6 +62,8 @@ class DirectWorker:
         self._binding = 0
         self._sums: Sums | None = None  # of these storages; bound at first use
         self._constants: tuple[PlanPart, Constants] | None = None  # of this plan; bound at first use
+        self._base = 0  # the last refit by changes, if its bytes came to these storages
+        self._left: list[int] = []  # samples of what it left
         self._early: tuple[Routed, EarlySums | None] | None = None  # of these routes; bound at first use
 
     # ---- for the session
@@ -81,7 +86,20 @@ class DirectWorker:
 
     def _bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._roots, self._sums, self._constants, self._early = [tensors[n] for n in self._names], None, None, None
+        self._base = 0
         self._binding += 1
+
+    def base(self) -> int:
+        """Samples tell whether something else has written since, or the engine has slept and lost its weights."""
+        if self._base and self._sampled() != self._left:
+            self._base = 0
+        return self._base
+
+    def _sampled(self) -> list[int]:
+        """Sums of a few words of each of the largest storages."""
+        words = [r[: r.numel() // 8 * 8].view(torch.int64) for r in sorted(self._roots, key=len)[-SAMPLED:]]
+        some = [w[:: -(-len(w) // SAMPLE_WORDS)].sum() for w in words if len(w)]
+        return torch.stack(some).tolist() if some else []
 
     def plane(self, joint_rank: int) -> DirectPlane:
         return DirectPlane(self._party, self, self._replica, joint_rank)
@@ -93,6 +111,9 @@ class DirectWorker:
 
     def opened(self, replica: int, plan: PlanPart, generation: int) -> None:
         """Do nothing: a worker sums after its bytes have arrived, so it loads no kernel beside NCCL's."""
+
+    def remembered(self, attempt: int) -> None:
+        """Do nothing: a worker sends nothing."""
 
     def before(self) -> None:
         self.model.engage_lock()  # on a stream that the transfer waits for; the device was idle when this worker was armed
@@ -127,6 +148,9 @@ class DirectWorker:
                 )
         self.model.run_recipes()
         self.model.synchronize()
+        if go.bases:
+            self._left = self._sampled()
+        self._base = go.attempt if go.bases else 0
         return out, b""
 
     def _sum(self) -> int:

@@ -77,6 +77,9 @@ class PackedTrainer:
     def news(self, committed: bool) -> News:
         return News()
 
+    def remember(self, attempt: int) -> None:
+        pass
+
     def begin_sums(self, attempt: int, idle: Iterable[int]) -> None:
         pass
 

@@ -85,6 +85,9 @@ class PackedWorker:
     def rebind(self) -> None:
         pass
 
+    def base(self) -> int:
+        return 0
+
     def plane(self, joint_rank: int) -> WorkerPlane:
         return WorkerPlane(self._party, self, self._replica)
 

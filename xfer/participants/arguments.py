@@ -63,6 +63,7 @@ class Arguments:
         wait: "commit" or "sources".
         want: Number of replicas that must commit.
         seconds: Seconds from the call to the deadline.
+        delta: Whether to send only what changed, where that is less.
     """
 
     version: int | str | None
@@ -70,6 +71,7 @@ class Arguments:
     wait: str
     want: int
     seconds: float
+    delta: bool = False
 
 
 def checked_call(
@@ -78,6 +80,7 @@ def checked_call(
     wait: object,
     min_replicas: object,
     deadline_s: object,
+    delta: object,
     replicas: int,
     default_s: float,
     used: Labels,
@@ -85,11 +88,12 @@ def checked_call(
     """Check the arguments of `nccl_xfer_refit`.
 
     Args:
-        version: See `nccl_xfer_refit`, as for the next four.
+        version: See `nccl_xfer_refit`, as for the next five.
         verify: See there.
         wait: See there.
         min_replicas: See there.
         deadline_s: See there.
+        delta: See there.
         replicas: Number of replicas of the session.
         default_s: Deadline if `deadline_s` is None.
         used: Labels of earlier refits.
@@ -107,6 +111,8 @@ def checked_call(
         bad.append(f"verify={verify!r}: true or false")
     if wait not in ("commit", "sources"):
         bad.append(f'wait={wait!r}: "commit" or "sources"')
+    if delta not in (None, "auto"):
+        bad.append(f'delta={delta!r}: None or "auto"')
     want = replicas if min_replicas is None else whole(min_replicas)
     if want is None or not 0 <= want <= replicas:
         bad.append(
@@ -117,7 +123,7 @@ def checked_call(
         bad += wrong_seconds("deadline_s", deadline_s)
     if bad or want is None or limit is None or not isinstance(wait, str):
         raise XferError("nccl_xfer_refit() was called with arguments that cannot work", bad)
-    return Arguments(label, verified, wait, want, limit)
+    return Arguments(label, verified, wait, want, limit, delta == "auto")
 
 
 def wrong_seconds(name: str, value: object) -> list[str]:

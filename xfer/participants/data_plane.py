@@ -186,7 +186,7 @@ class TrainerSide(Protocol):
 
     Attributes:
         inventory: Digest of this rank's layout, for the coordinator; empty before the first `read`.
-        scratch_bytes: Bytes that `quantize` fills, held as long as the layout is used.
+        scratch_bytes: Bytes that `quantize` fills, held as long as the layout is used, and those that `remember` copied.
         rules: Names of the rules by which it quantizes (kernels/quantize.py), and of those of weights that it has quantized already; ()
             if engines take no quantized weights.
     """
@@ -250,6 +250,10 @@ class TrainerSide(Protocol):
             attempt: Number of the attempt.
             idle: Replicas whose lanes run nothing.
         """
+
+    def remember(self, attempt: int) -> None:
+        """Copy the bytes that this attempt sent, so that a later one can send what has changed since. Called while the storages
+        still hold them and nothing reads them."""
 
     def warn(self, lines: Sequence[str]) -> tuple[str, ...]:
         """Return the `lines` of an error, after lines that say what the caller must not do while a failed refit still runs."""

@@ -85,11 +85,19 @@ class RefitCall:
             self.number = self.session.next_attempt()
             self._enter()
             if self.call.wait == "sources" and self._wait_for_sources():
+                self._remember()
                 self.session.pending = self
                 return self._report(self._version(), (), pending=True)
             outcome = self._outcome()
             if not outcome.void:  # else the attempt was prepared and given up before a rank called
+                if any(o.error is None for o in outcome.outcomes):
+                    self._remember()
                 return self._conclude(outcome)
+
+    def _remember(self) -> None:
+        """Keep what this refit sent, before the caller changes it."""
+        if self.call.delta:
+            self.session.side.remember(self.number)
 
     @contextlib.contextmanager
     def _naming_gathers(self) -> Iterator[None]:
@@ -108,7 +116,7 @@ class RefitCall:
         try:
             mark(self.label, "called")
             faults.point("trainer", session.index, "enter")
-            self.party.send(m.Enter(self.number, call.version, call.verify, call.want, call.seconds))
+            self.party.send(m.Enter(self.number, call.version, call.verify, call.want, call.seconds, call.delta))
             self._entered = True
             if (drain := self._drained()) is not None:
                 mark(self.label, "drained")

@@ -86,6 +86,10 @@ class WorkerSide(Protocol):
     def rebind(self) -> None:
         """Use the new addresses of the same layout."""
 
+    def base(self) -> int:
+        """Return the number of the last refit by changes, if this worker's storages still hold what it left, else 0. Asked only while
+        the model holds one whole version."""
+
     def plane(self, joint_rank: int) -> DataPlane:
         """Make the data plane of this worker, whose rank in the domain is `joint_rank`."""
 
@@ -212,9 +216,9 @@ class WorkerSession:
         logger.info("xfer: %s has joined %s, locked by %s", party.label, self.rendezvous, lock)
 
     def _read(self, party: RendezvousClient, message: m.CatalogMsg) -> None:
-        faults.point("worker", self.index, "read")
         self._catalog, self._generation = Catalog.from_bytes(unpack_one(message.catalog, "catalog")), message.generation
-        self._told = b""
+        self._told, self._stale = b"", True  # the next refit reads this catalog, if something fails here
+        faults.point("worker", self.index, "read")
         if missing := self._publish(self._catalog):
             self._told = None
             party.try_send(m.Specs(pack_specs(Catalog(missing).to_bytes(), ())))  # a catalog with them will come
@@ -289,8 +293,9 @@ class WorkerSession:
         unread = self._refresh(party)
         faults.point("worker", self.index, "arm")
         rebound = lane.plane.moved()
+        base = self.side.base() if self.adapter.holds == "whole" else 0
         mark(party.label, "looked at its storages: armed")
-        party.send(m.Armed(attempt, self._generation, rebound, unread, self._in_step))
+        party.send(m.Armed(attempt, self._generation, rebound, unread, self._in_step, base))
         while True:
             message = party.take(
                 due + STOP_GRACE_S,

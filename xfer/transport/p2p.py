@@ -17,10 +17,12 @@ from typing import Protocol
 import torch
 
 from xfer.errors import DeadlineExceeded, PlanMismatch, XferError
-from xfer.kernels import BoundRows, Side, bind
+from xfer.kernels import bind
 from xfer.plan.program import Program
-from xfer.transport.group import Aborted, Link, Outgoing, Pending
-from xfer.transport.steps import PairExchange, Step, steps
+from xfer.transport.bound import BESIDE_WIRE, BoundStep, PeerBytes, Tally, bound_step
+from xfer.transport.changes import Base, Changes
+from xfer.transport.group import Aborted, Link, Pending
+from xfer.transport.steps import steps
 
 DEPTH = 2
 """Buffers per direction: one travels while the other is packed or unpacked. More buffers are not faster."""
@@ -37,20 +39,6 @@ default."""
 DIRECT_BYTES = {"cpu": 128 << 10, "cuda": 240 << 20}
 """Shorter dense rows are packed: a message of its own costs more than their copy. On GPUs 32 MiB instead make a refit of Qwen3-30B
 15 % slower."""
-
-BESIDE_WIRE = 64
-"""Programs of a kernel that copies while messages travel: enough to be faster than the wire, and few enough for NCCL's kernel to keep its
-rate. Nothing travels beside the first pack and the last unpack, so these take the whole GPU."""
-
-
-@dataclass(frozen=True, slots=True)
-class PeerBytes:
-    """Wire bytes of a run from and to one other rank."""
-
-    peer: int
-    label: str
-    bytes_in: int
-    bytes_out: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +116,7 @@ class P2P:
         self._out = _buffers(max((s.send_buffer for s in plan), default=0), link.device)
         self._in = _buffers(max((s.receive_buffer for s in plan), default=0), link.device)
         self._steps = [
-            _BoundStep(
+            bound_step(
                 s, src_roots, roots, self._out[k % DEPTH], self._in[k % DEPTH], first=k == 0, last=k == len(plan) - 1
             )
             for k, s in enumerate(plan)
@@ -139,16 +127,16 @@ class P2P:
         # A rank whose storages are only read by others has nothing to do here, and a stream would cost it 70 MiB (measured).
         self.idle = not (plan or len(program.local()) or len(program.fills()))
         self._lanes = _Lanes(torch.device("cpu") if self.idle else link.device)
-        bound = [self._local, self._fills, *(b for s in self._steps for b in s.bound())]
-        self.extra_bytes = sum(b.numel() for b in (*self._out, *self._in)) + sum(b.scratch_bytes for b in bound)
-        per_peer: dict[int, list[int]] = {}
-        for step in plan:
-            for which, parts in enumerate((step.receives, step.sends)):
-                for part in parts:
-                    per_peer.setdefault(part.peer, [0, 0])[which] += part.nbytes
-        self._peers = tuple(PeerBytes(p, link.labels[p], *per_peer[p]) for p in sorted(per_peer))
-        self._messages = sum(len(part.pieces) for s in plan for part in (*s.sends, *s.receives))
-        link.warm(sorted(per_peer))
+        bound = [self._local, self._fills, *(p.copy[0] for s in self._steps for p in (*s.sends, *s.receives) if p.copy)]
+        self._buffer_bytes = sum(b.numel() for b in (*self._out, *self._in)) + sum(b.scratch_bytes for b in bound)
+        self._tally = Tally.of(self._steps, link)
+        self._changes = Changes(program, roots, src_roots, link, step_bytes or STEP_BYTES[kind])
+        link.warm(sorted({p.peer for s in plan for p in (*s.sends, *s.receives)}))
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes of buffers and of kernels' tables."""
+        return self._buffer_bytes + self._changes.extra_bytes
 
     def run(
         self,
@@ -156,6 +144,7 @@ class P2P:
         cancelled: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] = lambda wave, nbytes: None,
         watch: StepWatch | None = None,
+        base: Base | None = None,
     ) -> TransferStats:
         """Moves every byte of the program once. Collective: all ranks of the link run their programs of the same plan.
 
@@ -164,6 +153,8 @@ class P2P:
             cancelled: Called before anything is posted or written. To free a run that is blocked, call `link.abort()` as well.
             progress: Called after each step with (wave, bytes in and out so far).
             watch: Is told of each step when its bytes are in their storages.
+            base: The version that all receivers hold; None: every byte is sent. Otherwise sources say first which bytes come, and
+                of messages in which little has changed they send only that (changes.py).
 
         Raises:
             DeadlineExceeded, PeerLost, Aborted: The link is aborted, and no more bytes arrive. On CUDA, kernels that unpack may
@@ -171,6 +162,8 @@ class P2P:
         """
         run = _Run(self, deadline, cancelled, watch or Unwatched())
         try:
+            if base is not None:
+                run.announce(base)
             return run.all(progress)
         except BaseException as e:
             self.link.abort()
@@ -186,40 +179,13 @@ class P2P:
         return self._lanes.over()
 
 
-class _BoundStep:
-    """A step with its tensors: messages as (tensor, peer, tag), and copies between storages and buffers."""
-
-    __slots__ = ("wave", "nbytes", "receives", "sends", "pack", "unpacks")
-
-    def __init__(
-        self,
-        step: Step,
-        src: Sequence[torch.Tensor],
-        dst: Sequence[torch.Tensor],
-        out: torch.Tensor,
-        into: torch.Tensor,
-        *,
-        first: bool,
-        last: bool,
-    ):
-        self.wave = step.wave
-        self.nbytes = sum(p.nbytes for p in (*step.sends, *step.receives))
-        self.sends = [m for part in step.sends for m in _messages(part, src, out)]
-        self.receives = [_messages(part, dst, into) for part in step.receives]
-        self.pack: list[tuple[BoundRows, torch.Tensor]] = [
-            _bound(p, src, "src", out, first) for p in step.sends if len(p.rows)
-        ]
-        self.unpacks = [_bound(p, dst, "dst", into, last) if len(p.rows) else None for p in step.receives]
-
-    def bound(self) -> list[BoundRows]:
-        return [b for b, _ in (*self.pack, *(u for u in self.unpacks if u))]
-
-
 class _Run:
     """The state of one run: the messages that are on their way, and its clocks."""
 
     def __init__(self, p2p: P2P, deadline: float, cancelled: Callable[[], bool], watch: StepWatch):
         self.p2p, self.deadline, self.cancelled, self.watch = p2p, deadline, cancelled, watch
+        self.steps: Sequence[BoundStep] = p2p._steps
+        self.tally = p2p._tally
         self.sends: list[list[Pending]] = [[]] * DEPTH
         self.receives: list[list[Pending]] = [[]] * DEPTH
         self.wave = 0
@@ -230,10 +196,16 @@ class _Run:
     def unfinished(self) -> list[Pending]:
         return [p for some in (*self.receives, *self.sends) for p in some]
 
+    def announce(self, base: Base) -> None:
+        """Exchange what the messages of this run are, in place of all bytes in each."""
+        p2p = self.p2p
+        self.steps, self.pack_s = p2p._changes.announced(base, p2p._steps, DEPTH, self.deadline, self._check)
+        self.tally = Tally.of(self.steps, p2p.link)
+
     def all(self, progress: Callable[[int, int], None]) -> TransferStats:
         began = time.perf_counter()
         p2p, lanes = self.p2p, self.p2p._lanes
-        count = len(p2p._steps)
+        count = len(self.steps)
         self._check()
         lanes.begin()
         for k in range(count + DEPTH - 1):
@@ -256,50 +228,52 @@ class _Run:
         p2p.link.finish(self.deadline, self.watch.poll)
         self.watch.poll()
         self.wire_s += time.perf_counter() - t0
-        peers = p2p._peers
+        peers, messages = self.tally.peers, self.tally.messages
         return TransferStats(
-            sum(p.bytes_in for p in peers), sum(p.bytes_out for p in peers), peers, p2p.program.waves, p2p._messages,
+            sum(p.bytes_in for p in peers), sum(p.bytes_out for p in peers), peers, p2p.program.waves, messages,
             self.pack_s, self.wire_s, self.unpack_s, time.perf_counter() - began, p2p.extra_bytes,
         )  # fmt: skip
 
     def _post(self, k: int) -> None:
         """Posts the messages of step k. Receives come first, so that no source waits for this rank."""
         p2p, slot = self.p2p, k % DEPTH
-        step = p2p._steps[k]
+        step = self.steps[k]
+        sends = [message for part in step.sends for message in part.messages]
         with p2p._lanes.pack:
             self._wait(self.sends[slot])  # of step k - DEPTH; its receives were taken before
             self._check()
             p2p._lanes.reuse(slot)
-            receives = [m for part in step.receives for m in part]
+            receives = [message for part in step.receives for message in part.messages]
             if p2p.link.grouped:
                 self._pack(step)
-                self.receives[slot], self.sends[slot] = p2p.link.post(receives, step.sends)
+                self.receives[slot], self.sends[slot] = p2p.link.post(receives, sends)
             else:
                 self.receives[slot], self.sends[slot] = p2p.link.post(receives, ())[0], []
                 self._pack(step)
-                self.sends[slot] = p2p.link.post((), step.sends)[1]
+                self.sends[slot] = p2p.link.post((), sends)[1]
 
-    def _pack(self, step: _BoundStep) -> None:
+    def _pack(self, step: BoundStep) -> None:
         t0 = time.perf_counter()
-        for rows, buffer in step.pack:
-            rows.pack(buffer)
+        for part in step.sends:
+            if part.copy is not None:
+                part.copy[0].pack(part.copy[1])
         self.pack_s += time.perf_counter() - t0
 
     def _take(self, j: int) -> None:
         """Unpacks the messages of step j into storage, those of one peer after the other."""
-        slot, step = j % DEPTH, self.p2p._steps[j]
+        slot, step = j % DEPTH, self.steps[j]
         pending, at = self.receives[slot], 0
         with self.p2p._lanes.unpack:
-            for part, unpack in zip(step.receives, step.unpacks):
+            for part in step.receives:
                 if self.p2p.link.grouped:
                     self._wait(pending if not at else ())
                 else:
-                    self._wait(pending[at : at + len(part)])
-                at += len(part)
+                    self._wait(pending[at : at + len(part.messages)])
+                at += len(part.messages)
                 self._check()
-                if unpack is not None:
+                if part.copy is not None:
                     t0 = time.perf_counter()
-                    unpack[0].unpack(unpack[1])
+                    part.copy[0].unpack(part.copy[1])
                     self.unpack_s += time.perf_counter() - t0
             self.p2p._lanes.taken(slot)
             self.watch.arrived(j, self.p2p._lanes.current)
@@ -387,18 +361,3 @@ class _Lanes:
 
 def _buffers(nbytes: int, device: torch.device) -> list[torch.Tensor]:
     return [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(DEPTH)]
-
-
-def _messages(part: PairExchange, roots: Sequence[torch.Tensor], buffer: torch.Tensor) -> list[Outgoing]:
-    return [
-        ((buffer if p.root < 0 else roots[p.root])[p.offset : p.offset + p.nbytes], part.peer, p.tag)
-        for p in part.pieces
-    ]
-
-
-def _bound(
-    part: PairExchange, roots: Sequence[torch.Tensor], side: Side, buffer: torch.Tensor, whole_gpu: bool
-) -> tuple[BoundRows, torch.Tensor]:
-    rows = bind(part.rows, roots, side, programs=None if whole_gpu else BESIDE_WIRE)
-    rows.prepare(buffer)
-    return rows, buffer

@@ -23,6 +23,7 @@ from xfer.errors import Unsupported, XferError
 from xfer.kernels.checksum import Sums
 from xfer.plan.program import Op, Program, row_wire_bytes
 from xfer.transport import peer, peer_host
+from xfer.transport.changes import Base
 from xfer.transport.group import ABORT_S, Link, wait_for_stream
 from xfer.transport.links import open_group
 from xfer.transport.p2p import P2P, STEP_BYTES, TransferStats
@@ -148,12 +149,16 @@ class Routed:
     ):
         self.link, self.p2p, self.pull, self.mapping, self.export, self.plan = link, p2p, pull, mapping, export, plan
         self.pulled, self._roots, self.place = pulled, roots, place
-        self.extra_bytes = p2p.extra_bytes + (pull.extra_bytes if pull else 0)
         self.report = RouteReport(0, 0.0, 0, 0.0)
         self._gated: tuple[Any, Any] = None, None  # a gate, and the pull that was bound for it
         self._running = pull
         self._ended: Callable[[], bool] = _yes  # whether the last pull has left the device
         self.closed = False
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes of buffers and of kernels' tables."""
+        return self.p2p.extra_bytes + sum(pull.extra_bytes for pull in (self.pull, self._gated[1]) if pull is not None)
 
     @property
     def drained(self) -> bool:
@@ -189,6 +194,7 @@ class Routed:
         cancelled: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] = lambda wave, nbytes: None,
         gate: EarlyGate | None = None,
+        base: Base | None = None,
     ) -> TransferStats:
         """As `P2P.run`. When it returns or raises, this rank's pulls are drained (see `Pull.finish`), or `drained` is False.
 
@@ -198,7 +204,7 @@ class Routed:
         """
         t0 = time.perf_counter()
         if self.pull is None:
-            stats = self._wired(deadline, cancelled, progress)
+            stats = self._wired(deadline, cancelled, progress, base)
             self.report = RouteReport(0, 0.0, stats.bytes_in, stats.seconds)
             return stats
         self._running = pull = self._pull_of(gate)
@@ -206,10 +212,10 @@ class Routed:
         # The pull waits on the host for parts of the replica before this one. Its fills need not wait for that.
         follows = self.place is not None and self.place.follows
         try:
-            wired = self._wired(deadline, cancelled, progress) if follows else None
+            wired = self._wired(deadline, cancelled, progress, base) if follows else None
             pull.begin()
             progress(0, 0)  # after the start, since it costs as much as a message
-            stats = wired or self._wired(deadline, cancelled, progress)
+            stats = wired or self._wired(deadline, cancelled, progress, base)
         except BaseException:
             pull.stop()
             try:
@@ -232,12 +238,16 @@ class Routed:
         )
 
     def _wired(
-        self, deadline: float, cancelled: Callable[[], bool], progress: Callable[[int, int], None]
+        self,
+        deadline: float,
+        cancelled: Callable[[], bool],
+        progress: Callable[[int, int], None],
+        base: Base | None,
     ) -> TransferStats:
         """Runs the rows that are not pulled. A rank without such rows and without a link does not wait for its device."""
         if self.p2p.idle and isinstance(self.link, NoLink):
             return TransferStats(0, 0, (), 0, 0, 0.0, 0.0, 0.0, 0.0, 0)
-        return self.p2p.run(deadline, cancelled, progress, self.place.steps if self.place is not None else None)
+        return self.p2p.run(deadline, cancelled, progress, self.place.steps if self.place is not None else None, base)
 
     def _pull_of(self, gate: EarlyGate | None):
         if self.place is not None:
@@ -249,7 +259,6 @@ class Routed:
             rows = gate.parts(self.pulled)
             pull = PEERS[self.link.device.type].Pull(rows, self.mapping, self._roots, gate=gate, summed=gate.within)
             self._gated = gate, pull
-            self.extra_bytes += pull.extra_bytes
         return self._gated[1]
 
     def _finish_pull(self, pull, deadline: float, cancelled: Callable[[], bool]):
