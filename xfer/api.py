@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from xfer import logs
-from xfer.errors import XferError
+from xfer.errors import Unsupported, XferError
 from xfer.routes import Direct, Route
 
 if TYPE_CHECKING:
@@ -94,6 +94,58 @@ class Session:
         return self._session.refit(
             version=version, verify=verify, wait=wait, min_replicas=min_replicas, deadline_s=deadline_s, delta=delta
         )
+
+    def publish(
+        self,
+        *,
+        version: int | str | None = None,
+        verify: bool = False,
+        min_replicas: int | None = None,
+        deadline_s: float | None = None,
+        delta: Literal["auto"] | None = None,
+    ) -> RefitReport:
+        """Begin a refit and return when this rank is ready: engines read its weights while the next forward and backward run.
+
+        Every trainer rank calls it, as `refit`, which documents the arguments. Call `fence` before weights change again, or let
+        `fence_before` do that. The next `publish` or `refit` waits for the outcome of this one first, so that engines commit versions
+        in their order: it raises its error, or has its report in `before`.
+
+        Returns:
+            A pending report.
+
+        Raises:
+            XferError: As `refit`, for what fails before this rank is ready.
+        """
+        return self._session.refit(
+            version=version, verify=verify, wait="ready", min_replicas=min_replicas, deadline_s=deadline_s, delta=delta
+        )
+
+    def fence(self) -> float:
+        """Wait until no engine reads this rank's weights any more, so that they may change. Returns at once if nothing was published.
+
+        Returns:
+            Seconds for which it waited. The report of the refit has them too.
+
+        Raises:
+            XferError: The refit failed before its weights were free, as `refit` raises it; if it fails later, the next call
+                raises. If the error has `drained=False`, weights may still be read.
+        """
+        return self._session.fence()
+
+    def fence_before(self, optimizer: object) -> None:
+        """Call `fence` at the beginning of each `step` of an optimizer, from now on, and wherever else the trainer's framework changes
+        what is exported: Megatron-Core updates the biases of routers in `finalize_model_grads_func`, which has to be set before.
+
+        Args:
+            optimizer: A torch optimizer, or one of Megatron-Core's, which keeps torch optimizers in `optimizer` or
+                `chained_optimizers`.
+
+        Raises:
+            Unsupported: It is none of these. Call `fence` before each step.
+        """
+        fence_before(optimizer, self.fence)
+        if (also := getattr(self._session.source, "fence_before", None)) is not None:
+            also(self.fence)
 
     def prepare(self) -> None:
         """Pause the engines for the next refit now: for loops that know that no request will wait.
@@ -284,6 +336,27 @@ def serve(
         keep=tuple(keep),
         engine_rendezvous=engine_rendezvous,
     )
+
+
+def fence_before(optimizer: object, fence: Callable[[], object]) -> None:
+    """See `Session.fence_before`."""
+    import torch
+
+    inner = [*getattr(optimizer, "chained_optimizers", ())] or [getattr(optimizer, "optimizer", None)]
+    if isinstance(optimizer, torch.optim.Optimizer):
+
+        def hook(*_: object) -> None:
+            fence()
+
+        optimizer.register_step_pre_hook(hook)
+    elif inner == [None]:
+        raise Unsupported(
+            f"{type(optimizer).__name__} is no torch optimizer and keeps none in `optimizer` or `chained_optimizers`",
+            ["call session.fence() before each of its steps"],
+        )
+    else:
+        for each in inner:
+            fence_before(each, fence)
 
 
 def nccl_xfer_refit(

@@ -5,7 +5,7 @@ What docs/design.md promises is held here for any interleaving of calls, deaths,
 storages that move, layouts and exports that change, replicas that leave and join, late and repeated messages:
 
 - an engine serves the bytes of one version, exactly those that trainers held at that call, and nothing writes while it serves;
-- a trainer may overwrite its weights as soon as its call has ended;
+- a trainer may overwrite its weights as soon as its call has ended, or its fence if it published;
 - every call ends within its bound, with a report or an error of xfer, and all ranks hear the same;
 - whatever happened, the next refit commits on every replica that is connected; where a trainer is gone, once all have started again;
 - when trainers start again, engines that hold one version serve it, and all others wait for the next refit.
@@ -88,7 +88,7 @@ class Cluster(RuleBasedStateMachine):
     @rule(
         ranks=st.sampled_from([{0, 1, 2}] * 5 + [{0}, {1}, {0, 2}]),
         verify=st.booleans(),
-        wait=st.sampled_from(["commit", "commit", "sources"]),
+        wait=st.sampled_from(["commit", "commit", "sources", "ready"]),
         short=st.booleans(),
         fails=st.lists(FAILURES, max_size=2),
         then=st.sampled_from([0.0, 0.0, 0.1, 1.0, 7.0]),

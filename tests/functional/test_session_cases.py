@@ -1064,6 +1064,48 @@ def test_a_refit_that_is_over_leaves_no_deadline_behind():
         assert len(job.coordinator.timers._heap) <= left + 10, "one a refit looks whether its engine has come back"
 
 
+# ---- publishing
+
+
+@SEEDS
+def test_a_publish_returns_when_a_rank_is_ready_and_its_fence_when_nobody_reads(seed):
+    with after_one_refit(seed) as job:
+        engine, pause, seen = job.engines[0], job.engines[0].pause, {}
+        engine.pause = lambda timeout: (job.sim.wait(3.0), pause(timeout))
+
+        def between(i: int, report) -> None:
+            assert report.pending
+            seen[i] = job.sim.now
+            job.sim.wait(1.0)
+
+        job.between = between
+        began = job.sim.now
+        call(job, wait="ready")
+        assert all(end.pending for end in job.ended()) and 3.0 <= job.sim.now - began < 3.5
+        assert all(at - began < 0.5 for at in seen.values())
+        job.sim.quiet()
+        job.agree()
+        assert [t.held(2) for t in engine.takers] == [2, 2], "trainers have overwritten their weights by now"
+        engine.pause = pause
+        assert [e.before.version for e in job.all()] == [2, 2] and all(s.fence() == 0.0 for s in job.sessions)
+        assert all(e.before.fence_s > 0 for e in job.ended())
+
+
+@SEEDS
+def test_of_two_publishes_the_older_one_commits_first(seed):
+    with after_one_refit(seed) as job:
+        engine, resume, served = job.engines[0], job.engines[0].resume, []
+        engine.resume = lambda timeout: (job.sim.wait(2.0), resume(timeout), served.append(engine.label))
+        began = job.sim.now
+        for _ in range(2):
+            call(job, wait="ready")
+            assert all(end.pending for end in job.ended())
+        assert job.sim.now - began < 3.0, "the second one waits for the first one, and not for itself"
+        ends = job.all(wait="commit")
+        assert [e.before.version for e in ends] == [3, 3] and [e.version for e in ends] == [4, 4]
+        assert served == ["2", "3", "4"]
+
+
 # ---- leaving, and what is called at the wrong time
 
 
@@ -1098,10 +1140,11 @@ def test_trainer_0_leaves_an_engine_that_was_armed_in_service(seed, armed):
 
 
 @SEEDS
-def test_what_became_of_a_refit_whose_caller_did_not_wait_is_heard_by_the_next_call(seed):
+@pytest.mark.parametrize("wait", ["sources", "ready"])
+def test_what_became_of_a_refit_whose_caller_did_not_wait_is_heard_by_the_next_call(seed, wait):
     with after_one_refit(seed, replicas=2) as job:
         job.engines[1].fail["pause"] = RuntimeError("engine 1 is broken")
-        call(job, wait="sources", min_replicas=1)
+        call(job, wait=wait, min_replicas=1)
         job.ended()
         job.sim.wait(300.0)  # an optimizer step that takes longer than the deadline and its grace
         call(job)
@@ -1111,7 +1154,7 @@ def test_what_became_of_a_refit_whose_caller_did_not_wait_is_heard_by_the_next_c
         job.engines[1].fail["pause"] = RuntimeError("engine 1 is broken")
         for t in job.engines[1].takers:
             t.run_recipes = lambda: job.sim.wait(0.1)
-        call(job, wait="sources")
+        call(job, wait=wait)
         job.ended()
         call(job)
         for end in job.ended():  # both replicas were wanted: that call is used up on all ranks
@@ -1184,6 +1227,25 @@ def test_a_rank_that_others_wait_for_with_their_parts_of_a_block_is_named_at_the
             lines = str(end)
             assert isinstance(end, DeadlineExceeded) and "trainer 1: it has not called" in lines, end
             assert "trainer 0:" not in lines and "trainer 2:" not in lines, "they have measured, and wait"
+
+
+@SEEDS
+def test_an_engine_that_needs_fp8_comes_while_bytes_move_by_the_old_catalog(seed):
+    """The catalog with what it needs waits until the next refit."""
+    with after_one_refit(seed, replicas=2, forms=[None, None, ScaleRule.IEEE]) as job:
+        job.die(workers(job, 1)[0])
+        taker = job.engines[0].takers[0]
+        install, taker.release_lock = taker.release_lock, lambda: (job.sim.wait(3.0), install())
+        call(job, min_replicas=1)
+        job.sim.until(lambda: job.coordinator.refit and job.coordinator.refit.parts[0].phase is Phase.COMMITTING)
+        job.again(1)
+        job.sim.until(lambda: job.coordinator.derived)
+        job.sim.wait(1.0)
+        assert job.coordinator.refit is not None and job.coordinator.generation == 1
+        assert all(end.committed == 1 for end in job.ended())
+        taker.release_lock = install
+        job.sim.quiet()
+        assert job.coordinator.generation == 1 and job.commits()[0] and job.coordinator.generation == 2
 
 
 def test_a_catalog_that_comes_while_a_trainer_releases_its_weights_is_answered_in_the_next_refit():

@@ -36,22 +36,6 @@ def test_engines_hold_what_the_oracle_makes_of_each_version(rule):
         assert "bit for bit, what they would load from a checkpoint that this rule wrote" in said
 
 
-def test_an_engine_that_needs_fp8_comes_while_bytes_move_by_the_old_catalog():
-    with fp8_world([ToyEngine(2, dict(SHAPES)), ToyEngine(2, dict(SHAPES))]) as world:
-        world.leave(1)
-        installs = threading.Event()
-        world.engines[0].takers[0].installs_after(installs)
-        results = world.start(1, min_replicas=1)
-        until_true(lambda: world.coordinator.refit and len(world.coordinator.refit.parts[0].armed) == 2)
-        world.come(1, fp8_engine())
-        until_true(lambda: world.coordinator.derived)
-        assert world.coordinator.generation == 1
-        installs.set()
-        good(results())
-        right(world, 1, {0})
-        world.commits(2)
-
-
 def three(**more) -> World:
     """Three trainers cut 256 rows at 85 and 170, so that each shares blocks with another one."""
     return fp8_world([fp8_engine()], trainers=3, **more)

@@ -19,7 +19,7 @@ from xfer.errors import PlanMismatch
 from xfer.kernels.changes import unit_of
 from xfer.plan.program import Op, Program, row_wire_bytes
 from xfer.transport import peer
-from xfer.transport.changes import Base
+from xfer.transport.changes import HeldBytes
 from xfer.transport.group import Aborted
 from xfer.transport.links import open_group
 from xfer.transport.p2p import P2P
@@ -97,7 +97,7 @@ def test_a_run_by_changes_leaves_what_a_whole_one_leaves(links, seed, rows, step
     for r, p in enumerate(programs):
         change(rng, p.rows[(p.rows["src"] == r) & (p.rows["op"] != Op.FILL)], [t.numpy() for t in roots[r]], share)
     want = apply_world(programs, [[t.numpy().copy() for t in some] for some in roots])
-    bases = [Base(5, 77, None if r in forgot else before[r]) for r in range(RANKS)]
+    bases = [HeldBytes(5, 77, None if r in forgot else before[r]) for r in range(RANKS)]
     stats = all_good(run_ranks(RANKS, lambda r: runs[r].run(soon(), base=bases[r])))
     for r, p in enumerate(programs):
         for got, w in zip(roots[r], want[r]):

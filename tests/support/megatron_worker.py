@@ -21,6 +21,7 @@ import torch.distributed as dist  # noqa: E402
 from examples.common.train_loop import Trainer  # noqa: E402
 from tests.support.layouts import differing, left_out, region  # noqa: E402
 from tests.support.proc import obey  # noqa: E402
+from xfer.api import fence_before  # noqa: E402
 from xfer.errors import XferError  # noqa: E402
 from xfer.participants.refit import begin_drain  # noqa: E402
 from xfer.trace.traced import TrainerLayout  # noqa: E402
@@ -105,8 +106,13 @@ def values(folder: str, family: str, config: dict, excused: list[str], **keyword
         left = left_out(trainer.chunks, layout)
         assert not [n for n in left if not any(x in n for x in excused)], left
         assert any(gathered(left)) == bool(excused), "the excuse is not needed any more"
+        before, fenced = [values.clone() for _, _, values in held(layout)], []
+        look = lambda: fenced.append(all(map(torch.equal, before, (v for _, _, v in held(layout)))))  # noqa: E731
+        fence_before(trainer.optimizer, look)
+        source.fence_before(look)
         losses = [trainer.step(), trainer.step()]
         assert losses[1] < losses[0], "the second look sees the weights of the first"
+        assert fenced[0] and not fenced[-1], "the fence comes before the first weight changes, and in each step"
         source.drain()
         assert source.check() == "same"
         assert not (bad := wrong(held(layout), truth(trainer))), bad

@@ -291,6 +291,9 @@ class Job(World):
             self.sources[i].set(version)
             try:
                 end = self.sessions[i].refit(**options)
+                if options["wait"] == "ready":
+                    self.between(i, end)
+                    self.sessions[i].fence()
             except XferError as e:
                 end = e
             took = self.sim.now - began
@@ -304,6 +307,9 @@ class Job(World):
         with self.sim.process(f"trainer {i}"):
             self.running[i] = threading.Thread(target=run, name=f"call of trainer {i}")
             self.running[i].start()
+
+    def between(self, i: int, report) -> None:
+        """A rank has published and trains; its weights stay until it calls the fence."""
 
     def all(self, **how) -> list:
         """All call, and everything happens. What each heard."""

@@ -28,7 +28,7 @@ from xfer.rendezvous.client import RendezvousClient
 from xfer.rendezvous.store import RendezvousStore
 from xfer.trace.catalog import Catalog
 from xfer.transport import routes
-from xfer.transport.changes import Base
+from xfer.transport.changes import HeldBytes
 from xfer.transport.group import Link
 from xfer.transport.p2p import WAVE_BYTES
 
@@ -305,7 +305,7 @@ class DirectPlane:
         faults.point(side.role, side.index, "moving")
         if routed.place is not None:
             routed.place.steps.begin(go.attempt, until, stop.stopped, go.tells)
-        base = Base(go.base, int(part.digest[:15], 16), side.remembered(go.base)) if go.base else None
+        base = HeldBytes(go.base, int(part.digest[:15], 16), side.remembered(go.base)) if go.base else None
         stats = routed.run(until, stop.stopped, moved, side.gate(go, part, routed), base)
         began = time.perf_counter()
         mark(self.party.label, "bytes have moved")

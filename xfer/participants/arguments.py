@@ -60,7 +60,7 @@ class Arguments:
     Attributes:
         version: The label; None if the coordinator chooses a number.
         verify: Whether checksums are compared.
-        wait: "commit" or "sources".
+        wait: "commit", "sources" or "ready".
         want: Number of replicas that must commit.
         seconds: Seconds from the call to the deadline.
         delta: Whether to send only what changed, where that is less.
@@ -109,7 +109,7 @@ def checked_call(
         verified = bool(verify)
     except Exception:
         bad.append(f"verify={verify!r}: true or false")
-    if wait not in ("commit", "sources"):
+    if wait not in ("commit", "sources", "ready"):
         bad.append(f'wait={wait!r}: "commit" or "sources"')
     if delta not in (None, "auto"):
         bad.append(f'delta={delta!r}: None or "auto"')

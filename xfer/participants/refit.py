@@ -60,16 +60,34 @@ class RefitCall:
         self._entered = False  # whether the coordinator knows of this attempt
         self._told = False  # whether this rank has waited for the outcome
         self._may_be_read = False  # whether workers may have begun to read this rank's storages
+        self.free = False  # whether this rank's storages are known to be free
+        self.fence_s = 0.0  # seconds for which the caller waited at the fence
 
     @property
     def label(self) -> str:
         return self.party.label
 
     def run(self) -> RefitReport:
-        """Run the refit until its outcome, or until this rank's storages are free with `wait="sources"`."""
+        """Run the refit until its outcome; with `wait="sources"` until this rank's storages are free; with `wait="ready"` until this
+        rank is ready."""
+        return self._interruptible(self._run)
+
+    def fence(self) -> RefitReport:
+        """Wait until this rank's storages are free, after `wait="ready"`.
+
+        Returns:
+            A pending report, or the last one if the outcome came first.
+        """
+        began = time.perf_counter()
+        try:
+            return self._interruptible(self._until_free)
+        finally:
+            self.fence_s = time.perf_counter() - began
+
+    def _interruptible(self, run: Callable[[], RefitReport]) -> RefitReport:
         try:
             with self._naming_gathers():
-                return self._run()
+                return run()
         except Exception:
             raise
         except BaseException as e:
@@ -81,18 +99,29 @@ class RefitCall:
             raise
 
     def _run(self) -> RefitReport:
+        self._begin()
+        if self.call.wait == "ready":
+            self.session.pending = self
+            return self._report(self._version(), (), pending=True)
+        return self._until_free()
+
+    def _begin(self) -> None:
+        self.number = self.session.next_attempt()
+        self._enter()
+
+    def _until_free(self) -> RefitReport:
         while True:
-            self.number = self.session.next_attempt()
-            self._enter()
-            if self.call.wait == "sources" and self._wait_for_sources():
+            if self.call.wait != "commit" and self._wait_for_sources():
                 self._remember()
-                self.session.pending = self
+                self.free, self.session.pending = True, self
                 return self._report(self._version(), (), pending=True)
             outcome = self._outcome()
-            if not outcome.void:  # else the attempt was prepared and given up before a rank called
+            if not outcome.void:
                 if any(o.error is None for o in outcome.outcomes):
                     self._remember()
+                self.free, self.session.pending = True, None
                 return self._conclude(outcome)
+            self._begin()  # the attempt was prepared and given up before a rank called
 
     def _remember(self) -> None:
         """Keep what this refit sent, before the caller changes it."""
@@ -418,6 +447,7 @@ class RefitCall:
             + self.session.side.scratch_bytes,
             sum(facts.kept_bytes for _, facts in planned),
             pending,
+            fence_s=self.fence_s,
             rules=self.session.side.rules,
         )
 

@@ -30,9 +30,10 @@ class RefitReport:
         extra_bytes: Bytes of buffers that this rank holds beside the model.
         kept_bytes: Live bytes of all workers that refits leave as they are, by `keep=` or because they are buffers that no
             checkpoint fills; `Session.explain()` lists them.
-        pending: Whether the call returned at `wait="sources"`, before the outcomes were known.
+        pending: Whether the call returned before the outcomes were known: `publish`, or `wait="sources"`.
         before: The report of the refit before this one, if that call was pending. Its `seconds` end when this call asked
             for it.
+        fence_s: After `publish`: seconds for which the fence waited for engines that were still reading.
         rules: Names of the rules by which this rank quantized weights for engines that serve them in FP8 ("ieee", "pow2"), and
             "native" if it keeps such weights in FP8 itself; () if no engine does. `Session.explain()` says what engines then hold.
     """
@@ -47,12 +48,13 @@ class RefitReport:
     kept_bytes: int
     pending: bool = False
     before: RefitReport | None = None
+    fence_s: float = 0.0
     rules: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         name = "a version without a number yet" if self.version is None else f"version {self.version!r}"
         if self.pending:
-            return f"{name} is under way: this rank's weights are free after {self.seconds * 1e3:.1f} ms"
+            return f"{name} is under way, after {self.seconds * 1e3:.1f} ms"
         routes = " and ".join(dict.fromkeys(r.route for o in self.outcomes for r in o.routes))
         parts = [f"{size(self.bytes)} in {self.transfer_s * 1e3:.1f} ms"]
         parts[0] += f", {self.gb_per_s:.3g} GB/s" if self.gb_per_s else ""
@@ -117,6 +119,8 @@ class RefitReport:
                 "transfer_s": self.transfer_s, "outage_s": self.outage_s, "bytes": float(self.bytes), "gb_per_s": self.gb_per_s,
                 "committed": float(self.committed), "replicas": float(len(self.outcomes)),
             }  # fmt: skip
+        if self.fence_s:
+            out["fence_s"] = self.fence_s
         if self.before is not None:
             out |= {k: v for k, v in self.before.flatten("before/").items() if k != "before/call_s"}
         for name in dict.fromkeys(n for o in self.outcomes for n, _ in o.phases):

@@ -43,7 +43,8 @@ logger = logging.getLogger("xfer")
 class Source(Protocol):
     """A trainer framework's adapter on one rank.
 
-    It may have a method `let_go()`, which drops its references to the trainer's tensors until the next `check`.
+    It may have a method `let_go()`, which drops its references to the trainer's tensors until the next `check`, and a method
+    `fence_before(fence)`, which makes the framework call `fence` before it changes exported tensors outside of an optimizer's step.
 
     Attributes:
         rank: This trainer rank.
@@ -352,6 +353,21 @@ class TrainerSession:
                 finally:
                     timeline.write(self.attempt, self._party.welcome.session)
 
+    def fence(self) -> float:
+        """See `Session.fence`."""
+        with self._busy.alone("fence()"):
+            return self._fence()
+
+    def _fence(self) -> float:
+        call = self.pending
+        if call is None or call.free:
+            return 0.0
+        self.pending = None  # in case that it raises
+        report = call.fence()
+        if not report.pending:
+            self._before = self._let_go(report)
+        return call.fence_s
+
     def next_attempt(self) -> int:
         """Advance to the next attempt number, past attempts that were prepared and given up."""
         self.attempt += 1
@@ -360,7 +376,8 @@ class TrainerSession:
         return self.attempt
 
     def _finish_pending(self) -> None:
-        """Wait for the outcome of a call that returned when its sources were free."""
+        """Wait for the outcome of a call that returned before it was known."""
+        self._fence()
         pending, self.pending = self.pending, None
         if pending is not None:
             self._before = self._let_go(pending.finish())
@@ -447,6 +464,7 @@ class TrainerSession:
             self._release()
 
     def _release(self) -> None:
+        self._fence()
         until = time.monotonic() + self.deadline_s
         if not all([lane.wait_idle(max(0.0, until - time.monotonic())) for lane in list(self.lanes.values())]):
             raise DeadlineExceeded(

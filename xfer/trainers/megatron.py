@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from math import prod
 from operator import is_
@@ -163,6 +164,19 @@ class MegatronTrainer:
             )
 
     # ---- layout
+
+    def fence_before(self, fence: Callable[[], object]) -> None:
+        """Call `fence` before Megatron finishes gradients, too: with them it updates the biases of routers, which are exported."""
+        from megatron.core.utils import get_model_config
+
+        def fenced(finish: Callable[..., object], *args: object, **keywords: object) -> object:
+            fence()
+            return finish(*args, **keywords)
+
+        configs = {id(c): c for c in map(get_model_config, self.chunks)}
+        for config in configs.values():
+            if config.finalize_model_grads_func is not None:
+                config.finalize_model_grads_func = partial(fenced, config.finalize_model_grads_func)
 
     def read(self) -> TrainerLayout:
         """Trace the export of this rank. Without `probe` it uses no collective and reads no byte of a parameter.

@@ -17,7 +17,7 @@ BESIDE_WIRE = 64
 rate. Nothing travels beside the first pack and the last unpack, so these take the whole GPU."""
 
 
-class Copies(Protocol):
+class BufferRows(Protocol):
     """Rows of one message that are packed into a buffer, or unpacked from it."""
 
     @property
@@ -42,7 +42,7 @@ class BoundPart:
     peer: int
     nbytes: int
     messages: Sequence[Outgoing]
-    copy: tuple[Copies, torch.Tensor] | None = None
+    copy: tuple[BufferRows, torch.Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)

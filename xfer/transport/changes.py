@@ -34,7 +34,7 @@ _TAG = 0x7FFFFF02
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class HeldBytes:
     """What the receivers of a run hold already.
 
     Attributes:
@@ -90,7 +90,7 @@ class Changes:
         return self._sends
 
     def announced(
-        self, base: Base, usual: Sequence[BoundStep], depth: int, deadline: float, check: Callable[[], None]
+        self, base: HeldBytes, usual: Sequence[BoundStep], depth: int, deadline: float, check: Callable[[], None]
     ) -> tuple[list[BoundStep], float]:
         """Exchange headers. Collective over the ranks of the link.
 
@@ -132,7 +132,11 @@ class Changes:
         return out, seconds
 
     def _exchange(
-        self, base: Base, usual: Sequence[BoundStep], sent: Sequence[Sequence[torch.Tensor | None]], deadline: float
+        self,
+        base: HeldBytes,
+        usual: Sequence[BoundStep],
+        sent: Sequence[Sequence[torch.Tensor | None]],
+        deadline: float,
     ) -> dict[int, list[int]]:
         """Send and receive headers. Returns the length of each message by source, in the order of steps."""
         link, facts = self._link, [base.attempt, base.plan]
@@ -201,8 +205,8 @@ class _Compared:
         return encode(now, was, self._unit, self.nbytes // PAYS)
 
 
-class _Placed:
-    """A patch with the call of `Copies`."""
+class _PatchRows:
+    """A patch with the call of `BufferRows`."""
 
     scratch_bytes = 0
 
@@ -220,7 +224,7 @@ def _compact(part: BoundPart, message: torch.Tensor, patch: Patch | None = None)
     """Return the part with its compact message in place of all its bytes. If nothing changed, nothing is sent."""
     if not message.numel():
         return BoundPart(part.peer, 0, ())
-    copy = None if patch is None else (_Placed(patch), message)
+    copy = None if patch is None else (_PatchRows(patch), message)
     return BoundPart(part.peer, message.numel(), [(message, part.peer, part.messages[0][2])], copy)
 
 

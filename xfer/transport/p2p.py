@@ -20,7 +20,7 @@ from xfer.errors import DeadlineExceeded, PlanMismatch, XferError
 from xfer.kernels import bind
 from xfer.plan.program import Program
 from xfer.transport.bound import BESIDE_WIRE, BoundStep, PeerBytes, Tally, bound_step
-from xfer.transport.changes import Base, Changes
+from xfer.transport.changes import Changes, HeldBytes
 from xfer.transport.group import Aborted, Link, Pending
 from xfer.transport.steps import steps
 
@@ -144,7 +144,7 @@ class P2P:
         cancelled: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] = lambda wave, nbytes: None,
         watch: StepWatch | None = None,
-        base: Base | None = None,
+        base: HeldBytes | None = None,
     ) -> TransferStats:
         """Moves every byte of the program once. Collective: all ranks of the link run their programs of the same plan.
 
@@ -196,7 +196,7 @@ class _Run:
     def unfinished(self) -> list[Pending]:
         return [p for some in (*self.receives, *self.sends) for p in some]
 
-    def announce(self, base: Base) -> None:
+    def announce(self, base: HeldBytes) -> None:
         """Exchange what the messages of this run are, in place of all bytes in each."""
         p2p = self.p2p
         self.steps, self.pack_s = p2p._changes.announced(base, p2p._steps, DEPTH, self.deadline, self._check)

@@ -23,7 +23,7 @@ from xfer.errors import Unsupported, XferError
 from xfer.kernels.checksum import Sums
 from xfer.plan.program import Op, Program, row_wire_bytes
 from xfer.transport import peer, peer_host
-from xfer.transport.changes import Base
+from xfer.transport.changes import HeldBytes
 from xfer.transport.group import ABORT_S, Link, wait_for_stream
 from xfer.transport.links import open_group
 from xfer.transport.p2p import P2P, STEP_BYTES, TransferStats
@@ -194,7 +194,7 @@ class Routed:
         cancelled: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] = lambda wave, nbytes: None,
         gate: EarlyGate | None = None,
-        base: Base | None = None,
+        base: HeldBytes | None = None,
     ) -> TransferStats:
         """As `P2P.run`. When it returns or raises, this rank's pulls are drained (see `Pull.finish`), or `drained` is False.
 
@@ -242,7 +242,7 @@ class Routed:
         deadline: float,
         cancelled: Callable[[], bool],
         progress: Callable[[int, int], None],
-        base: Base | None,
+        base: HeldBytes | None,
     ) -> TransferStats:
         """Runs the rows that are not pulled. A rank without such rows and without a link does not wait for its device."""
         if self.p2p.idle and isinstance(self.link, NoLink):
