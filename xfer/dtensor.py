@@ -361,7 +361,7 @@ def _raise_told(claims: Sequence[Claim]) -> None:
     """Raises what other ranks raised, as the kind of the first of them."""
     told = [(c.rank, from_wire(*c.error)) for c in claims if c.error is not None]
     if told:
-        lines = [f"rank {rank}: {line.strip(' -')}" for rank, e in told for line in str(e).splitlines()]
+        lines = [f"rank {rank}: {line}" for rank, e in told for line in (e.message, *e.violations)]
         raise type(told[0][1])("other ranks cannot take part in this transfer", lines)
 
 

@@ -4,12 +4,16 @@ An error carries *all* violations found, not only the first, and where it happen
 are printed, and sent to other processes, as one line per kind (`by_kind`). Errors cross control connections: `to_wire` gives
 plain strings, `from_wire` finds the class by its name in this module, never by an import path. Programming errors, such as a
 wrong type passed to an internal function, are ordinary TypeErrors.
+
+Each class has a stable code, with which the text of its errors ends; docs/troubleshooting.md is indexed by it. Codes are made here
+alone: they are not sent, and an error that quotes another one in its message or violations drops that one's code.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from typing import ClassVar
 
 FEW = 8
 """Up to this many lines are shown as they are."""
@@ -19,29 +23,36 @@ EXAMPLE_CHARS = 200
 """A line has at least EXAMPLES subjects of its kind, and more while all together have at most EXAMPLE_CHARS characters. Those
 that differ in more than numbers come first."""
 
+_CODE = re.compile(r"\s*\(XF\d{3}\)")
+
 
 class XferError(Exception):
-    """Base of all.
+    """Base of all. By itself: impossible arguments, or an error that another rank's own code raised.
 
     Attributes:
+        code: Stable code of the class. It never changes its meaning, and a class that is removed leaves a gap.
         violations: All violations, one line each: the subject (a tensor, a rank), a colon, what was expected and what to do. An
             error that came from another process has one line per kind instead.
         where: The process that raised it, such as "trainer 3" or "engine 0 worker 1"; empty if unknown.
     """
 
+    code: ClassVar[str] = "XF100"
+
     def __init__(self, message: str, violations: Iterable[str] = (), *, where: str = ""):
-        self.message, self.violations, self.where = message, tuple(violations), where
-        super().__init__(message)
+        self.message, self.where = _CODE.sub("", message), where
+        self.violations = tuple(_CODE.sub("", line) for line in violations)
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         head = f"[{self.where}] {self.message}" if self.where else self.message
-        return head + "".join(f"\n  - {line}" for line in by_kind(self.violations))
+        lines = "".join(f"\n  - {line}" for line in by_kind(self.violations))
+        return f"{head}{lines}\n({self.code})" if lines else f"{head} ({self.code})"
 
     def line(self) -> str:
-        """Class, message and first violation in one line, for logs and reports."""
+        """Class, message, first violation and code in one line, for logs and reports."""
         more = f" (and {len(self.violations)} more lines)" if len(self.violations) > 1 else ""
         first = f": {self.violations[0]}" if self.violations else ""
-        return " ".join(f"{type(self).__name__}: {self.message}{first}{more}".split())
+        return " ".join(f"{type(self).__name__}: {self.message}{first}{more} ({self.code})".split())
 
     def to_wire(self) -> tuple[str, str, tuple[str, ...], str]:
         known = next(
@@ -102,30 +113,44 @@ def _one_line(lines: Sequence[str]) -> str:
 class LayoutError(XferError):
     """The layout of a model cannot be read, or the two sides describe tensors that do not fit each other."""
 
+    code = "XF201"
+
 
 class CoverageError(XferError):
     """A destination byte has no writer, two writers or no class; a trained tensor has no destination; or nothing that trains is
     sent."""
 
+    code = "XF202"
+
 
 class PlanMismatch(XferError):
     """Ranks computed different plans from what should be the same inputs. Nothing was moved."""
+
+    code = "XF203"
 
 
 class RebindError(XferError):
     """Storage changed in a way that cannot be re-planned at this point."""
 
+    code = "XF204"
+
 
 class HandshakeError(XferError):
     """A peer could not prove the token, or its hello does not match (wire version, torch, dtype support, sizes)."""
+
+    code = "XF102"
 
 
 class ProtocolError(XferError):
     """A malformed, oversized or out-of-order control message."""
 
+    code = "XF103"
+
 
 class PeerLost(XferError):
     """A process of the refit is gone. `drained`: its reads and writes of this process's memory have certainly ended."""
+
+    code = "XF302"
 
     def __init__(self, message: str, violations: Iterable[str] = (), *, where: str = "", drained: bool = True):
         super().__init__(message, violations, where=where)
@@ -135,26 +160,38 @@ class PeerLost(XferError):
 class EngineLost(XferError):
     """An engine replica cannot serve any more without being restarted."""
 
+    code = "XF303"
+
 
 class DeadlineExceeded(XferError):
     """A wait ended at its deadline. The violations say per rank what was waited for."""
+
+    code = "XF301"
 
 
 class VerificationError(XferError):
     """Checksums of what was sent and of what lies in the engine differ, or trainer ranks hold different bytes of one tensor. The
     version was not committed."""
 
+    code = "XF305"
+
 
 class RefitFailed(XferError):
     """Fewer replicas committed than asked for, or another rank raised; the violations carry each cause."""
+
+    code = "XF304"
 
 
 class StaleWeights(XferError):
     """Parameters of the step before were used, or would have been: the new ones are on their owner and not here yet."""
 
+    code = "XF306"
+
 
 class Unsupported(XferError):
     """A feature, layout or order of calls that xfer does not support."""
+
+    code = "XF101"
 
 
 def out_of_memory(e: BaseException) -> bool:

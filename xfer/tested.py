@@ -1,6 +1,6 @@
 """The versions of the frameworks that xfer is tested with.
 
-scripts/setup.sh makes its environments of them, README.md's table shows them, and adapters warn about others.
+scripts/setup.sh makes its environments of them, the table in docs/status.md shows them, and adapters warn about others.
 
     python xfer/tested.py trainers     # one line for each: core, bridge, Python, torch and the transformers that this Bridge takes
     python xfer/tested.py engines      # one line for each: vLLM, Python, torch
@@ -65,14 +65,14 @@ MATRIX = (
         _NEWEST_ON_GPUS,
         _GPU_ENGINE,
         "python -m pytest -m gpu tests/functional/test_gpu_megatron.py tests/functional/test_gpu_layerwise.py",
-        "training, export and refits of Megatron-Core: [GPU tests](benchmarks/RESULTS.md#tests-on-gpus)",
+        "training, export and refits of Megatron-Core: [GPU tests](../benchmarks/RESULTS.md#tests-on-gpus)",
     ),
     Cell(
         "H100s and H200s",
         _OLDEST_ON_GPUS,
         _GPU_ENGINE,
         "python -m pytest -m gpu tests",
-        "[GPU tests](benchmarks/RESULTS.md#tests-on-gpus) and [whole refits](benchmarks/RESULTS.md#whole-refits)",
+        "[GPU tests](../benchmarks/RESULTS.md#tests-on-gpus) and [whole refits](../benchmarks/RESULTS.md#whole-refits)",
     ),
 )
 """Newest first. A trainer or engine on CPUs is an environment that scripts/setup.sh can make."""

@@ -1,4 +1,4 @@
-"""README.md's table of tested versions, made of xfer/tested.py.
+"""The table of tested versions in docs/status.md, made of xfer/tested.py.
 
 python -m tests.support.tested_table     # writes it anew
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from xfer.tested import MATRIX, Cell
 
-PAGE = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/status.md"
 HEAD = ("on", "trainers", "engines", "one command", "what it runs")
 PLACE = re.compile(r"(?s)(?<=<!-- tested versions -->\n)(.*?)(?=\n<!-- end of tested versions -->)")
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import ast
 import re
+from pathlib import Path
 
 import pytest
 
+from xfer import errors
 from xfer.coordinator import messages as m
 from xfer.errors import EXAMPLE_CHARS, KINDS_SHOWN, CoverageError, XferError, by_kind
 from xfer.plan.inventory import engine_inventory, trainer_inventory
@@ -20,6 +22,7 @@ LAYERS = 400
 GATE, BIAS = "model.layers.{}.mlp.gate.weight", "model.layers.{}.mlp.gate.e_score_correction_bias"
 WIDE = [name.format(i) for i in range(3, LAYERS) for name in (GATE, BIAS)]  # the first layers are dense
 MEMBERS = [f"model.layers.{i}.mlp.experts.{e}.w.weight" for i in range(3, LAYERS) for e in (0, 1)]
+KINDS = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, XferError)]
 PLAIN = ["model.norm.weight", *(f"model.layers.{i}.mlp.down.weight" for i in range(3))]
 
 
@@ -92,4 +95,30 @@ def test_many_lines_that_differ_in_numbers_are_one_kind_and_many_kinds_are_cut()
     letters = [f"x: {chr(97 + i % 26) * (1 + i // 26)}" for i in range(100)]
     assert by_kind(letters) == [*letters[: KINDS_SHOWN - 1], f"… and {101 - KINDS_SHOWN} more of other kinds"]
     error = XferError("m", letters)
-    assert str(error).count("\n") == KINDS_SHOWN and str(m.WireError.of(error, "").error()) == str(error)
+    assert str(error).count("\n  - ") == KINDS_SHOWN and str(m.WireError.of(error, "").error()) == str(error)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("violations", [(), ("a: 1",), tuple(f"{chr(97 + i)}: {i}" for i in range(12))])
+def test_the_text_of_an_error_ends_with_one_code(kind, violations):
+    """Here, after a journey to other processes, and if it quotes other errors, whose codes would lead to other advice."""
+    error = kind("message", violations, where="trainer 0")
+    for _ in range(2):  # by two hops
+        assert str(error).endswith(f"({kind.code})") and len(re.findall(r"XF\d", str(error))) == 1
+        assert error.line().endswith(f"({kind.code})") and "\n" not in error.line()
+        error = m.WireError.of(error, "").error()
+        assert type(error) is kind and not re.search(r"XF\d", f"{error.message}{error.violations}")
+    outer = errors.RefitFailed(f"it failed: {error}", [str(error), error.line()])
+    assert re.findall(r"XF\d+", f"{outer} {outer.line()}") == [errors.RefitFailed.code] * 2
+    assert all("XF" not in line for line in (outer.message, *outer.violations))
+
+
+def test_each_code_is_one_class_and_has_a_section_of_the_troubleshooting_page():
+    """In the order of the codes, so that a reader finds it; each says why it happens and what to do."""
+    codes = {c.code: c.__name__ for c in KINDS}
+    assert len(codes) == len(KINDS) and all(re.fullmatch(r"XF[1-9]\d\d", code) for code in codes)
+    page = (Path(__file__).resolve().parents[2] / "docs/troubleshooting.md").read_text()
+    heads = re.findall(r"^## (XF\d+) (\w+)$", page, re.M)
+    assert heads == sorted(codes.items())
+    for section in re.split(r"^## XF", page, flags=re.M)[1:]:
+        assert re.search(r"^\*\*Cause\.\*\* ", section, re.M) and re.search(r"^\*\*What to do\.\*\* ", section, re.M)

@@ -1,6 +1,7 @@
-"""What a user meets before any code runs: dependencies, import cost, the README's promises."""
+"""What a user meets before any code runs: dependencies, import cost, the promises of the README and of docs/status.md."""
 
 import ast
+import functools
 import importlib.metadata as md
 import os
 import re
@@ -19,6 +20,7 @@ from xfer.plan.fabric_file import read_toml
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+STATUS = (ROOT / "docs/status.md").read_text()
 
 
 def test_the_core_needs_only_torch_numpy_and_small_pure_packages():
@@ -166,7 +168,7 @@ def test_the_engine_plugin_is_an_entry_point():
 
 
 def table(title: str) -> list[list[str]]:
-    part = README.split(f"## {title}", 1)[1].split("\n## ", 1)[0]
+    part = STATUS.split(f"## {title}", 1)[1].split("\n## ", 1)[0]
     rows = [
         [c.strip() for c in line.strip().strip("|").split("|")] for line in part.splitlines() if line.startswith("|")
     ]
@@ -191,10 +193,21 @@ def test_what_does_not_work_is_refused_in_these_words_or_said_to_be_silent(row):
     if not quoted:
         assert "not there" in row[-1], row
         return
-    source = "\n".join(p.read_text() for p in (ROOT / "xfer").rglob("*.py"))
-    flat = re.sub(r'"\s*\n\s*f?"', "", source)
     for words in quoted:
-        assert words in flat, f"nothing in xfer says {words!r}"
+        assert words in spoken(), f"nothing in xfer says {words!r}"
+
+
+@functools.cache
+def spoken() -> str:
+    """The code of xfer, with texts in one piece that lines or `f"` cut."""
+    source = "\n".join(p.read_text() for p in (ROOT / "xfer").rglob("*.py"))
+    return re.sub(r'"\s*\n\s*f?"', "", source)
+
+
+def test_the_troubleshooting_page_quotes_what_xfer_says():
+    page = (ROOT / "docs/troubleshooting.md").read_text().split("\n## XF100", 1)[1]
+    quoted = re.findall(r"^\| `([^`]+)` \|", page, re.M)
+    assert len(quoted) > 30 and [words for words in quoted if words not in spoken()] == []
 
 
 def test_tests_run_in_the_environment_that_they_need():
@@ -209,17 +222,24 @@ def test_tests_run_in_the_environment_that_they_need():
 
 
 def test_files_that_the_readme_names_exist():
-    named = re.findall(r"(scripts/[\w./-]+\.sh)", README) + re.findall(r"\((docs/[\w./-]+)\)", README)
+    named = re.findall(r"(scripts/[\w./-]+\.sh)", README + STATUS) + re.findall(r"\((docs/[\w./-]+)", README)
     assert named and [path for path in named if not (ROOT / path).exists()] == []
 
 
-def test_the_readme_counts_the_families_of_their_page():
+def test_the_readme_is_a_front_door():
+    """Short, and all that it leaves out is a link away."""
+    assert README.count("\n") < 150
+    for page in ("status", "guide", "troubleshooting", "faq", "how", "design"):
+        assert f"docs/{page}.md" in README
+
+
+def test_the_status_page_counts_the_families_of_their_page():
     page = (ROOT / "docs/architectures.md").read_text()
     rows = {
         side: len(re.findall(r"^\| (?!family |---)", page.split(f"<!-- {side} -->")[1].split("<!-- end")[0], re.M))
         for side in ("engines", "trainers")
     }
-    assert f"layouts of {rows['engines']} engine and {rows['trainers']} trainer families" in README
+    assert f"layouts of {rows['engines']} engine and {rows['trainers']} trainer families" in STATUS
 
 
 def test_every_variable_that_is_read_stands_in_the_guide():

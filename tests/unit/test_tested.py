@@ -1,4 +1,4 @@
-"""The versions of the frameworks that xfer is tested with: one list for the installation, the README and the warnings."""
+"""The versions of the frameworks that xfer is tested with: one list for the installation, docs/status.md and the warnings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from xfer.plan.fabric_file import read_toml
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_readme_has_the_table_of_tested_versions():
+def test_the_status_page_has_the_table_of_tested_versions():
     (found,) = tested_table.PLACE.findall(tested_table.PAGE.read_text())
     assert found == tested_table.table(), "python -m tests.support.tested_table writes it anew"
 
