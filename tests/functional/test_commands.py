@@ -1,0 +1,252 @@
+"""Every command that a page shows is run here, or its arguments are read by the program's own parser and it names who runs it.
+
+A page shows commands in indented blocks and between backticks. A command that no rule of `RULES` knows fails.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+from tests.support.proc import PATIENCE, ROOT
+from xfer.cli import app
+
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks/RESULTS.md"]
+STARTS = r"(xfer|python|torchrun|pip|export|srun|bash|pre-commit|\S*\.venvs/\S+|(scripts|examples|tests)/\S+\.sh)"
+COMMAND = re.compile(rf"([A-Z_]+=\S+ )*{STARTS}( |$)")
+OUTPUT = ("trainer   on entry", "listening at tcp://")
+"""First lines of indented blocks that are neither commands nor Python: a protocol, and lines of a log."""
+PROSE = re.compile(r"xfer (simulate|bench)$|scripts/bench_NAME\.py|python -m benchmarks\.<name>|\S*\.venvs/\S+python$")
+"""Between backticks, but no commands: those that are not there, and patterns."""
+ELSEWHERE = {
+    "scripts/demo.sh": "scripts/nightly.sh",
+    "scripts/test.sh": ".ci/run",
+    "scripts/matrix.sh": "scripts/nightly.sh",
+    "scripts/pythons.sh": "scripts/nightly.sh",
+    "scripts/nightly.sh": "CONTRIBUTING.md",  # by hand, or every night
+    "scripts/setup.sh": "scripts/test.sh",
+    "scripts/architectures.sh": "docs/architectures.md",
+    "scripts/te_site.sh": "docs/guide.md",  # on hosts with CUDA's libraries
+    "scripts/slurm/configs.sh": "tests/functional/test_slurm.py",
+    "scripts/slurm/refit.sbatch": "tests/functional/test_slurm.py",
+    "tests/functional/slurm_smoke.sh": "tests/functional/test_slurm.py",
+    "examples/grpo/run.sh": "tests/functional/test_grpo_loop.py",
+    "examples/muon_layerwise.py": "tests/functional/test_layerwise_scripts.py",
+    "examples.grpo.ray_main": "tests/functional/test_grpo_ray.py",
+    "tests.support.house": "scripts/test.sh",
+    "xfer status": "tests/functional/test_refit_serving.py",
+    "xfer timeline": "tests/functional/test_timeline.py",
+}
+"""Files that run what takes long or needs something that this machine may lack."""
+YOURS = re.compile(r"pip (install|uninstall) |export XFER_TOKEN=|pre-commit install|srun |XFER_TIMELINE=\S+ \.\.\.$")
+"""What changes the reader's machine, or begins with a job of the reader's."""
+
+
+def blocks(text: str) -> Iterator[list[str]]:
+    """Indented blocks of a page, without fenced ones and lists."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
+    for block in re.split(r"\n\s*\n", text):
+        lines = block.strip("\n").splitlines()
+        if lines and all(line.startswith("    ") for line in lines):
+            yield [line.strip() for line in lines]
+
+
+def shown(page: Path) -> Iterator[str]:
+    text = page.read_text()
+    for lines in blocks(text):
+        yield from (line for line in lines if COMMAND.match(line))
+    text = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
+    for line in re.findall(r"`([^`\n]+)`", text):
+        if COMMAND.match(line) and not PROSE.match(line):
+            yield line
+
+
+def plain_text(line: str) -> str:
+    return re.sub(r"\s{2,}#.*| # .*", "", line)
+
+
+def plain(command: str) -> list[str]:
+    """The words of a command: without comment, with options in brackets, and with the first of alternatives."""
+    command = plain_text(command)
+    command = re.sub(r"\[(-[^\]]*)\]", r"\1", command).replace("trainer|engine", "trainer").replace(" ...", "")
+    command = command.replace(".venvs/{trainer,engine}/", ".venvs/trainer/")
+    words = shlex.split(command)
+    while re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words.pop(0)
+    return words
+
+
+COMMANDS = sorted(
+    {(command, plain(command)[0]) for page in PAGES for command in shown(page) if not YOURS.match(command)}
+)
+ALL = [c for c, _ in COMMANDS]
+
+
+def starting(*words: str) -> list[list[str]]:
+    return [p for p in map(plain, ALL) if any(p[: len(w.split())] == w.split() for w in words)]
+
+
+def modules() -> dict[str, list[list[str]]]:
+    """Arguments with which pages run Python modules, by module."""
+    out: dict[str, list[list[str]]] = {}
+    for words in map(plain, ALL):
+        if re.search(r"(^|/)python$", words[0]) and words[1] == "-m":
+            out.setdefault(words[2], []).append(words[3:])
+    return out
+
+
+def test_indented_blocks_are_commands_code_or_known_output():
+    """A command that begins with an unknown word would be skipped in silence."""
+    unknown = []
+    for page in PAGES:
+        for lines in blocks(page.read_text()):
+            if all(COMMAND.match(line) or YOURS.match(plain_text(line)) for line in lines) or lines[0].startswith(
+                OUTPUT
+            ):
+                continue
+            try:
+                ast.parse("\n".join(lines))
+            except SyntaxError:
+                unknown.append((page.name, lines[0]))
+    assert len(ALL) > 80 and unknown == []
+
+
+def test_every_command_has_a_rule():
+    """A program of this repository, with a check below or a file that runs it."""
+    for command in ALL:
+        words = plain(command)
+        name = words[0] if not re.search(r"(^|/)(python|bash|torchrun)$", words[0]) else None
+        if words[0] == "bash":
+            name = words[1]
+        elif words[0] == "torchrun":
+            name = next(w for w in words if w.endswith(".py"))
+        elif name is None:
+            assert words[1] == "-m", command
+            continue  # modules: below
+        if name == "xfer":
+            continue
+        assert (ROOT / name).exists() and name in ELSEWHERE, command
+        by = (ROOT / ELSEWHERE[name]).read_text()
+        assert Path(name).name in by or Path(name).stem in by, f"{ELSEWHERE[name]} does not run {name}"
+    for name, by in ELSEWHERE.items():
+        assert any(name.replace("xfer ", "") in c for c in ALL), f"no page shows {name}"
+        assert (ROOT / by).exists(), by
+
+
+@pytest.mark.parametrize("words", starting("xfer"), ids=" ".join)
+def test_commands_of_xfer_have_options_that_exist(words, monkeypatch, tmp_path):
+    monkeypatch.setenv("XFER_TOKEN", "a" * 16)
+    command = typer.main.get_command(app)
+    name, given = (words[1:] or [""])[0], words[2:]
+    if not name:
+        return
+    known = command.commands[name]
+    options = {o for param in known.params for o in param.opts} | {"--help"}
+    assert [w for w in given if w.startswith("--") and w not in options] == []
+    if any(not w.startswith("-") for w in given):  # more than the mention of an option
+        known.make_context(name, [str(tmp_path) if w.startswith("/tmp/") else w for w in given])
+
+
+SCRIPTS = sorted({p.relative_to(ROOT).as_posix() for p in ROOT.glob("scripts/*.sh")} | {"examples/grpo/run.sh"})
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_explain_themselves_and_have_the_options_that_pages_give_them(script):
+    """`--help` of each, which changes nothing, has all options and words that a page shows."""
+    done = subprocess.run([ROOT / script, "--help"], capture_output=True, text=True, timeout=60 * PATIENCE)
+    assert done.returncode == 0 and done.stdout, done.stderr
+    told = done.stdout
+    if script.endswith("run.sh"):  # it hands options on
+        told += (ROOT / "examples/grpo/train.py").read_text() + (ROOT / "examples/grpo/run.sh").read_text()
+    if script == "scripts/test.sh":  # and pytest's
+        told += "-k"
+    options = {w for words in starting(script) for w in words[1:] if w.startswith("-")}
+    assert [o for o in sorted(options) if o not in told] == []
+
+
+RAY = "examples.grpo.ray_main"
+PARSE = """
+import argparse, json, runpy, sys
+class Read(BaseException): pass
+read = argparse.ArgumentParser.parse_args
+def parse_args(self, *words, **more):
+    read(self, *words, **more)
+    raise Read
+argparse.ArgumentParser.parse_args = parse_args
+for module, given in json.load(sys.stdin):
+    sys.argv = [module, *given]
+    try: runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except Read: print("@ read", module)
+    except SystemExit as e: print("@", e.code, module, given)
+"""
+
+
+def test_modules_take_the_arguments_that_pages_give_them():
+    """Read by their own parsers. One needs a package that is not here: its text has the options."""
+    given = [
+        (name, words) for name, calls in modules().items() if name not in ("pytest", *ELSEWHERE) for words in calls
+    ]
+    options = {w for words in modules()[RAY] for w in words if w.startswith("--")}
+    text = (ROOT / RAY.replace(".", "/")).with_suffix(".py").read_text()
+    assert options and [o for o in options if o not in text] == []
+    done = subprocess.run(
+        [sys.executable, "-c", PARSE],
+        input=json.dumps(given),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120 * PATIENCE,
+    )
+    said = [line for line in done.stdout.splitlines() if line.startswith("@")]
+    assert len(given) > 30 and not done.returncode, done.stderr[-2000:]
+    assert [line for line in said if not line.startswith("@ read")] == [], done.stderr[-2000:]
+    assert len(said) == len(given), said
+
+
+@pytest.mark.parametrize("words", [w for w in modules()["pytest"]], ids=" ".join)
+def test_commands_of_pytest_name_files_and_tests_that_exist(words):
+    paths = [w for w in words if w.startswith("tests/")]
+    files = [f for w in paths for f in ([ROOT / w] if "*" not in w else ROOT.glob(w))]
+    assert bool(paths) == bool(files) and all(f.exists() for f in files)
+    text = "\n".join(f.read_text() for f in files if f.suffix == ".py")
+    marker = dict(zip(words, words[1:])).get("-m", "")
+    for mark in re.findall(r"(?<!not )\b(slow|gpu|engine)\b", marker) if text else ():
+        assert f"mark.{mark}" in text or mark == "gpu" and "tests.support.marks" in text, (mark, words)
+    chosen = dict(zip(words, words[1:])).get("-k", "")
+    assert all(part in text for part in re.findall(r"\w+", chosen) if part not in ("or", "and", "not"))
+
+
+QUICK = ["xfer version", "xfer doctor", "xfer plan --help"]
+
+
+@pytest.mark.parametrize("command", QUICK)
+def test_quick_commands_run(command, tmp_path):
+    """`xfer doctor` may find problems on this machine: exit code 1."""
+    assert any(plain(c) == command.split() for c in ALL), "no page shows it"
+    words = command.split()
+    run = [sys.executable, *(words[1:] if words[0] == "python" else ["-m", *words])]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=120 * PATIENCE, env={**os.environ})
+    assert done.returncode in (0, 1 if command == "xfer doctor" else 0) and done.stdout, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words", [w for w in starting("xfer plan") if "--trainer" in w], ids=lambda w: " ".join(w)[:60]
+)
+def test_plans_that_pages_show_are_made(words, tmp_path):
+    """With both environments, as printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", *words], cwd=tmp_path, capture_output=True, text=True, timeout=600 * PATIENCE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0 and "busiest link" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
