@@ -12,16 +12,27 @@ import time
 import urllib.request
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.engine
 pytest.importorskip("vllm")
 
+from transformers import AutoModelForCausalLM  # noqa: E402
+from vllm.distributed.weight_transfer import (  # noqa: E402
+    HTTPVLLMWeightSyncClient,
+    ModuleSource,
+    WeightSource,
+    WeightTransferTrainerFactory,
+)
+
+from examples.common import toy  # noqa: E402
 from examples.common.ports import free_port  # noqa: E402
 from tests.support.proc import PATIENCE, Family  # noqa: E402
 from tests.support.refit_job import Job, a_refit, good, until  # noqa: E402
 from tests.support.vllm_main import PROMPTS  # noqa: E402
 from xfer.engines.choose_handle import handle_for  # noqa: E402
-from xfer.errors import EngineLost  # noqa: E402
+from xfer.errors import EngineLost, Unsupported, XferError  # noqa: E402
+from xfer.integrations.vllm_trainer import XferTrainerInitInfo  # noqa: E402
 
 LONG = 100
 
@@ -186,6 +197,56 @@ def test_vllm_serve_by_its_url(tmp_path):
         server.child.proc.wait(60)
         with pytest.raises(EngineLost):
             handle_for(server.url).pause(30)
+
+
+def test_vllms_own_trainer_calls(tmp_path, monkeypatch):
+    """`trainer_init` and `send_weights` as vLLM documents them, with xfer behind them, from a module of transformers. Its caller
+    may pause the server, as vLLM's examples do."""
+    folders = [tmp_path / "model", tmp_path / "other"]
+    weights = [toy.write_checkpoint("qwen3", folder, seed=i) for i, folder in enumerate(folders)]
+    model = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.bfloat16)
+    monkeypatch.setenv("XFER_TOKEN", "the token of this job")
+    with Family(tmp_path) as family:
+        server = Server(family, folders[0])
+        truth = server.observe()
+        engine = WeightTransferTrainerFactory.trainer_init(
+            XferTrainerInitInfo(f"tcp://127.0.0.1:{free_port()}", deadline_s=60.0, rank=0),
+            client=HTTPVLLMWeightSyncClient(server.url),
+            source=ModuleSource(model),
+        )
+        server.pause()
+        engine.send_weights()
+        assert server.paused() and engine.report.committed == 1
+        server.resume()
+        assert same(server.observe(), truth) == [False, False]
+        model.load_state_dict(weights[0])
+        engine.send_weights()
+        assert not server.paused() and same(server.observe(), truth) == [True, True]
+        engine.shutdown()
+        assert same(server.observe(), truth) == [True, True]
+
+
+def test_what_cannot_stand_behind_vllms_own_trainer_calls_is_refused_by_name():
+    class Gathered(WeightSource):
+        metadata = __iter__ = None
+
+    module = torch.nn.Linear(2, 2)
+    http, source = HTTPVLLMWeightSyncClient("http://127.0.0.1:1"), ModuleSource(module)
+    for client, given, words in (
+        (
+            object(),
+            Gathered(),
+            ["client=object: give an HTTPVLLMWeightSyncClient", "source=Gathered: gives whole tensors"],
+        ),
+        (http, None, ["source=NoneType"]),
+    ):
+        with pytest.raises(Unsupported) as e:
+            WeightTransferTrainerFactory.trainer_init(
+                XferTrainerInitInfo("tcp://h:1", rank=0), client=client, source=given
+            )
+        assert len(e.value.violations) == len(words) and all(w in str(e.value) for w in words)
+    with pytest.raises(XferError, match="rank=1, but the source is that of rank 0"):
+        WeightTransferTrainerFactory.trainer_init(XferTrainerInitInfo("tcp://h:1", rank=1), client=http, source=source)
 
 
 # ---- data-parallel ranks, which wait for one another in every step: calls that reach them in different steps can make

@@ -36,6 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("layerwise",),
     ("engines", "trainers"),
     ("dtensor", "dtensor_claims", "dtensor_exchange", "dtensor_routes", "api"),
+    ("integrations",),
     ("cli", "__init__", "__main__"),
 )
 """Top-level modules and packages of xfer, lowest first. Each may import what stands before it, and itself. Of two packages in one

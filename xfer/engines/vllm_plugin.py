@@ -27,6 +27,7 @@ def register() -> None:
     # The factory raises on a second registration of a name; it has no public way to ask first.
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "xfer.engines.vllm_worker", "XferWeightTransferEngine")
+    register_trainer()
     if resident_asked():
         from vllm.platforms import current_platform
 
@@ -34,6 +35,15 @@ def register() -> None:
             from xfer.engines import vllm_cpu
 
             vllm_cpu.install()
+
+
+def register_trainer() -> None:
+    """Make xfer known to vLLM's factory of trainer engines, which vLLM has since 0.26."""
+    from vllm.distributed.weight_transfer import factory
+
+    trainers = getattr(factory, "WeightTransferTrainerFactory", None)
+    if trainers is not None and BACKEND not in trainers._registry:
+        trainers.register_engine(BACKEND, "xfer.integrations.vllm_trainer", "XferTrainerWeightTransferEngine")
 
 
 def resident_asked() -> bool:

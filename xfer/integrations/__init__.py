@@ -1,0 +1,6 @@
+"""Adapters that plug xfer into RL frameworks, one module per framework. Each names the release whose interface it implements.
+
+Importing this package imports no framework; importing a module of it imports that module's framework.
+
+    vllm_trainer  vLLM's trainer half, `WeightTransferTrainerFactory.trainer_init(XferTrainerInitInfo(...), ...)`
+"""
