@@ -1,6 +1,8 @@
 """The processes of benchmarks.hosts: ranks with declared layouts of scaled models, and raw gloo streams between them.
 
-A storage's bits of version v are a hash of tensor and position, xor a number of v: every rank can tell them alone.
+A storage's bits of version v are a hash of tensor and position, xor a number of v: every rank can tell them alone. Of a version
+`some(v, share)` only about half of that share of the elements are changed, other ones in each version, so that about `share` of them
+differ between two of these.
 """
 
 from __future__ import annotations
@@ -87,6 +89,14 @@ def nbytes(catalog: Catalog) -> int:
     return sum(2 * torch.Size(s.shape).numel() for s in catalog.specs)
 
 
+_PARTS = 1_000_000
+
+
+def some(number: int, share: float) -> int:
+    """The version `number` in which only some elements are changed."""
+    return round(share * 10_000) * _PARTS + number
+
+
 class Bits:
     """Storages of a layout, and what they hold in each version."""
 
@@ -99,7 +109,12 @@ class Bits:
 
     def of(self, root: str, version: int) -> torch.Tensor:
         """int16."""
-        return self.base[root].view(torch.int16) ^ (version * 0x2545 % 0x7FFF)
+        base, (parts, number) = self.base[root].view(torch.int16), divmod(version, _PARTS)
+        other = base ^ (number * 0x2545 % 0x7FFF)
+        if not parts:
+            return other
+        chosen = (base.to(torch.int32) * 40503 + number * 7919) & 0xFFFF < parts / 20_000 * 0x10000
+        return torch.where(chosen, other, base)
 
 
 class DeclaredSource(ToySource):

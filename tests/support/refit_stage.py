@@ -102,7 +102,7 @@ def _fresh_loads(
     frozen: Sequence[str] = (),
     scramble: bool = True,
     trained: Callable[[], object] = lambda: None,
-    watched: Callable[[Children, Callable[[], list[dict]]], list[dict]] = lambda engines, refit: refit(),
+    watched: Callable[[Children, Callable[..., list[dict]]], list[dict]] = lambda engines, refit: refit(),
     as_served: Callable[[str], str] = str,
     **connect,
 ) -> None:
@@ -134,7 +134,7 @@ def _fresh_loads(
         for step in (1, 2):
             stage.trainers.ask("step", "stepped")
             trained()
-            reports = watched(running, lambda: stage.trainers.ask("refit", "refitted", verify=True))
+            reports = watched(running, lambda **more: stage.trainers.ask("refit", "refitted", verify=True, **more))
             assert all(r["verified"] and r["committed"] == [True] * len(running) for r in reports), reports
             exports.append(str(work / f"export{step}"))
             stage.trainers.ask("export", "exported", folder=exports[-1])
