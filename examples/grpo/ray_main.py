@@ -34,9 +34,9 @@ class TrainerRank:
 
     def __init__(self, rank: int, world: int):
         os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world))
-        from examples.common import megatron_cpu
+        from examples.grpo import stand_ins
 
-        megatron_cpu.install()
+        stand_ins.install()
 
     def address(self) -> tuple[str, int, int]:
         """Of this rank's host, with two free ports: torch's and the rendezvous'."""
@@ -48,12 +48,12 @@ class TrainerRank:
         import torch.distributed as dist
 
         import xfer
-        from examples.common.train_loop import Trainer
+        from examples.grpo.policy import Policy
 
         host, port, rendezvous = address
         os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-        self.tp, self.trainer = layout["tp"], Trainer(folder, lr=5e-3, **layout)
+        self.tp, self.trainer = layout["tp"], Policy(folder, lr=5e-3, bucket_size=50_000, **layout)
         source = xfer.MegatronTrainer(self.trainer.chunks, self.trainer.bridge)
         self.link = xfer.connect(trainer=source, rendezvous=f"tcp://{host}:{rendezvous}", token=token)
 

@@ -6,6 +6,7 @@
 #     examples/grpo/run.sh 0.6b --device cuda --ranks 1 --tp 1 --engine-tp 1           on 2 GPUs
 #   --device cpu|cuda   default: cuda where both sides' GPUs are there      --ranks N      trainer ranks (4; 0.6b: 2)
 #   --engine-tp N       ranks of the vLLM (2)                               --out FILE     JSON of the run (examples/grpo/summary.py)
+#   --in-flight POLICY  an AsyncLLM samples (rollout_async.py); POLICY of requests that a refit meets: drain, abort, continue
 #   --set KEY=NUMBER    changes the model's config (examples/grpo/model.py), may come again
 # SERVE=2 takes that many `vllm serve` processes in place of the rollout, each a replica of one rank (and GPU) that trainer rank 0
 # controls by its URL.
@@ -17,12 +18,12 @@ for word in "$@"; do
   case $word in -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "$0"; exit ;; esac
 done
 cd "$(dirname "$0")/../.."
-kind=dense device= ranks= engine_tp=2 out=
+kind=dense device= ranks= engine_tp=2 out= policy=
 changes=() more=() given=()
 case ${1:-} in dense | moe | 0.6b) kind=$1; shift ;; esac
 while [ $# -gt 0 ]; do
   case $1 in
-    --device) device=$2 ;; --ranks) ranks=$2 ;; --engine-tp) engine_tp=$2 ;; --out) out=$2 ;; --set) changes+=("$2") ;;
+    --device) device=$2 ;; --ranks) ranks=$2 ;; --engine-tp) engine_tp=$2 ;; --out) out=$2 ;; --in-flight) policy=$2 ;; --set) changes+=("$2") ;;
     *) given+=("$1"); shift; continue ;;
   esac
   shift 2
@@ -103,12 +104,14 @@ if [ -n "${SERVE:-}" ]; then
   done
 else
   listen=127.0.0.1:$(port) log=$work/rollout.log
-  on_engine setsid "$engine" -m examples.grpo.rollout --model "$work/model" --rendezvous "$rendezvous" --listen "$listen" \
+  rollout=(examples.grpo.rollout)
+  [ -z "$policy" ] || rollout=(examples.grpo.rollout_async --policy "$policy")
+  on_engine setsid "$engine" -m "${rollout[@]}" --model "$work/model" --rendezvous "$rendezvous" --listen "$listen" \
     --dtype "$dtype" --tp "$engine_tp" ${limits[@]+"${limits[@]}"} >"$log" 2>&1 &
   groups+=($!) where+=(--rollout "http://$listen") logs+=("$log")
 fi
 began=$(date +%s)
-on_trainer "$trainer" -m torch.distributed.run --nproc-per-node "$ranks" --master-port "$(port)" -m examples.grpo.train \
+on_trainer "$trainer" -m torch.distributed.run --nproc-per-node "$ranks" --master-port "$(port)" -m examples.grpo.stand_ins examples.grpo.train \
   --model "$work/model" --rendezvous "$rendezvous" "${where[@]}" --curve "$work/curve.jsonl" \
   ${more[@]+"${more[@]}"} ${given[@]+"${given[@]}"}
 if [ -n "$out" ]; then

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 4 -m examples.grpo.train --model FOLDER --rendezvous tcp://10.0.0.1:29600 --rollout http://10.0.0.2:8000
 
-examples/grpo/run.sh starts this and the rollout on one machine. The lines that xfer needs are marked.
+examples/grpo/run.sh starts this and the rollout on one machine, with stand-ins (stand_ins.py) for what it lacks. The lines that xfer
+needs are marked. Your model stands in policy.py, your task in task.py.
 """
 
 from __future__ import annotations
@@ -16,18 +17,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from examples.common import megatron_cpu
-
-megatron_cpu.install()  # Megatron without a GPU; where there is one this does nothing
-
-import xfer  # noqa: E402
-from examples.common.train_loop import Trainer  # noqa: E402
-from examples.grpo import grpo  # noqa: E402
-from examples.grpo.client import RolloutClient, ServeClient  # noqa: E402
-from examples.grpo.gate import Gate, Row  # noqa: E402
-from examples.grpo.replicas import Replicas, wait_healthy  # noqa: E402
-from examples.grpo.samples import require_version  # noqa: E402
-from examples.grpo.task import SortDigits  # noqa: E402
+import xfer
+from examples.grpo import grpo
+from examples.grpo.client import RolloutClient, ServeClient
+from examples.grpo.gate import Gate, Row
+from examples.grpo.policy import Policy
+from examples.grpo.replicas import Replicas, wait_healthy
+from examples.grpo.samples import require_version
+from examples.grpo.task import SortDigits
 
 BUCKETS = {True: 40_000_000, False: 50_000}
 """Parameters in one bucket of gradients, with a GPU and without: a small model on a CPU has several buckets, too."""
@@ -85,7 +82,7 @@ def main() -> None:
 
     layout = dict(tp=args.tp, pp=args.pp, ep=args.ep, etp=args.etp)
     more = {"lr": args.lr, "bucket_size": BUCKETS[torch.cuda.is_available()], **dict(args.provider)}
-    with Trainer(model, **layout, **more) as trainer:
+    with Policy(model, **layout, **more) as trainer:
         if chief:
             wait_healthy(args.serve)
         session = xfer.connect(  # xfer
@@ -128,7 +125,7 @@ def main() -> None:
         session.close()  # xfer
 
 
-def save(trainer: Trainer, folder: Path, step: int) -> None:
+def save(trainer: Policy, folder: Path, step: int) -> None:
     """Weights as a Hugging Face checkpoint. Adam's moments are not kept here; use Megatron's checkpoints for them."""
     trainer.export(folder / f"step-{step}")
     if dist.get_rank() == 0:

@@ -43,6 +43,11 @@ def test_reward_rises_and_the_gate_holds(tmp_path, kind, steps, reached):
     assert all(1 <= r.error < 1.0001 and r.kl >= 0 for r in rows), rows
 
 
+def test_an_async_llm_samples(tmp_path):
+    rows = run(tmp_path, "dense", "--steps", "3", "--in-flight", "drain")
+    assert len(rows) == 3 and all(1 <= r.error < 1.0001 for r in rows), rows
+
+
 def test_the_shape_of_qwen3_06b_at_two_layers(tmp_path):
     """The line of the GPU run (docs/guide.md) on a CPU: bf16, one vLLM of two ranks beside two trainer ranks."""
     small = (

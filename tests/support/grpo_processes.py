@@ -92,5 +92,6 @@ class Steps:
 
 def torchrun(port: int, ranks: int, flags: str) -> list[str]:
     """The example's loop on `ranks` ranks of this machine."""
-    command = f"-m torch.distributed.run --nproc-per-node {ranks} --master-port {port} -m examples.grpo.train {flags}"
+    loop = f"-m examples.grpo.stand_ins examples.grpo.train {flags}"
+    command = f"-m torch.distributed.run --nproc-per-node {ranks} --master-port {port} {loop}"
     return [PYTHON["trainer"], *command.split()]

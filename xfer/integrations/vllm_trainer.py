@@ -109,7 +109,7 @@ class XferTrainerWeightTransferEngine(TrainerWeightTransferEngine):
                 "xfer.TensorTrainer(...) or xfer.MegatronTrainer(...)"
             )
         if bad:
-            raise Unsupported("xfer cannot stand behind this call of trainer_init", bad)
+            raise Unsupported("this call of trainer_init is not one that xfer can stand behind", bad)
         if trainer.rank != init_info.rank:
             raise XferError(
                 "trainer_init() was called with arguments that cannot work",
