@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -108,6 +109,15 @@ def test_a_run_by_changes_leaves_what_a_whole_one_leaves(links, seed, rows, step
         elif not share:
             parts = [part for step in steps(p, step_bytes, 1 << 62) for part in step.sends]
             assert stats[r].bytes_out == sum(part.nbytes for part in parts if not unit_of(part.rows))
+
+
+@pytest.mark.parametrize("source", [HeldBytes(6, 77, []), HeldBytes(5, 78, [])])
+def test_changes_of_another_refit_or_plan_are_refused_before_a_byte_is_written(source):
+    links = pair_links()
+    p, got = long_pair(links)
+    ends = run_ranks(2, lambda r: p[r].run(soon(), base=HeldBytes(5, 77) if r else replace(source, before=None)))
+    assert isinstance(ends[1], PlanMismatch) and "trainer 0: changes since refit" in str(ends[1])
+    assert not got.any() and [isinstance(e, Exception) for e in ends] == [True, True]
 
 
 class Watched:
