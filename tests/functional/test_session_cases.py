@@ -741,6 +741,20 @@ def test_a_refit_sends_what_changed_only_if_both_ends_hold_the_same_refit(seed, 
         assert (job.ended()[0].outcomes[0].bytes_moved == whole) == EVENTS[event]
 
 
+@SEEDS
+def test_a_replica_that_did_not_commit_what_the_trainers_remember_gets_all_bytes(seed):
+    """The other one does not."""
+    with after_one_refit(seed, replicas=2, delta="auto") as job:
+        whole = job.ended()[0].outcomes[0].bytes_moved
+        assert job.commits() == [True, True] and job.commits() == [True, True]
+        job.faults[job.engines[1].worker(0), "arm"] = "raise"
+        assert job.commits(min_replicas=1) == [True, False]
+        job.faults.clear()
+        assert job.commits(verify=False) == [True, True]
+        came = [o.bytes_moved for o in job.ended()[0].outcomes]
+        assert came[0] < whole / 2 and came[1] == whole
+
+
 # ---- calls
 
 
