@@ -19,7 +19,7 @@ from xfer import logs
 from xfer.coordinator import messages as m
 from xfer.coordinator.deadlines import SETTLE_GRACE_S, SILENCE_S, STOP_GRACE_S
 from xfer.errors import DeadlineExceeded, EngineLost, PeerLost, Unsupported, XferError
-from xfer.participants import timeline
+from xfer.participants import observers, timeline
 from xfer.participants.engine import EngineHandle
 from xfer.participants.timeline import mark
 from xfer.participants.turns import quick_turns
@@ -459,6 +459,10 @@ class Controller:
         # If the engine serves, it must not stop because the trainers are gone: this send raises nothing.
         now = (self.version, True, calls.seconds) if serves else (None, False, 0.0)
         party.try_send(m.Settled(arm.attempt, *now, calls.phases))
+        committed = serves and isinstance(decision, m.Commit)
+        why = None if committed else self.error if isinstance(decision, m.Commit) else decision.error.error()
+        here = party.welcome.session, arm.attempt, self.replica
+        observers.tell(observers.EngineRefit(*here, committed, serves, self.torn, *(now[0], now[2]), calls.phases, why))
         return lost
 
     def _carry_out(self, calls: _EngineCalls, decision: m.Commit | m.Settle, party: RendezvousClient) -> bool:

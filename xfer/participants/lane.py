@@ -24,7 +24,7 @@ from xfer.ending import wait_for_all
 from xfer.errors import PeerLost, PlanMismatch, XferError
 from xfer.participants import faults
 from xfer.participants.data_plane import DataPlane, PlanFacts, Stop
-from xfer.participants.timeline import mark
+from xfer.participants.timeline import mark, nvtx
 from xfer.participants.turns import short_sleeps
 from xfer.plan.explain import size
 from xfer.rendezvous.client import RendezvousClient
@@ -319,7 +319,9 @@ class Lane:
                 self.party.try_send(m.Progress(self.replica, go.attempt, wave, done, nbytes))
 
         mark(self.party.label, "go")
-        moved = self.plane.run(go, stop, until, progress)
+        of = f", replica {self.replica}" if self._role == "trainer" else ""
+        with nvtx(f"move, {self.party.label}{of}"):
+            moved = self.plane.run(go, stop, until, progress)
         faults.point(self._role, self._index, "done")
         self._now.check()
         mark(self.party.label, "done")

@@ -50,6 +50,7 @@ class RefitCall:
         number: Number of the present attempt.
         until: Monotonic time of the deadline.
         ends: Monotonic time by which the call raises or returns.
+        report: The report with the outcomes, also if the call then raised; None before they are known.
     """
 
     def __init__(self, session: TrainerSession, call: Arguments):
@@ -57,6 +58,8 @@ class RefitCall:
         self.began, self.until = time.perf_counter(), time.monotonic() + call.seconds
         self.ends = self.until + CALL_GRACE_S
         self.number = 0
+        self._seconds: float | None = None  # of a call that returned before the outcome was known
+        self.report: RefitReport | None = None
         self._entered = False  # whether the coordinator knows of this attempt
         self._told = False  # whether this rank has waited for the outcome
         self._may_be_read = False  # whether workers may have begun to read this rank's storages
@@ -66,6 +69,11 @@ class RefitCall:
     @property
     def label(self) -> str:
         return self.party.label
+
+    @property
+    def elapsed(self) -> float:
+        """Wall time of the call so far, or of the whole call if it has returned."""
+        return time.perf_counter() - self.began if self._seconds is None else self._seconds
 
     def run(self) -> RefitReport:
         """Run the refit until its outcome; with `wait="sources"` until this rank's storages are free; with `wait="ready"` until this
@@ -101,7 +109,7 @@ class RefitCall:
     def _run(self) -> RefitReport:
         self._begin()
         if self.call.wait == "ready":
-            self.session.pending = self
+            self.session.pending, self._seconds = self, self.elapsed
             return self._report(self._version(), (), pending=True)
         return self._until_free()
 
@@ -113,7 +121,7 @@ class RefitCall:
         while True:
             if self.call.wait != "commit" and self._wait_for_sources():
                 self._remember()
-                self.free, self.session.pending = True, self
+                self.free, self.session.pending, self._seconds = True, self, self.elapsed
                 return self._report(self._version(), (), pending=True)
             outcome = self._outcome()
             if not outcome.void:
@@ -400,7 +408,7 @@ class RefitCall:
                 drained=False,
             )
         self._quarantine_if_read(outcome)
-        report = self._report(outcome.version, outcome.outcomes)
+        report = self.report = self._report(outcome.version, outcome.outcomes)
         if report.committed:  # if fewer replicas than wanted committed, the call raises below
             self.session.version = outcome.version
         report.raise_unless(self.call.want)
@@ -438,7 +446,7 @@ class RefitCall:
         return RefitReport(
             self.session.index,
             version,
-            time.perf_counter() - self.began,
+            self.elapsed,
             outcomes,
             sum(facts.bytes_out for _, facts in planned),
             sum(facts.broadcast_bytes for _, facts in planned),

@@ -31,8 +31,7 @@ class RefitReport:
         kept_bytes: Live bytes of all workers that refits leave as they are, by `keep=` or because they are buffers that no
             checkpoint fills; `Session.explain()` lists them.
         pending: Whether the call returned before the outcomes were known: `publish`, or `wait="sources"`.
-        before: The report of the refit before this one, if that call was pending. Its `seconds` end when this call asked
-            for it.
+        before: The report of the refit before this one, if that call was pending, with the `seconds` of that call.
         fence_s: After `publish`: seconds for which the fence waited for engines that were still reading.
         rules: Names of the rules by which this rank quantized weights for engines that serve them in FP8 ("ieee", "pow2"), and
             "native" if it keeps such weights in FP8 itself; () if no engine does. `Session.explain()` says what engines then hold.

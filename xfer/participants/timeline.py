@@ -16,7 +16,10 @@ import os
 import threading
 import time
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+
+import torch
 
 VARIABLE = "XFER_TIMELINE"
 _log = logging.getLogger("xfer")
@@ -34,6 +37,11 @@ def mark(who: str, what: str) -> None:
     kept = _moments
     if kept is not None:
         kept.append((time.monotonic(), who, what))
+
+
+def nvtx(name: str) -> AbstractContextManager[None]:
+    """Return an NVTX range on this thread for a profiler such as Nsight Systems; nothing where torch has no CUDA."""
+    return torch.cuda.nvtx.range(f"xfer: {name}") if torch.version.cuda is not None else nullcontext()
 
 
 def write(attempt: int, session: str = "", wait_s: float = 0.0) -> None:

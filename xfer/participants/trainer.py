@@ -24,12 +24,13 @@ from xfer.coordinator.deadlines import STOP_GRACE_S, TOLD_S
 from xfer.coordinator.layouts import pack_specs, unpack_one
 from xfer.coordinator.state import Options, told
 from xfer.errors import DeadlineExceeded, RebindError, Unsupported, XferError
-from xfer.participants import computing, timeline
+from xfer.participants import computing, observers, timeline
 from xfer.participants.arguments import Labels, checked_call
 from xfer.participants.data_plane import Change, NewTrainerSide
 from xfer.participants.lane import Lane
 from xfer.participants.refit import RefitCall
 from xfer.participants.report import RefitReport
+from xfer.participants.timeline import nvtx
 from xfer.participants.turns import quick_turns, short_sleeps
 from xfer.rendezvous.client import SILENT, RendezvousClient, data_plane
 from xfer.rendezvous.server import Server
@@ -345,9 +346,10 @@ class TrainerSession:
                 e.where = e.where or self._party.label
                 self._party.try_send(m.Failed(m.WireError.of(e, self._party.label), self.next_attempt()))
                 raise
-            with quick_turns():
+            with quick_turns(), nvtx(f"refit, trainer {self.index}"):
                 try:
-                    report = self._let_go(RefitCall(self, call).run())
+                    refit = RefitCall(self, call)
+                    report = self._ended(refit, refit.run)
                     report, self._before = replace(report, before=self._before), None
                     return report
                 finally:
@@ -363,9 +365,9 @@ class TrainerSession:
         if call is None or call.free:
             return 0.0
         self.pending = None  # in case that it raises
-        report = call.fence()
+        report = self._ended(call, call.fence)
         if not report.pending:
-            self._before = self._let_go(report)
+            self._before = report
         return call.fence_s
 
     def next_attempt(self) -> int:
@@ -380,7 +382,22 @@ class TrainerSession:
         self._fence()
         pending, self.pending = self.pending, None
         if pending is not None:
-            self._before = self._let_go(pending.finish())
+            self._before = self._ended(pending, pending.finish)
+
+    def _ended(self, refit: RefitCall, call: Callable[[], RefitReport]) -> RefitReport:
+        """Run a call to the end of a refit, and tell observers of it. One that returns before the outcome is known is not told."""
+        error: XferError | None = None
+        try:
+            report = self._let_go(call())
+        except XferError as e:
+            error = e
+            raise
+        else:
+            return report
+        finally:
+            if refit.report is not None or error is not None:
+                here = self._party.welcome.session, refit.number, self.index
+                observers.tell(observers.TrainerRefit(*here, refit.elapsed, refit.report, error))
 
     def _let_go(self, report: RefitReport) -> RefitReport:
         """Log a report, note its label as used, and free storages that an earlier failed refit kept alive.

@@ -23,7 +23,7 @@ from xfer.errors import DeadlineExceeded, PeerLost, RebindError, XferError
 from xfer.participants import faults, timeline
 from xfer.participants.data_plane import Change, DataPlane
 from xfer.participants.lane import Lane
-from xfer.participants.timeline import mark
+from xfer.participants.timeline import mark, nvtx
 from xfer.participants.turns import quick_turns
 from xfer.rendezvous.client import RendezvousClient, data_plane
 from xfer.trace.catalog import Catalog
@@ -268,7 +268,7 @@ class WorkerSession:
             deadline_s: Seconds until the coordinator decides at the latest.
         """
         try:
-            with quick_turns():
+            with quick_turns(), nvtx(f"update, replica {self.replica} worker {self.index}"):
                 self._receive(attempt, deadline_s)
         except Exception as e:
             error = self._fail(e, attempt)

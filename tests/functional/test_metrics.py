@@ -1,0 +1,260 @@
+"""Metrics and spans of real refits on loopback: what a scrape shows is what the reports say, and the dashboard asks for nothing else.
+
+In the engines' environment, which has both clients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import threading
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+
+import xfer
+from examples.common.ports import free_port
+from tests.functional.test_extending import Trained
+from tests.support.tiny_engine import Engine
+from xfer import errors
+from xfer.participants.observers import EngineRefit, TrainerRefit, observe
+
+pytestmark = pytest.mark.engine
+TOKEN = "token of the metrics"
+DASHBOARD = Path(__file__).resolve().parents[2] / "deploy/grafana/xfer.json"
+
+
+class Breakable(Engine):
+    broken = False
+
+    def pause_generation(self) -> None:
+        if self.broken:
+            raise RuntimeError("no pause")
+
+
+class Job:
+    """One trainer and two engines. `told`: what observers heard, in order."""
+
+    def __init__(self):
+        self.engines, at = [Breakable(), Breakable()], f"tcp://127.0.0.1:{free_port()}"
+        for a in (a for e in self.engines for a in e.adapters):
+            for p in a.model.parameters():
+                torch.nn.init.normal_(p.data)
+        self.controllers = [xfer.serve(e, at, TOKEN, replica=i, deadline_s=30.0) for i, e in enumerate(self.engines)]
+        route = xfer.Direct(cache_dir=None)
+        trainer = xfer.TensorTrainer(Trained())
+        self.session = xfer.connect(trainer, at, TOKEN, replicas=2, deadline_s=30.0, route=route)
+        self.told: list[TrainerRefit | EngineRefit] = []
+        self._heard = threading.Condition()
+        self._end = lambda: None
+
+    def listen(self) -> None:
+        """Hear of each refit from now on, after the observers that are there."""
+        self._end = observe(self._hear)
+
+    def _hear(self, ended) -> None:
+        with self._heard:
+            self.told.append(ended)
+            self._heard.notify_all()
+
+    def ended(self, refits: int) -> None:
+        """Wait until the trainer and both controllers have told of so many refits."""
+        with self._heard:
+            assert self._heard.wait_for(lambda: len(self.told) == 3 * refits, 20), self.told
+
+    def breaks(self, *replicas: int) -> None:
+        """From now on these engines cannot be paused, and the others can."""
+        for i, e in enumerate(self.engines):
+            e.broken = i in replicas
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._end()
+        self.session.close()
+        for c in self.controllers:
+            c.close()
+
+
+@pytest.fixture
+def job():
+    with Job() as j:
+        yield j
+
+
+class Scrape(dict):
+    """Values of one scrape, by name and labels."""
+
+    def of(self, name: str, **labels: object) -> float:
+        return self[name, frozenset((k, str(v)) for k, v in labels.items())]
+
+    @property
+    def names(self) -> set[str]:
+        return {name for name, _ in self}
+
+    def all_of(self, name: str) -> list[float]:
+        return [v for (n, _), v in self.items() if n == name]
+
+    def states(self) -> dict[str, float]:
+        return {dict(labels)["state"]: v for (n, labels), v in self.items() if n == "xfer_replicas"}
+
+
+def scraped(port: int) -> Scrape:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+        families = list(text_string_to_metric_families(page.read().decode()))
+    samples = [s for f in families for s in f.samples if s.name.startswith("xfer_")]
+    return Scrape({(s.name, frozenset(s.labels.items())): s.value for s in samples})
+
+
+def asked() -> set[str]:
+    """Names of metrics in the dashboard's queries."""
+    board = json.loads(DASHBOARD.read_text())
+    texts = [t["expr"] for p in board["panels"] for t in p["targets"]]
+    texts += [v["definition"] for v in board["templating"]["list"] if v["type"] == "query"]
+    return {name for text in texts for name in re.findall(r"\bxfer_\w+", text)}
+
+
+def test_a_scrape_shows_what_the_reports_say_and_the_dashboard_asks_for(job):
+    from xfer import metrics
+
+    port = free_port()
+    end = metrics.serve(port, "127.0.0.1")
+    job.listen()
+    try:
+        reports = [job.session.refit(verify=True), job.session.refit(version=7)]
+        job.ended(2)
+        found = scraped(port)
+        assert sum(found.all_of("xfer_received_bytes_total")) == sum(r.bytes for r in reports)
+        assert found.of("xfer_sent_bytes_total", rank=0) == sum(r.bytes_sent for r in reports)
+        assert found.of("xfer_refits_total", rank=0, outcome="committed") == 2
+        for phase in ("call", "transfer", "outage", "drain", "wire", "pause", "resume"):
+            seconds = [r.flatten("")[f"{phase}_s"] for r in reports]
+            assert found.of("xfer_refit_seconds_count", rank=0, phase=phase) == 2
+            assert found.of("xfer_refit_seconds_sum", rank=0, phase=phase) == pytest.approx(sum(seconds)), phase
+        for i in (0, 1):
+            outages = [r.outcomes[i].outage_s for r in reports]
+            assert found.of("xfer_engine_outage_seconds_sum", replica=i) == pytest.approx(sum(outages))
+        assert {*found.all_of("xfer_version"), *found.all_of("xfer_engine_version")} == {7}
+        assert found.states() == {"current": 2, "behind": 0, "torn": 0, "away": 0}
+
+        job.breaks(1)
+        job.session.refit(min_replicas=1)
+        job.ended(3)
+        found = scraped(port)
+        assert found.of("xfer_refits_total", rank=0, outcome="partial") == 1 and found.states()["behind"] == 1
+        assert [found.of("xfer_engine_version", replica=i) for i in (0, 1)] == [8, 7]
+        assert found.of("xfer_engine_refits_total", replica=1, outcome="failed") == 1
+        assert found.of("xfer_engine_serving", replica=1) == 1
+
+        job.breaks(0, 1)
+        with pytest.raises(errors.XferError) as caught:
+            job.session.refit()
+        job.ended(4)
+        found = scraped(port)
+        assert found.of("xfer_refits_total", rank=0, outcome="failed") == 1
+        assert found.of("xfer_refit_errors_total", rank=0, error=type(caught.value).__name__) == 1
+        assert asked() <= found.names, asked() - found.names
+        assert {n for n in found.names if n.endswith("_total")} <= asked(), "not shown"
+    finally:
+        end()
+    with pytest.raises(OSError):
+        scraped(port)
+
+
+def test_spans_of_one_refit_have_its_attempt_and_an_outage_is_its_calls_in_a_row(job):
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from xfer import metrics
+
+    kept, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    end = metrics.trace_spans(provider)
+    job.listen()
+    try:
+        with provider.get_tracer("the user's").start_as_current_span("step") as step:
+            report = job.session.refit()
+        job.breaks(1)
+        with pytest.raises(errors.XferError) as caught:
+            job.session.refit()
+        job.ended(2)
+    finally:
+        end()
+    spans = kept.get_finished_spans()
+    refits = [s for s in spans if s.name == "xfer.refit"]
+    outages = [s for s in spans if s.name == "xfer.outage"]
+    assert [s.attributes["xfer.attempt"] for s in refits] == [1, 2] and len(outages) == 4
+    assert len({s.attributes["xfer.session"] for s in refits + outages}) == 1
+    assert refits[0].parent.span_id == step.get_span_context().span_id
+    assert refits[0].attributes["xfer.bytes"] == report.bytes
+    assert refits[0].end_time - refits[0].start_time == pytest.approx(report.seconds * 1e9, abs=5e6)
+    assert not refits[1].status.is_ok and refits[1].attributes["error.type"] == type(caught.value).__name__
+    for s in outages[:2]:
+        calls = [c for c in spans if c.parent is not None and c.parent.span_id == s.context.span_id]
+        assert [c.name for c in calls] == [
+            f"xfer.{n}" for n in ("pause", "start", "update", "finish", "reset_caches", "resume")
+        ]
+        ends = [s.start_time, *(c.end_time for c in calls)]
+        assert [*(c.start_time for c in calls), s.end_time] == pytest.approx(ends, rel=0, abs=2000), "nanoseconds"
+
+
+def test_a_call_that_returns_early_is_told_once_with_its_own_seconds(job):
+    job.listen()
+    early = job.session.refit(wait="sources")
+    assert not any(isinstance(x, TrainerRefit) for x in job.told)
+    later = job.session.refit()
+    job.ended(2)
+    first, second = (x for x in job.told if isinstance(x, TrainerRefit))
+    assert (first.attempt, second.attempt) == (1, 2) and first.error is None and second.report.committed == 2
+    assert first.report == later.before and first.seconds == first.report.seconds
+    assert first.seconds == pytest.approx(early.seconds, abs=0.01)
+
+
+def test_a_profiler_sees_the_call_the_moves_and_the_updates_as_nvtx_ranges(job, monkeypatch):
+    """Where torch has CUDA; here a recorder takes the place of its NVTX."""
+    seen: list[str] = []
+
+    @contextlib.contextmanager
+    def record(name: str):
+        seen.append(name)
+        yield
+
+    job.session.refit()
+    assert not seen
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda.nvtx, "range", record)
+    job.session.refit()
+    moves = [f"xfer: move, {who}" for who in ("trainer 0, replica 0", "trainer 0, replica 1")]
+    workers = [f"replica {r} worker {w}" for r in (0, 1) for w in (0, 1)]
+    moves += [f"xfer: move, {w}" for w in workers]
+    assert sorted(seen) == sorted(["xfer: refit, trainer 0", *moves, *(f"xfer: update, {w}" for w in workers)])
+
+
+def test_an_observer_that_raises_is_logged_and_changes_nothing(job, caplog):
+    def broken(_):
+        raise ValueError("a user's mistake")
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(observe(broken))
+        job.listen()
+        assert job.session.refit().committed == 2
+        job.ended(1)
+    assert "an observer of refits failed" in caplog.text and "a user's mistake" in caplog.text
+
+
+def test_without_a_client_the_error_says_what_to_install(monkeypatch):
+    import sys
+
+    from xfer import metrics
+
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(errors.Unsupported, match="needs prometheus_client") as caught:
+        metrics.serve(free_port())
+    assert "xfer-refit[metrics]" in str(caught.value)
