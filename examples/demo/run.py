@@ -7,7 +7,6 @@ exported checkpoint have the same bytes in every parameter and generate the same
 """
 
 import argparse
-import json
 import os
 import queue
 import secrets
@@ -24,9 +23,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from examples.common import toy
 from examples.common.ports import free_port
 from examples.demo.events import parse
+from examples.demo.model import write_model
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -119,15 +118,6 @@ class Show:
                 " ".join(map(str, r.get("tokens", [])[:6])),
             )
         return t
-
-
-def write_model(folder: Path) -> None:
-    from safetensors.torch import save_file
-
-    config = json.loads((HERE / "config.json").read_text())
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(toy.tensors(config), str(folder / "model.safetensors"), metadata={"format": "pt"})
 
 
 def main() -> int:
