@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from xfer.cli.bench.command import HELP as BENCH_HELP
+from xfer.cli.bench.command import bench_refits
 from xfer.cli.doctor.command import HELP as DOCTOR_HELP
 from xfer.cli.doctor.command import check_hosts
 from xfer.cli.plan import HELP, plain, plan_refit, say, write_text, wrong_files
@@ -199,6 +201,7 @@ def timeline(
 
 
 app.command("plan", help=HELP)(plan_refit)
+app.command("bench", help=BENCH_HELP)(bench_refits)
 app.command("doctor", help=DOCTOR_HELP)(check_hosts)
 
 

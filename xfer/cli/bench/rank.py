@@ -1,0 +1,211 @@
+"""One process of `xfer bench`: a trainer rank or an engine worker with storages of its own.
+
+It reads orders as lines of JSON and answers each with one; what else it prints goes to its log. run.py has the other end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+import xfer
+from xfer.cli.bench.synthetic import Layout, SyntheticTrainer, SyntheticWorker
+from xfer.participants.worker import WorkerSession
+from xfer.plan.inventory import Inventory
+from xfer.routes import BUCKET_BYTES, worker_side
+from xfer.trace.catalog import Catalog
+
+GROUP_S = 60.0
+
+
+class Task(msgspec.Struct, forbid_unknown_fields=True):
+    """What a process is.
+
+    Attributes:
+        role: "trainer" or "worker".
+        joint: Rank among all processes; trainers come first, then the workers of each replica.
+        world: Number of processes.
+        trainers: Number of trainer ranks.
+        device: torch's name of its device.
+        devices: Those of all processes.
+        pairs: Bytes of a refit from trainer i to process j, by [i][j].
+        meet: Port of this host at which process groups meet.
+        route, drop, narrow, replicas: Arguments of connect.
+        catalog, inventory: Their wire forms.
+    """
+
+    role: str
+    joint: int
+    world: int
+    trainers: int
+    device: str
+    devices: list[str]
+    pairs: list[list[int]]
+    meet: int
+    route: str
+    drop: list[str]
+    narrow: list[str]
+    replicas: int
+    catalog: bytes
+    inventory: bytes
+
+
+class BenchRank:
+    """What both kinds of processes do. Each method of it without an underscore is an order."""
+
+    session: Any = None
+
+    def __init__(self, task: Task):
+        self.task, self.device = task, torch.device(task.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self._layout = Layout(Catalog.from_bytes(task.catalog), Inventory.from_bytes(task.inventory), self.device)
+
+    def floor(self, repeats: int) -> list[float]:
+        """Seconds of each raw transfer of the refit's bytes, with nothing of xfer: copies out of the trainers' devices for the route
+        that pulls, else torch's send and receive. By this process's clock, from a barrier to the end of its own part."""
+        t = self.task
+        store = dist.TCPStore("127.0.0.1", t.meet, t.world, t.joint == 0, timeout=timedelta(seconds=GROUP_S))
+        dist.init_process_group(
+            "gloo", store=store, rank=t.joint, world_size=t.world, timeout=timedelta(seconds=GROUP_S)
+        )
+        try:
+            group = dist.new_group(backend="nccl") if t.route == "nccl" else None
+            move = self._copies() if t.route == "pull" else self._messages(group)
+            out = []
+            for _ in range(repeats + 2):
+                dist.barrier()
+                began = time.perf_counter()
+                move()
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
+                out.append(time.perf_counter() - began)
+            return out[2:]
+        finally:
+            dist.destroy_process_group()
+
+    def _meet(self, backend: str, world: int) -> None:
+        """Make torch's default group of the first `world` processes."""
+        t, wait = self.task, timedelta(seconds=GROUP_S)
+        store = dist.TCPStore("127.0.0.1", t.meet, world, t.joint == 0, timeout=wait)
+        dist.init_process_group(backend, store=store, rank=t.joint, world_size=world, timeout=wait)
+
+    def _copies(self) -> Callable[[], None]:
+        """Copy what each trainer has for this worker out of a buffer on that trainer's device, piece by piece."""
+        t, piece = self.task, BUCKET_BYTES[self.device.type]
+        wanted = [(t.devices[i], t.pairs[i][t.joint]) for i in range(t.trainers) if t.role == "worker"]
+        held = [
+            (torch.zeros(min(n, piece), dtype=torch.uint8, device=d), torch.zeros(min(n, piece), dtype=torch.uint8, device=self.device), n)
+            for d, n in wanted if n
+        ]  # fmt: skip
+
+        def move() -> None:
+            for source, destination, n in held:
+                for at in range(0, n, piece):
+                    k = min(piece, n - at)
+                    destination[:k].copy_(source[:k], non_blocking=True)
+
+        return move
+
+    def _messages(self, group: Any) -> Callable[[], None]:
+        """Send and receive as many bytes between the same pairs, in messages as large as xfer's. Buffers are used again."""
+        t, piece = self.task, BUCKET_BYTES[self.device.type]
+        sends = t.role == "trainer"
+        others = range(t.trainers, t.world) if sends else range(t.trainers)
+        sizes = {j: t.pairs[t.joint][j] if sends else t.pairs[j][t.joint] for j in others}
+        buffers = {j: torch.zeros(min(n, piece), dtype=torch.uint8, device=self.device) for j, n in sizes.items() if n}
+        call = dist.isend if sends else dist.irecv
+
+        def move() -> None:
+            for at in range(0, max(sizes.values(), default=0), piece):
+                ops = [
+                    dist.P2POp(call, b[: min(piece, sizes[j] - at)], j, group)
+                    for j, b in buffers.items()
+                    if at < sizes[j]
+                ]
+                for work in dist.batch_isend_irecv(ops) if ops else []:
+                    work.wait()
+
+        return move
+
+    def close(self) -> None:
+        if self.session is not None:
+            self.session.close()
+
+
+class TrainerRank(BenchRank):
+    def __init__(self, task: Task):
+        super().__init__(task)
+        self._trainer = SyntheticTrainer(self._layout, task.trainers)
+
+    def train(self, seed: int) -> None:
+        self._trainer.train(seed)
+
+    def connect(self, rendezvous: str, deadline_s: float) -> None:
+        t = self.task
+        if t.route == "packed":  # its gathers are the trainers' own
+            self._meet("gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl", t.trainers)
+        route = (
+            xfer.Packed()
+            if t.route == "packed"
+            else xfer.Direct(narrow=t.narrow, cache_dir=None, host_pull=t.route == "pull" and self.device.type == "cpu")
+        )
+        self.session = xfer.connect(
+            self._trainer, rendezvous, replicas=t.replicas, route=route, drop=t.drop, deadline_s=deadline_s
+        )
+
+    def explain(self) -> str:
+        return self.session.explain()
+
+    def refit(self, verify: bool) -> dict[str, float]:
+        return self.session.refit(verify=verify).flatten("")
+
+
+class WorkerRank(BenchRank):
+    def __init__(self, task: Task):
+        super().__init__(task)
+        self._worker = SyntheticWorker(self._layout)
+
+    def join(self, info: dict[str, Any]) -> None:
+        self.session = WorkerSession(
+            self._worker, worker_side, info["replica"], info["index"], info["workers"], info["rendezvous"], info["token"],
+            info["deadline_s"],
+        )  # fmt: skip
+        self.session.join()
+
+    def receive(self, attempt: int, deadline_s: float) -> None:
+        self.session.receive(attempt, deadline_s)
+
+    def wrong(self, seed: int) -> dict[str, int]:
+        return self._worker.wrong(seed)
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    task = msgspec.msgpack.decode(Path(sys.argv[1]).read_bytes(), type=Task)
+    rank = TrainerRank(task) if task.role == "trainer" else WorkerRank(task)
+    print(json.dumps({"ok": None}), file=answers, flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        try:
+            answer = {"ok": getattr(rank, order.pop("do"))(**order)}
+        except Exception as e:
+            traceback.print_exc()
+            answer = {"error": f"{type(e).__name__}: {e}"}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""Starts the processes of `xfer bench`, refits between them by each route, and collects what was measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, Queue
+from threading import Thread
+from typing import Any
+
+import msgspec
+import numpy as np
+
+import xfer
+from xfer.cli.bench.rank import Task
+from xfer.cli.layouts.processes import TracedSide
+from xfer.errors import DeadlineExceeded, EngineLost, XferError
+from xfer.plan.options import PlanOptions
+from xfer.plan.planner import Drafts
+from xfer.plan.program import row_wire_bytes
+from xfer.rendezvous.client import host_identity
+from xfer.routes import BUCKET_BYTES
+
+ROUTES = {"cpu": ("pull", "gloo", "packed"), "cuda": ("pull", "nccl", "packed")}
+ANSWER_S = 900.0
+"""Most seconds for one order: at full size a worker compares some hundred GB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is refitted.
+
+    Attributes:
+        sources, destinations: Layouts of the trainers, and of one replica's workers.
+        replicas: Number of equal replicas.
+        drop, narrow: Arguments of connect.
+    """
+
+    sources: TracedSide
+    destinations: TracedSide
+    replicas: int
+    drop: tuple[str, ...] = ()
+    narrow: tuple[str, ...] = ()
+
+    @property
+    def trainers(self) -> int:
+        return len(self.sources.ranks)
+
+    @property
+    def workers(self) -> int:
+        """Of one replica."""
+        return len(self.destinations.ranks)
+
+    @property
+    def world(self) -> int:
+        return self.trainers + self.replicas * self.workers
+
+
+@dataclass(frozen=True, slots=True)
+class RouteResult:
+    """What was measured by one route, in seconds; lists have one entry per timed refit.
+
+    Attributes:
+        route: As asked for.
+        error: Why it did not run to its end; "" if it did.
+        bytes: Bytes that all workers received in a refit.
+        carried: The routes that carried them, and bytes by each.
+        floor_s: The slowest rank's raw transfer of the same bytes.
+        floor_error: Why there is no floor; "" if there is one.
+        first_s: The call of the first refit, in which links are opened.
+        transfer_s, outage_s, call_s: Clocks of the reports of trainer rank 0.
+        verified_s: The transfer clock of refits with verify=True.
+        wrong: Wrong elements over all workers, after the first and after the last refit.
+        examples: Some tensors with wrong elements.
+        explained: What trainer rank 0 says of bytes and routes (`Session.explain`).
+    """
+
+    route: str
+    error: str = ""
+    bytes: int = 0
+    carried: Mapping[str, int] | None = None
+    floor_s: Sequence[float] = ()
+    floor_error: str = ""
+    first_s: float = 0.0
+    transfer_s: Sequence[float] = ()
+    outage_s: Sequence[float] = ()
+    call_s: Sequence[float] = ()
+    verified_s: Sequence[float] = ()
+    wrong: int = 0
+    examples: Sequence[str] = ()
+    explained: str = ""
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.bytes / statistics.median(self.transfer_s) / 1e9 if self.transfer_s else 0.0
+
+
+def pair_bytes(job: Job, bucket_bytes: int) -> list[list[int]]:
+    """Bytes on the wire from each trainer to each process, in the plans that sessions make of these layouts."""
+    out = np.zeros((job.trainers, job.world), np.int64)
+    drafts = Drafts()
+    for replica in range(job.replicas):
+        options = PlanOptions(
+            bucket_bytes=bucket_bytes, rotation=replica, rotations=job.replicas, drop=job.drop, narrow=job.narrow
+        )
+        plan = drafts.plan(job.sources.catalog, job.sources.ranks, job.destinations.ranks, options)
+        first = job.trainers + replica * job.workers
+        for rows in plan.rows():
+            moved = rows[rows["src"] >= 0]
+            np.add.at(out, (moved["src"], first + moved["dst"] - job.trainers), row_wire_bytes(moved))
+    return out.tolist()
+
+
+class RankProcess:
+    """One process. Orders are answered one at a time."""
+
+    def __init__(self, task: Task, work: Path, environment: Mapping[str, str]):
+        self.name = f"{task.role} {task.joint}"
+        given = work / f"{task.joint}.task"
+        given.write_bytes(msgspec.msgpack.encode(task))
+        self._log = work / f"{task.joint}.log"
+        with open(self._log, "w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "xfer.cli.bench.rank", str(given)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=log, text=True, env={**os.environ, **environment},
+            )  # fmt: skip
+        self._answers: Queue[dict[str, Any] | None] = Queue()
+        Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout or ():
+            self._answers.put(json.loads(line))
+        self._answers.put(None)
+
+    def hear(self, seconds: float = ANSWER_S) -> Any:
+        try:
+            answer = self._answers.get(timeout=seconds)
+        except Empty:
+            raise DeadlineExceeded(f"{self.name} gave no answer within {seconds:.0f} s", self._tail()) from None
+        if answer is None:
+            raise EngineLost(f"{self.name} has ended", self._tail())
+        if "error" in answer:
+            raise XferError(f"{self.name}: {answer['error']}", self._tail())
+        return answer["ok"]
+
+    def ask(self, do: str, **how: Any) -> Any:
+        try:
+            if self.process.stdin is not None:
+                self.process.stdin.write(json.dumps({"do": do, **how}) + "\n")
+                self.process.stdin.flush()
+        except OSError:
+            pass  # it has ended, which `hear` tells
+        return self.hear()
+
+    def _tail(self) -> list[str]:
+        return [line[:200] for line in self._log.read_text(errors="replace").splitlines()[-8:]]
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def on_all(children: Sequence[RankProcess], do: str, **how: Any) -> list[Any]:
+    """Give all of them the same order at once. Raises the first error after all have answered."""
+    with ThreadPoolExecutor(len(children)) as pool:
+        return [f.result() for f in [pool.submit(c.ask, do, **how) for c in children]]
+
+
+class EngineOfWorkers:
+    """One replica, as `xfer.serve` takes an engine: it hands calls on to the workers' processes. It serves no requests."""
+
+    def __init__(self, workers: Sequence[RankProcess]):
+        self._workers = workers
+
+    def get_world_size(self) -> int:
+        return len(self._workers)
+
+    def init_weight_transfer_engine(self, request: dict[str, Any]) -> None:
+        info = request["init_info"]
+        with ThreadPoolExecutor(len(self._workers)) as pool:
+            list(pool.map(lambda p: p[1].ask("join", info={**info, "index": p[0]}), enumerate(self._workers)))
+
+    def update_weights(self, request: dict[str, Any]) -> None:
+        info = request["update_info"]
+        on_all(self._workers, "receive", attempt=info["attempt"], deadline_s=info["deadline_s"])
+
+    def start_weight_update(self) -> None: ...
+
+    def finish_weight_update(self) -> None: ...
+
+    def pause_generation(self) -> None: ...
+
+    def resume_generation(self) -> None: ...
+
+    def reset_prefix_cache(self) -> None: ...
+
+
+def bench(
+    job: Job, route: str, devices: Sequence[str], repeats: int, deadline_s: float, say: Callable[[str], None]
+) -> RouteResult:
+    """Refit by one route between new processes.
+
+    Args:
+        job: The layouts.
+        route: One of `ROUTES`.
+        devices: torch's name of each process's device: trainers first, then the workers of each replica.
+        repeats: Number of timed refits, after two that are not timed; as many again with verify=True.
+        deadline_s: For connecting and for each refit.
+        say: Called with what is being done.
+    """
+    found: dict[str, Any] = {"route": route}
+    bucket = BUCKET_BYTES[devices[0].partition(":")[0]]
+    common: dict[str, Any] = dict(
+        world=job.world, trainers=job.trainers, devices=list(devices), pairs=pair_bytes(job, bucket), meet=free_port(), route=route,
+        drop=list(job.drop), narrow=list(job.narrow), replicas=job.replicas, catalog=job.sources.catalog.to_bytes(),
+    )  # fmt: skip
+    # Processes of two names for one host do not read each other's memory, so that all bytes take the link.
+    beside = {"XFER_HOST": f"{host_identity()}-engines"} if route in ("nccl", "gloo") else {}
+    secret = {"XFER_TOKEN": secrets.token_hex(16), "OMP_NUM_THREADS": "1"}
+    with ExitStack() as stack:
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="xfer-bench-")))
+        children: list[RankProcess] = []
+        for joint, device in enumerate(devices):
+            mine = joint < job.trainers
+            inventory = (
+                job.sources.ranks[joint] if mine else job.destinations.ranks[(joint - job.trainers) % job.workers]
+            )
+            task = Task(
+                role="trainer" if mine else "worker",
+                joint=joint,
+                device=device,
+                inventory=inventory.to_bytes(),
+                **common,
+            )
+            children.append(RankProcess(task, work, {**secret, **({} if mine else beside)}))
+            stack.callback(children[-1].stop)
+        try:
+            say(f"{route}: starting {job.world} processes")
+            for c in children:
+                c.hear()
+            if route != "packed":
+                say(f"{route}: floor")
+                try:
+                    slowest = zip(*on_all(children, "floor", repeats=repeats))
+                    found["floor_s"] = [max(x) for x in slowest]
+                except XferError as e:
+                    found["floor_error"] = e.message
+            trainers, workers = children[: job.trainers], children[job.trainers :]
+            rendezvous = f"tcp://127.0.0.1:{free_port()}"
+            for r in range(job.replicas):
+                engine = EngineOfWorkers(workers[r * job.workers : (r + 1) * job.workers])
+                serving = xfer.serve(engine, rendezvous, secret["XFER_TOKEN"], replica=r, deadline_s=deadline_s)
+                stack.enter_context(serving)
+            say(f"{route}: connecting")
+            on_all(trainers, "connect", rendezvous=rendezvous, deadline_s=deadline_s)
+            wrong: dict[str, int] = {}
+
+            def refit(times: int, verify: bool = False) -> list[dict[str, float]]:
+                return [on_all(trainers, "refit", verify=verify)[0] for _ in range(times)]
+
+            def train(seed: int) -> None:
+                on_all(trainers, "train", seed=seed)
+
+            def compare(seed: int) -> None:
+                for one in on_all(workers, "wrong", seed=seed):
+                    for name, n in one.items():
+                        wrong[name] = wrong.get(name, 0) + n
+
+            train(1)
+            first = refit(1)[0]
+            say(f"{route}: every element is compared")
+            compare(1)
+            say(f"{route}: {repeats} refits, and {repeats} verified")
+            warm, verified = refit(repeats + 2)[2:], refit(repeats + 2, True)[2:]
+            train(2)
+            refit(1, True)
+            compare(2)
+            found["explained"] = trainers[0].ask("explain")
+            on_all(trainers, "close")
+            found |= {
+                "bytes": int(first["bytes"]), "carried": _by_route(warm[-1]), "first_s": first["call_s"],
+                **{k: [x[k] for x in warm] for k in ("transfer_s", "outage_s", "call_s")},
+                "verified_s": [x["transfer_s"] for x in verified], "wrong": sum(wrong.values()), "examples": sorted(wrong)[:8],
+            }  # fmt: skip
+        except XferError as e:
+            found["error"] = str(e)
+    return RouteResult(**found)
+
+
+def _by_route(flat: Mapping[str, float]) -> dict[str, int]:
+    """Bytes by route, from a report's scalars."""
+    return {
+        k.removeprefix("route/").removesuffix("_bytes"): int(v)
+        for k, v in flat.items()
+        if k.startswith("route/") and k.endswith("_bytes")
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
