@@ -82,6 +82,8 @@ class BenchRank:
         )
         try:
             group = dist.new_group(backend="nccl") if t.route == "nccl" else None
+            if group is not None:  # a group's first call needs all its ranks, and some may have nothing to send
+                dist.all_reduce(torch.zeros(1, device=self.device), group=group)
             move = self._copies() if t.route == "pull" else self._messages(group)
             out = []
             for _ in range(repeats + 2):
@@ -94,6 +96,8 @@ class BenchRank:
             return out[2:]
         finally:
             dist.destroy_process_group()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # the buffers, on all devices
 
     def _meet(self, backend: str, world: int) -> None:
         """Make torch's default group of the first `world` processes."""
