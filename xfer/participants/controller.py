@@ -416,7 +416,12 @@ class Controller:
             if (ours or held) and self._label is not None:
                 self.handle.set_version(self._label, SETTLE_GRACE_S)
             if ours or held:
-                self.handle.resume(SETTLE_GRACE_S)
+                try:
+                    self.handle.resume(SETTLE_GRACE_S)
+                except Exception:
+                    with suppress(Exception):  # the next controller must see that xfer paused
+                        self.handle.set_version(PAUSED, SETTLE_GRACE_S)
+                    raise
             return
         self.handle.pause(self.deadline_s)
         self.handle.set_version(MIXED if holds == "mix" else PAUSED, SETTLE_GRACE_S)
