@@ -94,8 +94,11 @@ class Cluster(RuleBasedStateMachine):
         then=st.sampled_from([0.0, 0.0, 0.1, 1.0, 7.0]),
         turns=st.integers(1, 300),
         slow=st.sampled_from([0.0, 0.0, 0.0, 0.05, 6.0]),
+        fewest=st.sampled_from([None, None, 0, 1]),
     )
-    def call(self, ranks, verify: bool, wait: str, short: bool, fails, then: float, turns: int, slow: float) -> None:
+    def call(
+        self, ranks, verify: bool, wait: str, short: bool, fails, then: float, turns: int, slow: float, fewest
+    ) -> None:
         """Some ranks call; others may follow. Processes fail at some points, perhaps in a later refit only. `slow`: seconds for which
         pulls stand in their middle."""
         if slow:
@@ -106,7 +109,7 @@ class Cluster(RuleBasedStateMachine):
                 self.job.faults[who, where] = action
         for i in self.job.free():
             if i in ranks:
-                self.job.call(i, verify=verify, wait=wait, deadline_s=5.0 if short else DEADLINE_S)
+                self.job.call(i, verify=verify, wait=wait, min_replicas=fewest, deadline_s=5.0 if short else DEADLINE_S)
         self.sim.wait(then) if then else self.sim.let(turns) if turns < 200 else self.sim.quiet()
 
     @precondition(lambda self: not (self.sim.stopped or self.sim.dead or self.job.running))

@@ -232,12 +232,22 @@ class Refit:
             co.mark("all trainers are ready")
             co.silence.take(self.drained.values())
             co.settle_catalog()
+            self._put_aside(self.entered[client.hello.index].min_replicas)
             self._compare_samples()
             co.plan_complete()  # a replica that joins is planned from what trainers have now
             self._arm_all()
             if any(r.derives for r in co.replicas.values()):
                 co.at(co.now + TOGETHER_S, self.advance, of=self)
             self.advance()
+
+    def _put_aside(self, wanted: int) -> None:
+        """Go on without replicas whose engines are still not back from an earlier refit, if the callers want no more than the others."""
+        late = [p for p in self.arming.values() if p.replica.unsettled]
+        if sum(not p.over for p in self.parts.values()) - len(late) < wanted:
+            return
+        for part in late:
+            since = f"replica {part.replica.index} is put aside: its engine is not back in service since refit {part.replica.unsettled}"
+            part.fail(EngineLost(since, ["it takes part again when its controller has brought it back"]))
 
     def _compare_samples(self) -> None:
         """Before a byte moves: compare the samples of trainers that hold the same boxes.

@@ -1,0 +1,131 @@
+"""Replicas come and go while training goes on: `replicas=` is the most that may come, `min_replicas=` the fewest that a refit needs."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+import xfer
+from examples.common.ports import free_port
+from tests.functional.test_extending import Trained
+from tests.support.tiny_engine import Engine
+from xfer.errors import DeadlineExceeded, EngineLost, RefitFailed
+
+TOKEN = "token of the elastic job"
+SOON_S = 5.0
+"""A refit that waited for an absent replica would take its deadline, which is six times as long."""
+
+
+class Job:
+    """One trainer with room for three replicas. Parameters of version v are all v."""
+
+    def __init__(self):
+        self.at, self.trained, self.version = f"tcp://127.0.0.1:{free_port()}", Trained(), 0
+        self.engines: dict[int, tuple[Engine, xfer.Controller]] = {}
+        trainer, route = xfer.TensorTrainer(self.trained), xfer.Direct(cache_dir=None)
+        self.session = xfer.connect(trainer, self.at, TOKEN, replicas=3, route=route, deadline_s=6 * SOON_S, wait=False)
+
+    def joins(self, replica: int, engine: Engine | None = None) -> None:
+        engine = engine or Engine()
+        for p in (p for a in engine.adapters for p in a.model.parameters()):
+            torch.nn.init.normal_(p.data)
+        controller = xfer.serve(engine, self.at, TOKEN, replica=replica, deadline_s=6 * SOON_S)
+        controller.wait_ready()
+        self.engines[replica] = engine, controller
+
+    def leaves(self, replica: int) -> Engine:
+        engine, controller = self.engines.pop(replica)
+        controller.close()
+        for s in engine.sessions:
+            s.close()
+        return engine
+
+    def refits(self, times: int = 1, min_replicas: int = 0) -> xfer.RefitReport:
+        for _ in range(times):
+            self.version += 1
+            with torch.no_grad():
+                for p in self.trained.parameters():
+                    p.fill_(self.version)
+            began = time.monotonic()
+            report = self.session.refit(version=self.version, min_replicas=min_replicas)
+            assert time.monotonic() - began < SOON_S
+            assert {o.replica for o in report.outcomes if o.committed} == {*self.engines}
+            for engine, controller in self.engines.values():
+                controller.wait_version(self.version)
+                assert holds(engine) == {self.version}
+        return report
+
+
+class Wedges(Engine):
+    """An engine whose calls hang while `free` is not set."""
+
+    def __init__(self):
+        super().__init__()
+        self.free = threading.Event()
+        self.free.set()
+
+    def pause_generation(self) -> None:
+        self.free.wait()
+
+
+def holds(engine: Engine) -> set[float]:
+    """All values in a replica's parameters."""
+    return {v for a in engine.adapters for p in a.model.parameters() for v in p.unique().tolist()}
+
+
+@pytest.fixture
+def job():
+    made = Job()
+    yield made
+    for r in list(made.engines):
+        made.leaves(r)
+    made.session.close()
+
+
+def test_one_replica_becomes_three_and_two_during_ten_refits_and_each_serves_whole_versions(job):
+    job.joins(0)
+    job.refits(3, min_replicas=1)
+    job.joins(1)
+    job.joins(2)
+    assert job.refits(4, min_replicas=1).committed == 3
+    left = job.leaves(1)
+    job.refits(3, min_replicas=1)
+    assert job.version == 10 and holds(left) == {7}, "it keeps the last version that it had, whole"
+    job.joins(1)
+    assert job.refits().committed == 3, "its number is free for another engine"
+
+
+def test_a_job_trains_on_without_any_replica_if_it_asks_for_none_and_says_so_if_it_needs_one(job):
+    assert job.refits(2).committed == 0
+    with pytest.raises(EngineLost, match="0 of 3 replicas committed, 1 wanted"):
+        job.refits(min_replicas=1)
+    job.version -= 1  # a call that raised uses no label up
+    job.joins(2)
+    assert job.refits(min_replicas=1).committed == 1
+
+
+def test_a_wedged_engine_costs_one_deadline_is_put_aside_and_let_in_again(job):
+    wedged = Wedges()
+    job.joins(0)
+    job.joins(1, wedged)
+    job.refits(2)
+    lost = job.engines.pop(1)
+    wedged.free.clear()
+    job.version += 1
+    (outcome,) = (o for o in job.session.refit(version=3, min_replicas=1, deadline_s=1.0).outcomes if o.replica == 1)
+    assert isinstance(outcome.error, DeadlineExceeded)
+    for _ in range(3):
+        began = time.monotonic()
+        (outcome,) = (o for o in job.refits(min_replicas=1).outcomes if o.replica == 1)
+        assert isinstance(outcome.error, EngineLost) and "put aside" in str(outcome.error)
+        assert time.monotonic() - began < 1.0
+    assert holds(wedged) == {2}, "nothing was written"
+    with pytest.raises(RefitFailed, match="1 of 3 replicas committed, 2 wanted"):
+        job.session.refit(version=7, min_replicas=2, deadline_s=1.0)  # needed, so it is waited for
+    wedged.free.set()
+    lost[1].wait_version(2)
+    job.version, job.engines[1] = 7, lost
+    assert job.refits(min_replicas=2).committed == 2
