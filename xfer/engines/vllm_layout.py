@@ -22,6 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from xfer.engines.asleep import LeftAlone, refuse_asleep
+from xfer.engines.checks import matches, refuse_other_family
 from xfer.engines.copies import Copies, Tree, attributes, tensors_in
 from xfer.engines.layout import (
     EngineLayout,
@@ -39,7 +40,7 @@ from xfer.engines.processed import Processed, read_processed
 from xfer.engines.quantized import with_quantized
 from xfer.engines.relaid import AfterLoading, refuse_computed
 from xfer.engines.settings import refuse_settings
-from xfer.engines.vllm_checks import all_agree, matches, refuse_other_family
+from xfer.engines.vllm_checks import all_agree
 from xfer.errors import LayoutError, Unsupported, XferError
 from xfer.kernels.block_fp8 import ScaleRule
 from xfer.trace.fragment import TensorSpec

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from xfer.engines.checks import matches, refuse_other_family
 from xfer.engines.live import LiveSlot, LiveStorages
 from xfer.engines.lock import alone, try_locks
 from xfer.engines.settings import refuse_settings
-from xfer.engines.vllm_checks import all_agree, matches, refuse_other_family
+from xfer.engines.vllm_checks import all_agree
 from xfer.errors import LayoutError, Unsupported, XferError, out_of_memory
 from xfer.trace.fragment import TensorSpec
 
