@@ -7,7 +7,7 @@ the rest to a seed. Afterwards all that died or was stopped comes again, and the
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -26,6 +26,7 @@ from xfer.errors import DeadlineExceeded, PeerLost, PlanMismatch, RefitFailed, U
 from xfer.kernels.block_fp8 import ScaleRule
 from xfer.participants import computing
 from xfer.participants.controller import ControllerPhase
+from xfer.plan import relay
 from xfer.rendezvous import client
 from xfer.transport import p2p, relay_place, routes
 from xfer.transport.p2p import P2P
@@ -398,20 +399,37 @@ def test_sources_are_not_free_while_a_replica_that_is_waited_for_has_yet_to_join
         assert job.sim.now >= began + 0.4 and not any(isinstance(end, XferError) for end in ends), ends
 
 
-# ---- relay chains
+# ---- relay chains and rings
 
 
-HEADS = pytest.mark.parametrize("pulled", [True, False])
-"""How the first replica of a chain takes its bytes from the trainers: by reads, or by messages over its link."""
+FORMS = pytest.mark.parametrize("pulled", [True, False], ids=["chain", "ring"])
+"""How replicas take their bytes: the first of a chain reads them from the trainers; each of a ring receives a share over its link."""
 
 
-def chain(seed: int = 0, replicas: int = 3, trainers: int = 1, workers: int = 1, pulled: bool = True):
+def relayed(seed: int = 0, replicas: int = 3, trainers: int = 1, workers: int = 1, pulled: bool = True):
     return after_one_refit(seed, trainers, replicas, workers, pulled=pulled, relay=True)
 
 
-def order(job: Job) -> list[int | None]:
-    """The replica from which each replica reads."""
-    return [r.before and r.before[0] for r in job.coordinator.replicas.values()]
+def in_parts(job: Job) -> None:
+    """Bytes come in many parts from the next opening of routes on."""
+    job.sim.patch(relay_place, "PART_BYTES", 100)
+    job.sim.patch(relay, "GRAIN", 4)
+    job.sim.patch_item(p2p.STEP_BYTES, "cpu", 32)
+    job.sources[0].turn()
+
+
+def order(job: Job) -> list[list[int]]:
+    """By replica, the replicas from which it reads."""
+    return [[i for i, _ in r.sources if i != r.index] for r in job.coordinator.replicas.values()]
+
+
+def formed(pulled: bool, there: Sequence[int], replicas: int) -> tuple[list[str], list[list[int]]]:
+    """The routes and the order of a chain or a ring of these replicas."""
+    kinds, order = [""] * replicas, [[] for _ in range(replicas)]
+    for k, i in enumerate(there):
+        kinds[i] = ("relay" if k else "peer") if pulled else "gloo+relay" if len(there) > 1 else "gloo"
+        order[i] = list(there[max(0, k - 1) : k]) if pulled else [x for x in there if x != i]
+    return kinds, order
 
 
 def ways(end) -> list[dict[str, int]]:
@@ -430,24 +448,24 @@ def steps(job: Job, replica: int):
 
 
 @SEEDS
-@HEADS
+@FORMS
 @pytest.mark.parametrize("shape", [(1, 2, 4), (3, 2, 2), (2, 2, 1)])
 def test_each_byte_leaves_the_trainers_once(seed, shape, pulled):
     trainers, workers, replicas = shape
-    first = "peer" if pulled else "gloo"
-    with chain(seed, replicas, trainers, workers, pulled) as job:
+    with relayed(seed, replicas, trainers, workers, pulled) as job:
         for verify in (True, False):
             call(job, verify=verify)
             end = job.ended()[0]
             one = end.outcomes[0].bytes_moved
-            assert ways(end) == [{first: one}, *[{"relay": one}] * (replicas - 1)] and one > 0
-        assert order(job) == [None, *range(replicas - 1)]
+            assert [sum(x.values()) for x in ways(end)] == [one] * replicas
+            assert sum(n for x in ways(end) for kind, n in x.items() if kind != "relay") == one > 0
+        assert order(job) == formed(pulled, range(replicas), replicas)[1]
         opened = job.epochs()
         assert job.commits() == [True] * replicas and job.epochs() == opened, "routes are opened once"
 
 
 @SEEDS
-def test_replicas_on_different_hosts_stand_in_chains_of_their_own_even_if_their_plans_are_equal(seed):
+def test_replicas_on_different_hosts_form_rings_of_their_own_even_if_their_plans_are_equal(seed):
     """Plans number hosts, and do not name them."""
     with Simulation(seed) as sim:
         sim.patch(
@@ -458,49 +476,51 @@ def test_replicas_on_different_hosts_stand_in_chains_of_their_own_even_if_their_
         sim.patch(relays, "turn", lambda roll, replicas: 0)
         job = Job(sim, 1, 4, 2, relay=True)
         assert job.commits() == [True] * 4 and len({r.digest for r in job.coordinator.replicas.values()}) == 1
-        assert kinds(job) == ["gloo", "gloo", "relay", "relay"] and order(job) == [None, None, 0, 1]
+        assert kinds(job) == ["gloo+relay"] * 4 and order(job) == [[2], [3], [0], [1]]
         job.close()
 
 
-@HEADS
+@FORMS
 @pytest.mark.parametrize("refusing", [{1}, {1, 2}])
-def test_a_worker_that_cannot_read_from_the_one_before_takes_its_bytes_from_the_trainers(caplog, pulled, refusing):
-    """One worker of the replica, or both."""
+def test_a_worker_that_cannot_read_from_others_takes_its_bytes_from_the_trainers(caplog, pulled, refusing):
+    """One worker of each replica, or both. The other one still reads, in a chain, since no ring can be formed."""
     mapped, first = relay_place.RelayPlace._map, "peer" if pulled else "gloo"
 
-    def refused(self, before, outside, wanted):
-        mapped(self, before, outside, wanted)
-        self.why = "refused by the test" if self.mapping.rank in refusing else ""
+    def refused(self, data, written):
+        if self.mapping.rank in refusing:
+            raise relay_place._Unreadable("refused by the test")
+        return mapped(self, data, written)
 
-    with chain(replicas=2, workers=2, pulled=pulled) as job:
+    with relayed(replicas=2, workers=2, pulled=pulled) as job:
         job.sim.patch(relay_place.RelayPlace, "_map", refused)
         job.again(1)
         job.sim.quiet()
         for _ in range(2):
-            assert kinds(job) == [first, first if len(refusing) == 2 else "+".join(sorted((first, "relay")))]
-    assert "from the trainers, not from the replica before: refused by the test" in caplog.text
+            assert kinds(job) == [first, first if len(refusing) == 2 else f"{first}+relay"]
+    assert "from the trainers, none from another replica: refused by the test" in caplog.text
 
 
 @SEEDS
-def test_storages_that_move_are_handed_on_from_where_they_are_and_released_before_they_are_freed(seed):
+@FORMS
+def test_storages_that_move_are_handed_on_from_where_they_are_and_released_before_they_are_freed(seed, pulled):
     """A trainer's storages move, then those of a replica in the middle. The old ones hold NaN."""
-    with chain(seed, workers=2) as job:
+    with relayed(seed, workers=2, pulled=pulled) as job:
         job.sources[0].move()
-        assert kinds(job) == ["peer", "relay", "relay"]
+        assert kinds(job) == formed(pulled, range(3), 3)[0]
         for t in job.engines[1].takers:
             for name, old in list(t.live.items()):
                 t.live[name] = old.clone()
                 old.fill_(float("nan"))
             t.spare = t.spare.clone()
-        assert kinds(job) == ["peer", "relay", "relay"]
+        assert kinds(job) == formed(pulled, range(3), 3)[0]
         job.sessions[0].release()
         assert not cpu_peer.MAPPED
 
 
-@HEADS
-def test_trainers_may_step_when_the_first_of_the_chain_has_everything(pulled):
-    """The others read from engines: a trainer that overwrites its weights changes nothing for them."""
-    with chain(replicas=2, pulled=pulled) as job:
+@FORMS
+def test_trainers_may_step_when_their_bytes_are_there(pulled):
+    """What is left is read from engines: a trainer that overwrites its weights changes nothing for it."""
+    with relayed(replicas=2, pulled=pulled) as job:
         there, let = steps(job, 1).there, []
         steps(job, 1).there = lambda run, part: (job.sim.block(lambda: let), there(run, part))
         call(job, wait="sources")
@@ -511,19 +531,13 @@ def test_trainers_may_step_when_the_first_of_the_chain_has_everything(pulled):
 
 
 @SEEDS
-@HEADS
-def test_the_first_of_a_chain_takes_along_those_behind_it_and_the_next_one_takes_its_place(seed, pulled):
-    """It dies when some parts are there. Those behind it are torn; in the next refit the second one takes its bytes from the
-    trainers, and only that one."""
-    first = "peer" if pulled else "gloo"
-    with chain(seed, 3, trainers=2, pulled=pulled) as job:
-        job.sim.patch(relay_place, "PART_BYTES", 100)
-        job.sim.patch_item(p2p.STEP_BYTES, "cpu", 64)
-        job.sources[0].move()
-        job.again(1)
-        job.sim.quiet()
-        assert kinds(job) == [first, "relay", "relay"]
-        head, behind, said = steps(job, 0), steps(job, 1), []
+@FORMS
+def test_a_replica_that_dies_takes_along_those_that_read_from_it_and_the_next_refit_does_without(seed, pulled):
+    """The first one dies when some of its parts are there. Those that read from it are torn."""
+    with relayed(seed, 3, trainers=2, pulled=pulled) as job:
+        in_parts(job)
+        assert (kinds(job), order(job)) == formed(pulled, range(3), 3)
+        head, said = steps(job, 0), []
         say = head._say
 
         def dies(run, part):
@@ -537,23 +551,24 @@ def test_the_first_of_a_chain_takes_along_those_behind_it_and_the_next_one_takes
         job.sim.quiet()
         call(job, min_replicas=1)
         end = job.ended(SOON_S)[0]
-        assert max(said) < behind._pulled.last, "the test kills it when everything is there"
-        assert isinstance(end, PeerLost) and "replica 1 takes its weights from replica 0, which failed" in str(end), end
+        assert max(said) < relay.ALL_PARTS, "the test kills it when everything is there"
+        assert (
+            isinstance(end, PeerLost) and "takes its weights from replica" in str(end) and "which failed" in str(end)
+        ), end
         assert all(job.engines[i].takers[0].live["norm"].isnan().all() for i in (1, 2)), "torn, and serves NaN"
-        assert kinds(job, min_replicas=2) == ["", first, "relay"] and order(job)[1:] == [None, 1]
+        assert (kinds(job, min_replicas=2), order(job)[1:]) == (
+            formed(pulled, [1, 2], 3)[0],
+            formed(pulled, [1, 2], 3)[1][1:],
+        )
         job.again(0)
         job.sim.quiet()
-        assert kinds(job) == [first, "relay", "relay"] and order(job) == [None, 0, 1]
+        assert (kinds(job), order(job)) == formed(pulled, range(3), 3)
 
 
 @SEEDS
-@HEADS
-def test_a_replica_that_is_lost_in_its_middle_takes_along_those_behind_it_and_no_other(seed, pulled):
-    first = "peer" if pulled else "gloo"
-    with chain(seed, replicas=4, pulled=pulled) as job:
-        job.sim.patch(relay_place, "PART_BYTES", 100)
-        job.sim.patch_item(p2p.STEP_BYTES, "cpu", 100)
-        job.sources[0].turn()
+def test_a_replica_that_is_lost_in_its_middle_takes_along_those_behind_it_and_no_other(seed):
+    with relayed(seed, replicas=4) as job:
+        in_parts(job)
         assert job.commits() == [True] * 4
         stuck, reached = steps(job, 1), []
         before, mapped = stuck.before, job.lane(2).plane._routed.place.mapping.number
@@ -577,18 +592,43 @@ def test_a_replica_that_is_lost_in_its_middle_takes_along_those_behind_it_and_no
             assert f"replica {i} takes its weights from replica {i - 1}" in str(end.outcomes[i].error)
             assert job.engines[i].takers[0].live["norm"].isnan().all(), "torn, and serves NaN"
         assert mapped not in cpu_peer.MAPPED
-        assert kinds(job, min_replicas=3) == [first, "", "relay", "relay"] and order(job)[2:] == [0, 2]
+        assert kinds(job, min_replicas=3) == ["peer", "", "relay", "relay"] and order(job)[2:] == [[0], [2]]
         job.again(1)  # back in its place, in another engine
         job.sim.quiet()
-        assert kinds(job) == [first, "relay", "relay", "relay"] and order(job) == [None, 0, 1, 2]
+        assert (kinds(job), order(job)) == formed(True, range(4), 4)
 
 
 @SEEDS
-@HEADS
+def test_what_a_replica_has_received_is_read_from_it_even_if_it_fails_then(seed):
+    """In a ring, where its own share is whole when it fails, and not all that it reads."""
+    with relayed(seed, pulled=False) as job:
+        in_parts(job)
+        assert kinds(job) == ["gloo+relay"] * 3
+        before = steps(job, 0).before
+        steps(job, 0).before = lambda wave, stream: (
+            job.sim.block(lambda: len(job.coordinator.refit.parts[0].ready_parts) and whole()), boom(), before(wave, stream)
+        )  # fmt: skip
+
+        def whole() -> bool:
+            return job.coordinator.refit.parts[0].ready_parts[0] == relay.ALL_PARTS
+
+        def boom():
+            raise XferError("it cannot go on")
+
+        call(job, min_replicas=2)
+        (end,) = job.ended(SOON_S)
+        assert [o.committed for o in end.outcomes] == [False, True, True] and "it cannot go on" in str(
+            end.outcomes[0].error
+        )
+        assert kinds(job) == ["gloo+relay"] * 3
+
+
+@SEEDS
+@FORMS
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_replica_that_fails_or_is_late_before_bytes_move_is_gone_around(seed, fails, pulled):
-    """In the same refit, those behind it read from another replica; a late one follows."""
-    with chain(seed, pulled=pulled) as job:
+    """In the same refit, the others do without it; a late one follows, and takes nothing from the trainers."""
+    with relayed(seed, pulled=pulled) as job:
         engine = job.engines[1]
         pause, let = engine.pause, []
         if fails:
@@ -597,16 +637,18 @@ def test_a_replica_that_fails_or_is_late_before_bytes_move_is_gone_around(seed, 
             engine.pause = lambda timeout: (job.sim.block(lambda: let), pause(timeout))
         call(job, min_replicas=2)
         job.sim.wait(deadlines.TOGETHER_S + 0.1)
-        assert job.engines[2].takers[0].held(2) == 2 and order(job)[2] == 0
+        assert job.engines[2].takers[0].held(2) == 2 and order(job)[2] == [0]
         let.append(0)
-        assert [o.committed for o in job.ended()[0].outcomes] == [True, not fails, True]
+        end = job.ended()[0]
+        assert [o.committed for o in end.outcomes] == [True, not fails, True]
+        assert fails or ways(end)[1].keys() == {"relay"}
         engine.pause = pause
-        assert job.commits() == [True] * 3 and order(job) == [None, 0, 1]
+        assert job.commits() == [True] * 3 and order(job) == formed(pulled, range(3), 3)[1]
 
 
 def test_an_engine_that_comes_new_into_a_refit_hands_on_nothing():
     """The one before it committed in this refit, died, and came back with other weights, before the next one armed."""
-    with chain(replicas=2) as job:
+    with relayed(replicas=2) as job:
         pause, let = job.engines[1].pause, []
         job.engines[1].pause = lambda timeout: (job.sim.block(lambda: let), pause(timeout))
         call(job, min_replicas=1)
@@ -627,13 +669,15 @@ def test_an_engine_that_comes_new_into_a_refit_hands_on_nothing():
 @pytest.mark.parametrize("hangs", [True, False])
 def test_a_worker_that_waits_for_parts_that_never_come_ends_at_the_deadline(hangs):
     """The one before it hangs, or its messages are lost."""
-    with chain(replicas=2) as job:
+    with relayed(replicas=2) as job:
+        in_parts(job)
+        assert job.commits() == [True] * 2
         if hangs:
             cpu_peer.Hold.begin()
             texts = ["replica 0 worker 0: still moving", "takes its weights from replica 0, which failed"]
         else:
             steps(job, 1).there = lambda run, part: None
-            texts = ["1 of 2 replicas committed", "replica 1 worker 0: still moving", "behind replica 0"]
+            texts = ["1 of 2 replicas committed", "replica 1 worker 0: still moving", "reads from replica 0"]
         began = job.sim.now
         call(job, deadline_s=2.0)
         (end,) = job.ended()

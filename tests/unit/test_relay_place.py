@@ -1,4 +1,4 @@
-"""The gate between two replicas of a relay chain: each part is read once the replica before has it, and then reported."""
+"""Places in relay chains and rings, and the gate there: each part is read once those that bring it have it, and then reported."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from tests.support.row_worlds import apply_row, row
 from tests.support.threads import all_good, run_ranks
 from xfer.errors import DeadlineExceeded
 from xfer.plan import relay
-from xfer.plan.program import DTYPES, ITEMSIZE, Op, in_turn, row_wire_bytes
+from xfer.plan.program import DTYPES, ITEMSIZE, Op, Program, in_turn, row_wire_bytes
+from xfer.plan.relay import shares
 from xfer.plan.schedule import schedule
 from xfer.transport import peer, relay_place
 from xfer.transport.group import Aborted
-from xfer.transport.relay_place import Handover, RelayPlace, Steps
+from xfer.transport.relay_place import Handover, Relay, RelayPlace, Steps
 from xfer.transport.steps import arrivals
 
 
@@ -85,7 +86,7 @@ def test_a_wait_ends_when_the_pull_is_cancelled(how):
         steps.before(0, None)
 
 
-@pytest.mark.parametrize("tells, want", [(False, []), (True, [0, 1])])
+@pytest.mark.parametrize("tells, want", [(False, []), (True, [0, relay.ALL_PARTS])])
 def test_the_first_of_a_chain_does_not_wait_and_says_nothing_without_a_listener(tells, want):
     """A gate beside it is told of every part all the same."""
     said, told = [], []
@@ -151,7 +152,8 @@ def test_replicas_of_a_chain_begin_with_different_sources_and_still_know_each_ot
     first, second = (of_replica(k) for k in range(2))
     assert in_turn(first, {0, 1}) == in_turn(second, {0, 1})[::-1]
     roots, device = [torch.zeros(128, dtype=torch.uint8)], torch.device("cpu")
-    places = [RelayPlace(kind, rows, rows[:0], roots, 2, 9, device, b"", lambda *_: None) for rows in (first, second)]
+    told, nothing = Relay((b"",), lambda *_: None, SimpleNamespace(rank=9, to_bytes=bytes)), Program(2, 2, first[:0])
+    places = [RelayPlace(kind, nothing, rows, 1 << 20, told, roots, device) for rows in (first, second)]
     a, b = (msgspec.msgpack.decode(p.hand(), type=Handover) for p in places)
     assert a.rows == b.rows
     assert [in_turn(p.rows, {0, 1}) for p in places] == [in_turn(rows, {0, 1}) for rows in (first, second)]
@@ -160,7 +162,8 @@ def test_replicas_of_a_chain_begin_with_different_sources_and_still_know_each_ot
 class Offered:
     """Stands for `Export` and `Mapping` of ranks that may read each other."""
 
-    def __init__(self, *_):
+    def __init__(self, rank=0, *_):
+        self.rank = rank
         self.roots: dict[int, dict[int, None]] = {}
 
     def to_bytes(self) -> bytes:
@@ -174,63 +177,82 @@ class Offered:
 
 
 class Replica:
-    """One worker of a replica in a chain. `todo`: what comes to it, in two queues: (wave, rows) by pull and by link."""
+    """One worker of a replica. `todo`: what comes to it, in two queues: (wave, rows) by pull and by link."""
 
-    def __init__(self, world, plan, worker: int, taken, step_bytes: int, before: Replica | None):
-        side, rank, self.before, self.said = world.workers[worker], len(world.trainers) + worker, before, -1
-        program = plan.program(rank)
-        names = [r.name for r in world.destinations()[worker].roots]
-        self.storage = [side.storage[n].copy() for n in names]
-        pulled, rest = peer.split(program, {rank: taken})
-        received, roots = arrivals(rest, step_bytes), [torch.from_numpy(s) for s in self.storage]
-        kind, hand = SimpleNamespace(Export=Offered, Mapping=Offered), before.place.hand() if before else b""
-        end = roots, rank, len(plan.ranks), torch.device("cpu"), hand, lambda run, part: setattr(self, "said", part)
-        self.place = RelayPlace(kind, pulled, received, *end)
+    def __init__(self, world, plan, number: int, worker: int, taken, step_bytes: int):
+        side, rank, self.said, self.others = world.workers[worker], len(world.trainers) + worker, -1, {}
+        self.program, self.taken, self.step_bytes = plan.program(rank), {rank: taken}, step_bytes
+        self.storage = [side.storage[r.name].copy() for r in world.destinations()[worker].roots]
+        self.offer = Offered(len(plan.ranks) + number)
+        self.hand = self.open((b"",)).hand()
+
+    def open(self, hands) -> RelayPlace:
+        pulled, rest = peer.split(self.program, self.taken)
+        told = Relay(hands, lambda run, part: setattr(self, "said", part), self.offer)
+        kind, roots = SimpleNamespace(Export=Offered, Mapping=Offered), [torch.from_numpy(s) for s in self.storage]
+        return RelayPlace(kind, rest, pulled, self.step_bytes, told, roots, torch.device("cpu"))
+
+    def begin(self, sources: list[Replica]) -> None:
+        """sources: by share, the replica that brings it."""
+        self.place = self.open(tuple(b"" if r is self else r.hand for r in sources))
+        self.others = {r.offer.rank: r for r in sources if r is not self}
+        assert not self.place.why and self.place.follows == bool(self.others)
         self.place.steps.begin(1, 0.0, lambda: False, True)
-        fills, came = program.fills(), (self.place.rows, received[:0] if self.place.follows else received)
+        rank, fills = self.program.rank, self.program.fills()
+        rest = peer.split(self.program, self.taken)[1]
+        mine = Program(rank, rest.waves, shares(rest.rows, {rank: self.place.share}))  # as both ends of the link cut it
+        came = [self.place.rows, arrivals(mine, self.step_bytes)]
         self.todo = [[(w, rows[rows["wave"] == w]) for w in np.unique(rows["wave"])] for rows in came]
         self.rows = np.concatenate([fills, *came])
         self.apply(fills, [])
 
     def can(self, queue: int) -> bool:
         todo = self.todo[queue]
-        return bool(todo) and (not self.place.follows or self.before.said >= todo[0][0])
+        waits = self.others.values() if queue == 0 else ()
+        return bool(todo) and all(r.said >= todo[0][0] for r in waits)
 
     def take(self, queue: int, trainers) -> None:
         wave, rows = self.todo[queue].pop(0)
-        self.apply(rows, self.before.storage if self.place.follows else trainers)
+        self.apply(rows, trainers)
         (self.place.steps.after, self.place.steps.arrived)[queue](wave, None)
 
-    def apply(self, rows, sources) -> None:
+    def apply(self, rows, trainers) -> None:
         for r in rows:
-            apply_row(
-                r,
-                sources if self.place.follows or r["op"] == Op.FILL else sources[r["src"]],
-                self.storage[r["dst_root"]],
-            )
+            other = self.others.get(int(r["src"]))
+            fill = r["op"] == Op.FILL
+            apply_row(r, other.storage if other else [] if fill else trainers[r["src"]], self.storage[r["dst_root"]])
 
 
-@given(worlds(), st.lists(st.integers(0, 2), min_size=1, max_size=5), st.sampled_from([8, 64, 1 << 20]), st.data())
+@given(
+    worlds(),
+    st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=5),
+    st.sampled_from([8, 64, 1 << 20]),
+    st.data(),
+)
 @quick
 def test_each_byte_enters_a_host_once_and_each_byte_of_a_destination_is_written_once(world, hosts, step_bytes, data):
-    """Replicas of one layout on several hosts. The first on a host takes its bytes from the trainers, in part by reads and in part by
-    messages; each other one reads from the one before it on its host, in any order that the news of parts allows."""
+    """Replicas of one layout on several hosts hand bytes on, in any order that the news of parts allows. In a chain the first on a host
+    takes its bytes from the trainers, in part by reads and in part by messages. In a ring some receive a share each; the others are
+    late, and read all shares."""
     plan, trainers = world.plan(), len(world.trainers)
     names = [[r.name for r in i.roots] for i in world.sources()]
     held = [[s.storage[n] for n in some] for s, some in zip(world.trainers, names)]
-    roots = st.frozensets(st.integers(0, 2), max_size=3)
+    ring = data.draw(st.booleans())
+    roots = st.just(frozenset()) if ring else st.frozensets(st.integers(0, 2), max_size=3)
+    late = {i for i, _ in enumerate(hosts) if ring and data.draw(st.integers(0, 3)) == 3}
     with patch.object(relay_place, "PART_BYTES", data.draw(st.sampled_from([16, 64]))), patch.object(relay, "GRAIN", 2):
         for w, side in enumerate(world.workers):
             taken = {s: data.draw(roots) for s in range(trainers)}
-            chain: list[Replica] = []
-            for i, host in enumerate(hosts):
-                before = next((chain[j] for j in reversed(range(i)) if hosts[j] == host), None)
-                chain.append(Replica(world, plan, w, taken, step_bytes, before))
-            while choice := [(r, q) for r in chain for q in (0, 1) if r.can(q)]:
+            replicas = [Replica(world, plan, i, w, taken, step_bytes) for i, _ in enumerate(hosts)]
+            for i, r in enumerate(replicas):
+                here = [j for j, host in enumerate(hosts) if host == hosts[i]]
+                owners = [j for j in here if j not in late] or here
+                r.begin([replicas[j] for j in (owners if ring else [max((j for j in here if j < i), default=i)])])
+            while choice := [(r, q) for r in replicas for q in (0, 1) if r.can(q)]:
                 replica, queue = data.draw(st.sampled_from(choice))
                 replica.take(queue, held)
             entered, want = dict.fromkeys(hosts, 0), world.expected(side)
-            for r, host in zip(chain, hosts):
+            for r, host in zip(replicas, hosts):
                 assert not any(r.todo), "news of its parts never came"
                 from_trainers = r.rows[(r.rows["op"] != Op.FILL) & (r.rows["src"] < trainers)]
                 entered[host] += row_wire_bytes(from_trainers).sum()

@@ -18,6 +18,7 @@ from xfer.coordinator.deadlines import ANSWER_GRACE_S, APART_S, CAUSE_S, SETTLE_
 from xfer.coordinator.state import ReplicaPhase, broadcast
 from xfer.errors import DeadlineExceeded, EngineLost, PeerLost, VerificationError, XferError
 from xfer.plan.checksum import added
+from xfer.plan.relay import ALL_PARTS
 
 if TYPE_CHECKING:
     from xfer.coordinator.refit import Refit
@@ -123,7 +124,8 @@ class ReplicaRefit:
     readers: dict[int, m.Reader] = field(default_factory=dict)  # workers that may read trainers' storages
     drained: bool = False  # no worker reads trainers' storages, nor will; trainers are told
     ready_parts: dict[int, int] = field(default_factory=dict)  # worker -> last part that is complete there (relays.py)
-    waits: bool = False  # for the replica before it in a relay chain, with a timer set to look again
+    told_parts: dict[int, int] = field(default_factory=dict)  # worker -> last part of others that it was told of
+    waits: bool = False  # for a replica from which it reads, with a timer set to look again
     epoch: int = 0  # of the routes that it moves by
     why_until: float = 0.0  # its error says that a connection closed; the reason may come until then
 
@@ -219,7 +221,7 @@ class ReplicaRefit:
         """A worker is done: it reads no trainer's storage any more, and others may read all of its bytes."""
         self.totals.bytes_in.setdefault(worker, 0)
         self.readers.pop(worker, None)
-        relays.part_ready(self.refit, self, worker, relays.ALL_PARTS)
+        relays.part_ready(self.refit, self, worker, ALL_PARTS)
 
     def decide(self) -> None:
         """Every rank is done: commit, if the checksums agree."""
@@ -422,7 +424,7 @@ class ReplicaRefit:
         ]
         ahead = relays.ahead(refit, self)
         if ahead is not None:
-            who.append(f"replica {r.index}: stands behind replica {ahead.replica.index}, which has not begun")
+            who.append(f"replica {r.index}: reads from replica {ahead.replica.index}, which has not begun")
         return who
 
     def _moving(self, c: Client) -> str:
@@ -430,8 +432,8 @@ class ReplicaRefit:
         far = behind = ""
         if p and p.attempt == self.refit.number and p.replica == r.index:
             far = f", wave {p.wave}, {p.bytes_done} of {p.bytes_planned} bytes"
-        if r.before and c.hello.role == "worker" and c.hello.index in r.follows:
-            behind = f", behind replica {r.before[0]}"
+        if c.hello.role == "worker" and c.hello.index in r.follows:
+            behind = f", reads from {relays.named(r)}"
         return f"{c.label}: still moving{far}{behind}"
 
     def _checksum_violations(self) -> list[str]:

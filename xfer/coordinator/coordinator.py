@@ -504,6 +504,8 @@ class Coordinator:
                 self.replicas.values() if client.hello.role == "trainer" else [self.replicas[client.hello.replica]]
             ):
                 r.reopen = True
+                if client.hello.role == "worker":
+                    r.hands = {}
         for i in getattr(msg, "broken", ()):
             if i in self.replicas:
                 self.replicas[i].relink = True

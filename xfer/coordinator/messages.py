@@ -208,7 +208,7 @@ class PlanInputs(WireMessage, frozen=True):
     """Coordinator -> ranks: plan this replica from the layouts that two rolls name.
 
     `turn`: the place of this replica among `replicas` where sources take turns. Replicas of one layout share it if they
-    stand in a relay chain.
+    hand bytes on to each other.
     """
 
     replica: Count
@@ -235,8 +235,9 @@ class OpenLink(WireMessage, frozen=True):
     """Coordinator -> ranks: all digests agree. Open the data link of this epoch and the routes over it.
 
     `fresh` False: the last link stands, and only the routes are opened again, since storages moved. `workers`: of the
-    replica, for ranks that made no plan (packed route). `relay`: replicas of one layout form a relay chain. `before`, to a
-    worker: what the same worker of the replica before it lets it read, as `LinkOpen.hand` told it.
+    replica, for ranks that made no plan (packed route). `relay`: replicas of one layout hand bytes on to each other. `hands`, to
+    a worker: for each share of its bytes what the same worker of the replica that brings it lets it read, as `LinkOpen.hand` told
+    it; empty for the share that it brings itself.
     """
 
     replica: Count
@@ -245,20 +246,21 @@ class OpenLink(WireMessage, frozen=True):
     workers: Count = 0
     host_pull: bool = False
     relay: bool = False
-    before: Blob = b""
+    hands: Annotated[tuple[Blob, ...], Meta(max_length=4096)] = ()
 
 
 class LinkOpen(WireMessage, frozen=True):
     """Rank -> coordinator: my link and routes are open.
 
-    From a worker of a relay chain, `hand` is what the next replica may read of it (transport/relay_place.py) and `follows`
-    says whether it reads from the replica before it.
+    From a worker of replicas that hand bytes on, `hand` is what others may read of it (transport/relay_place.py), `follows` says
+    whether it reads from others, and `receives` whether it pulls nothing from trainers.
     """
 
     replica: Count
     epoch: Count
     hand: Blob = b""
     follows: bool = False
+    receives: bool = False
 
 
 class Found(WireMessage, frozen=True):
@@ -417,9 +419,9 @@ class Go(WireMessage, frozen=True):
 
 
 class PartReady(WireMessage, frozen=True):
-    """Worker of a relay chain -> coordinator: all parts up to `part` of this refit's bytes are here.
+    """Worker -> coordinator: all parts up to `part` of what other replicas read here in this refit are here.
 
-    Coordinator -> worker of the replica behind it: you may read them. `replica`: that of the worker that sends or hears it.
+    Coordinator -> worker: all workers from which you read have them. `replica`: that of the worker that sends or hears it.
     """
 
     replica: Count

@@ -42,7 +42,7 @@ class Planning:
         replica.stage(co.now)
         replica.phase, replica.error, replica.relink, replica.stale = ReplicaPhase.PLANNING, None, False, False
         domain = co.domain(replica)
-        replica.digests, replica.pending = {}, set(domain)
+        replica.digests, replica.pending, replica.hands, replica.receives = {}, set(domain), {}, False
         sides = (
             (co.trainer_inventories, o.trainers, domain[: o.trainers]),
             (replica.inventories, replica.size, domain[o.trainers :]),
@@ -110,17 +110,16 @@ class Planning:
         seconds = replica.stage(co.now)
         if replica.phase is ReplicaPhase.PLANNING:
             replica.plan_s = seconds
+        if replica.phase is ReplicaPhase.PLANNING or replica.relink or replica.reopen:
+            replica.apart = False  # the reason may be gone
         replica.phase, replica.pending = ReplicaPhase.LINKING, set(co.domain(replica))
         replica.relink = replica.reopen = False
         co.store.forget(f"r{replica.index}/")
-        ahead = relays.before(co, replica)
-        replica.before, replica.hands, replica.follows = relays.place(ahead), {}, set()
-        opened = m.OpenLink(replica.index, replica.epoch, fresh, replica.size, o.host_pull, o.relay)
-        if ahead is None:
-            return broadcast(co.domain(replica), opened)
-        broadcast(co.trainers.values(), opened)
+        replica.sources, replica.opened, replica.follows = relays.place(co, replica), {}, set()
+        order = m.OpenLink(replica.index, replica.epoch, fresh, replica.size, o.host_pull, o.relay)
+        broadcast(co.trainers.values(), order)
         for i, c in replica.workers.items():
-            c.send(msgspec.structs.replace(opened, before=ahead.hands[i]))
+            c.send(msgspec.structs.replace(order, hands=relays.hands(co, replica, i)))
 
     def relink(self, replica: Replica, fresh: bool) -> None:
         """Open the link of an existing plan, in a new epoch.
@@ -136,10 +135,10 @@ class Planning:
         replica = self.coordinator.replicas[msg.replica]
         if not self._awaited(replica, client, msg.epoch, ReplicaPhase.LINKING):
             return
-        if client.hello.role == "worker" and self.coordinator.options.relay:
-            replica.hands[client.hello.index] = msg.hand
-            replica.follows |= {client.hello.index} if msg.follows else set()
+        if client.hello.role == "worker":
+            replica.opened[client.hello.index] = msg
         if not replica.pending:
+            relays.opened(replica)
             replica.link_s = replica.stage(self.coordinator.now)
             self._ready(replica)
 

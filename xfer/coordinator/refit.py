@@ -316,13 +316,9 @@ class Refit:
         able = [part for part in list(self.arming.values()) if self._able(part)]
         if not able or not self._all_there(able):
             return
-        begun = []
+        begun = relays.can_begin(self, able)
         for part in able:
-            if relays.may_begin(self, part):
-                part.begin()
-                begun.append(part)
-            else:
-                relays.look_again(self, part)
+            part.begin() if part in begun else relays.look_again(self, part)
         if begun:
             self.owed.begin([part.replica for part in begun])
             # Trainers after workers, and the trainer of this process last: its threads would take the interpreter from the coordinator.

@@ -1,33 +1,39 @@
-"""Relay chains: which replica reads its weights from which other one, when it begins, and which replicas fail with it.
+"""Relays: which replica reads its weights from which others, when it begins, and which replicas fail with it.
 
-With `connect(relay=True)`, replicas with equal plans whose workers are on the same hosts form a chain, ordered by their
-numbers. The first one takes its bytes from the trainers, by reads or messages, each other one reads them from the replica
-before it, worker by worker. So each byte leaves the trainers once for each chain, and enters each host once. Each
-replica still has its own plan, its own part in the refit and its own decision. It begins after the replica before it,
-unless that takes longer than `TOGETHER_S`, and it fails with that one while both are moving. A worker that cannot read
-from the replica before it takes its bytes from the trainers and depends on no replica.
+With `connect(relay=True)`, replicas with equal plans whose workers are on the same hosts hand bytes on, worker by worker, so
+that each byte leaves the trainers once for all of them, and enters each host once. The bytes of a replica are cut into
+shares, and `Replica.sources` names the replica that brings each share. There are two forms:
 
-The chain is built again in each refit: a replica that gets another place in it opens its routes again.
-transport/relay_place.py hands the bytes on.
+    chain   where workers read trainers of their own host: one share. The first replica takes it from the trainers, each
+            other one, by number, reads it from the replica before it.
+    ring    where all bytes come over links: a share for each replica that is there. Each replica takes its share from the
+            trainers, through its own network cards, and reads the other shares from the replicas that take these.
+
+Each replica still has its own plan, its own part in the refit and its own decision. It begins after the replicas that it
+reads from, or, in a ring, together with them, unless these take longer than `TOGETHER_S`. It fails with each of them whose
+bytes are not all there yet. A replica that comes late to a ring that has begun takes no share, and reads all of them. A
+worker that cannot read from others takes its bytes from the trainers and depends on no replica.
+
+Sources are chosen again in each refit: a replica that gets other ones opens its routes again. What it lets others read
+stays the same, so all do that at once. transport/relay_place.py hands the bytes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from xfer.coordinator import messages as m
 from xfer.coordinator.deadlines import TOGETHER_S
 from xfer.coordinator.state import ReplicaPhase
 from xfer.errors import PeerLost, XferError
+from xfer.plan.relay import ALL_PARTS
 
 if TYPE_CHECKING:
     from xfer.coordinator.commit import ReplicaRefit
     from xfer.coordinator.coordinator import Coordinator
     from xfer.coordinator.refit import Refit
     from xfer.coordinator.state import Replica
-
-ALL_PARTS = (1 << 31) - 1
 
 
 def turn(roll: bytes, replicas: int) -> int:
@@ -38,55 +44,74 @@ def turn(roll: bytes, replicas: int) -> int:
     return int(roll, 16) % replicas
 
 
-def before(co: Coordinator, replica: Replica) -> Replica | None:
-    """Return the replica that this one stands behind: the nearest of a lower number in the same chain, with open routes."""
+def place(co: Coordinator, replica: Replica) -> tuple[tuple[int, int], ...]:
+    """Return what `Replica.sources` should be. Its own number is there for the share that it takes from the trainers."""
+    alone = ((replica.index, 0),)
     if not co.options.relay:
-        return None
-    for r in _earlier(co, replica):
-        if _open(r) and _same_chain(r, replica):
-            return r
-    return None
+        return ()
+    near = [r for r in _others(co, replica) if _alike(r, replica) and _offers(r)]
+    if not replica.rings:
+        return next((((r.index, r.offered),) for r in near if r.index < replica.index), alone)
+    known = {r.index: r.offered for r in near} | {replica.index: 0}
+    if begun := [r for r in near if co.refit is not None and not co.refit.parts[r.index].arming]:
+        ring = [i for i, _ in begun[-1].sources]
+        return tuple((i, known[i]) for i in ring) if {r.index for r in begun}.issuperset(ring) else alone
+    return tuple(sorted(known.items()))
 
 
-def place(replica: Replica | None) -> tuple[int, int] | None:
-    """Return the value of `Replica.before` for replicas that stand behind this one."""
-    return (replica.index, replica.epoch) if replica is not None else None
+def hands(co: Coordinator, replica: Replica, worker: int) -> tuple[bytes, ...]:
+    """Return `OpenLink.hands` of a worker."""
+    return tuple(b"" if i == replica.index else co.replicas[i].hands[worker] for i, _ in replica.sources)
+
+
+def opened(replica: Replica) -> None:
+    """Note what the workers of a replica said when they opened their routes."""
+    offered = {i: said.hand for i, said in replica.opened.items()}
+    if offered != replica.hands:
+        replica.hands, replica.offered = offered, replica.epoch
+    replica.follows = {i for i, said in replica.opened.items() if said.follows}
+    replica.apart |= len(replica.sources) > 1 and len(replica.follows) < replica.size
+    replica.receives = all(said.receives for said in replica.opened.values())
 
 
 def out_of_place(co: Coordinator, replica: Replica) -> bool:
-    """Whether the replica has another place in the chain than it should, and so has to open its routes again."""
-    return replica.before != place(before(co, replica))
+    """Whether the replica should have other sources than it has, and so has to open its routes again."""
+    return replica.sources != place(co, replica)
 
 
-def _same_chain(a: Replica, b: Replica) -> bool:
-    """Whether they can stand in one chain. Plans of replicas on different hosts may be equal."""
+def named(replica: Replica) -> str:
+    """Name the replicas that this one reads from."""
+    return " and ".join(f"replica {i}" for i, _ in replica.sources if i != replica.index)
+
+
+def _equal(a: Replica, b: Replica) -> bool:
+    """Whether they have one layout and are on the same hosts. Plans of replicas on different hosts may be equal."""
     return a.digest == b.digest and a.roll == b.roll
 
 
-def _reopens(r: Replica) -> bool:
-    return r.stale or r.relink or r.reopen
+def _alike(a: Replica, b: Replica) -> bool:
+    """Whether one can read from the other."""
+    return _equal(a, b) and a.rings == b.rings
 
 
-def _open(r: Replica) -> bool:
-    """Whether another replica can stand behind this one now."""
-    return r.phase is ReplicaPhase.READY and not _reopens(r) and len(r.hands) == r.size
+def _offers(r: Replica) -> bool:
+    """Whether other replicas can be told now what they may read of this one."""
+    return r.phase in (ReplicaPhase.LINKING, ReplicaPhase.READY) and not r.stale and 0 < r.size == len(r.hands)
 
 
-def _earlier(co: Coordinator, replica: Replica) -> Iterator[Replica]:
-    """Yield the replicas of lower numbers that this one may stand behind, the nearest first.
+def _others(co: Coordinator, replica: Replica) -> Iterator[Replica]:
+    """Yield the replicas that this one may read from, the highest number first.
 
     In a refit these are replicas that hold its version, or will soon and have not been waited for too long.
     """
     refit = co.refit
     for i, r in sorted(co.replicas.items(), reverse=True):
-        if i >= replica.index or r.controller is None:
+        if r is replica or r.controller is None:
             continue
         if refit is not None and i in refit.parts and replica.index in refit.parts:
-            part, behind = refit.parts[i], refit.parts[replica.index]
-            if part.error is not None:
-                continue
-            opens = len(part.armed) == r.size and r.phase.opening  # that has a deadline of its own
-            if part.arming and not opens and (r.unsettled or _waited(refit, behind) >= TOGETHER_S):
+            part, waiting = refit.parts[i], refit.parts[replica.index]
+            late = part.arming and len(part.armed) < r.size
+            if part.error is not None or late and (r.unsettled or _waited(refit, waiting) >= TOGETHER_S):
                 continue
             if not part.arming and part.epoch != r.epoch:  # another engine by now, without this version
                 continue
@@ -97,40 +122,48 @@ def _earlier(co: Coordinator, replica: Replica) -> Iterator[Replica]:
 
 
 def held_up_by(refit: Refit, part: ReplicaRefit) -> ReplicaRefit | None:
-    """Return the replica that this one waits for before it opens its routes or begins, since it might stand behind it."""
+    """Return a replica that this one waits for before it opens its routes or begins, since it might read from it."""
+    mine = part.replica
     if not refit.coordinator.options.relay:
         return None
-    for r in _earlier(refit.coordinator, part.replica):
+    for r in _others(refit.coordinator, mine):
         other = refit.parts[r.index]
-        known = not (r.stale or part.replica.stale) and r.phase in (ReplicaPhase.LINKING, ReplicaPhase.READY)
-        if known and not _same_chain(r, part.replica):
-            continue
-        opens = _reopens(r) or out_of_place(refit.coordinator, r)  # that one gets its own place first
-        if other.arming and (r.phase.opening or r.phase is ReplicaPhase.READY and opens):
-            return other
-        if not other.arming and _open(r):
-            return None
+        if r.index > mine.index and not mine.rings:
+            continue  # in a chain, only replicas of lower numbers are read
+        if _offers(r):
+            if not mine.rings and not other.arming and _alike(r, mine):
+                return None
+        elif other.arming and (r.phase.opening or r.phase is ReplicaPhase.READY):
+            known = not (r.stale or mine.stale) and r.phase is not ReplicaPhase.PLANNING
+            if not known or _equal(r, mine):
+                return other
     return None
 
 
-def _before(refit: Refit, part: ReplicaRefit) -> ReplicaRefit | None:
-    """The replica that this one reads from; None if it reads from trainers only."""
-    before = part.replica.before
-    return refit.parts[before[0]] if part.replica.follows and before is not None else None
+def _sources(refit: Refit, part: ReplicaRefit) -> list[ReplicaRefit]:
+    """The replicas that this one reads from."""
+    r = part.replica
+    return [refit.parts[i] for i, _ in r.sources if i != r.index] if r.follows else []
 
 
-def may_begin(refit: Refit, part: ReplicaRefit) -> bool:
-    """Whether the replica that this one reads from has begun."""
-    before = _before(refit, part)
-    return before is None or not before.arming
+def can_begin(refit: Refit, able: Sequence[ReplicaRefit]) -> list[ReplicaRefit]:
+    """Return those of these replicas whose sources have begun, or begin with them, and cut their bytes alike."""
+
+    def follows(part: ReplicaRefit, other: ReplicaRefit) -> bool:
+        a, b = ([i for i, _ in p.replica.sources] for p in (part, other))
+        return (other in some or not other.arming) and len(a) == len(b) and (a == b or len(a) == 1)
+
+    some = list(able)
+    while len(left := [p for p in some if all(follows(p, o) for o in _sources(refit, p))]) < len(some):
+        some = left
+    return some
 
 
 def ahead(refit: Refit, part: ReplicaRefit) -> ReplicaRefit | None:
-    """For reports: return the replica that keeps this one from beginning although all of its workers are armed."""
+    """For reports: return a replica that keeps this one from beginning although all of its workers are armed."""
     if len(part.armed) < part.replica.size or not refit.coordinator.options.relay:
         return None
-    before = _before(refit, part)
-    return before if before is not None and before.arming else held_up_by(refit, part)
+    return next((o for o in _sources(refit, part) if o.arming), None) or held_up_by(refit, part)
 
 
 def look_again(refit: Refit, part: ReplicaRefit) -> None:
@@ -150,58 +183,55 @@ def tells(refit: Refit, part: ReplicaRefit) -> bool:
     """Whether some replica reads from this one in this refit, or may yet."""
     r = part.replica
     return refit.coordinator.options.relay and any(
-        i > r.index and other.error is None and _same_chain(other.replica, r) for i, other in refit.parts.items()
+        (i > r.index or r.rings) and other is not part and other.error is None and _alike(other.replica, r)
+        for i, other in refit.parts.items()
     )
 
 
 def began(refit: Refit, part: ReplicaRefit) -> None:
-    """This replica was told to go: tell it which parts are ready in the replica before it."""
-    ahead = _before(refit, part)
-    if ahead is not None:
-        for w in part.replica.follows:
-            if w in ahead.ready_parts:
-                _tell(refit, part, w, ahead.ready_parts[w])
+    """This replica was told to go: tell it which parts are ready in those that it reads from."""
+    for w in part.replica.follows:
+        _tell(refit, part, w)
 
 
 def part_ready(refit: Refit, part: ReplicaRefit, worker: int, last: int) -> None:
-    """A worker has all parts up to `last`: tell the worker that reads from it."""
+    """A worker has all parts up to `last`: tell the workers that read from it."""
     part.ready_parts[worker] = max(last, part.ready_parts.get(worker, -1))
-    if not refit.coordinator.options.relay:
-        return
-    for other in refit.parts.values():
-        if other.moving and _behind(part, other) and worker in other.replica.follows:
-            _tell(refit, other, worker, last)
+    for other in _readers(refit, part):
+        if worker in other.replica.follows:
+            _tell(refit, other, worker)
 
 
 def fallen(refit: Refit, part: ReplicaRefit, error: XferError) -> None:
     """A replica failed. A replica that reads from it cannot get a whole version, unless all parts are ready."""
-    if not refit.coordinator.options.relay:
-        return
-    for other in refit.parts.values():
-        if other.moving and _behind(part, other):
-            if any(part.ready_parts.get(w) != ALL_PARTS for w in other.replica.follows):
-                other.fail(
-                    PeerLost(
-                        f"replica {other.replica.index} takes its weights from replica {part.replica.index}, which failed",
-                        [str(error), "the next refit takes them from another one, or from the trainers"],
-                    )
+    for other in _readers(refit, part):
+        if any(part.ready_parts.get(w) != ALL_PARTS for w in other.replica.follows):
+            other.fail(
+                PeerLost(
+                    f"replica {other.replica.index} takes its weights from replica {part.replica.index}, which failed",
+                    [str(error), "the next refit takes them from another one, or from the trainers"],
                 )
+            )
 
 
 def left(co: Coordinator, replica: Replica) -> None:
-    """A replica is gone. Replicas behind it unmap its memory, which is not freed before that."""
+    """A replica is gone. Replicas that read from it unmap its memory, which is not freed before that."""
     for r in co.replicas.values():
-        if r.before is not None and r.before[0] == replica.index:
+        if r is not replica and replica.index in dict(r.sources):
             if r.phase in (ReplicaPhase.LINKING, ReplicaPhase.READY):
                 co.planning.unmap(r)
 
 
-def _behind(part: ReplicaRefit, other: ReplicaRefit) -> bool:
-    r = other.replica
-    return bool(r.follows) and r.before == place(part.replica)
+def _readers(refit: Refit, part: ReplicaRefit) -> list[ReplicaRefit]:
+    """The replicas that move bytes and read from this one."""
+    me = part.replica.index, part.replica.offered
+    return [p for p in refit.parts.values() if p.moving and p.replica.follows and me in p.replica.sources]
 
 
-def _tell(refit: Refit, part: ReplicaRefit, worker: int, last: int) -> None:
+def _tell(refit: Refit, part: ReplicaRefit, worker: int) -> None:
+    """Tell a worker of the parts that all workers have from which it reads."""
+    last = min(other.ready_parts.get(worker, -1) for other in _sources(refit, part))
     client = part.replica.workers.get(worker)
-    if client is not None:
+    if client is not None and last > part.told_parts.get(worker, -1):
+        part.told_parts[worker] = last
         client.send(m.PartReady(part.replica.index, refit.number, last))

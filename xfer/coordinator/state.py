@@ -117,9 +117,15 @@ class Replica:
     stage_at: float = 0.0  # when the present stage began
     in_step: bool = False  # its workers are data-parallel ranks, as they said when they armed
     unsettled: int = 0  # a refit after which its controller has yet to say what the engine serves
-    hands: dict[int, bytes] = field(default_factory=dict)  # worker -> what the next of a relay chain may read of it
-    before: tuple[int, int] | None = None  # index and epoch of the replica that its routes were opened behind
-    follows: set[int] = field(default_factory=set)  # workers that read from that replica
+    opened: dict[int, m.LinkOpen] = field(default_factory=dict)  # worker -> its answer to the last OpenLink
+    hands: dict[int, bytes] = field(default_factory=dict)  # worker -> what other replicas may read of it
+    offered: int = 0  # the epoch in which `hands` changed
+    sources: tuple[
+        tuple[int, int], ...
+    ] = ()  # by share of its bytes, the replica that brings it, and that one's `offered`
+    follows: set[int] = field(default_factory=set)  # workers that read from these replicas
+    receives: bool = False  # all its workers pull nothing from trainers
+    apart: bool = False  # in a relay ring, some worker could not read from the others
 
     def tell(self, message: m.Message) -> None:
         """Send it to the controller, if that is connected."""
@@ -129,6 +135,11 @@ class Replica:
     def processes(self) -> list[Client]:
         """Return the workers, and the controller if it is connected."""
         return [*self.workers.values(), *([self.controller] if self.controller is not None else [])]
+
+    @property
+    def rings(self) -> bool:
+        """Whether it can stand in a relay ring."""
+        return self.receives and not self.apart
 
     def stage(self, now: float) -> float:
         """Begin a stage. Returns the seconds of the one that ends."""

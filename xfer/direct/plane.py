@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -31,6 +31,7 @@ from xfer.transport import routes
 from xfer.transport.changes import HeldBytes
 from xfer.transport.group import Link
 from xfer.transport.p2p import WAVE_BYTES
+from xfer.transport.relay_place import Relay, offer_of
 
 logger = logging.getLogger("xfer")
 
@@ -66,8 +67,8 @@ class Storages(Protocol):
         """Called just before the first byte may move."""
 
     def gate(self, go: m.Go, plan: PlanPart, routed: routes.Routed) -> routes.EarlyGate | None:
-        """Return the gate that is called between the parts of this rank's pull, or None. Without one, and outside a relay chain, the
-        pull has one part."""
+        """Return the gate that is called between the parts of this rank's pull, or None. Without one, and where replicas do not hand
+        bytes on, the pull has one part."""
 
     def after(self, go: m.Go, plan: PlanPart) -> tuple[tuple[m.Checksum, ...], bytes]:
         """Called when the last byte has arrived.
@@ -103,6 +104,7 @@ class DirectPlane:
         self._routed: routes.Routed | None = None
         self._bound = -1  # binding generation of the routes
         self._stream: torch.cuda.Stream | None = None
+        self._offer: tuple[int, str, Any] | None = None  # of these storages (binding generation) by this plan
         self._lock = threading.Lock()
 
     # ---- from other threads
@@ -171,6 +173,7 @@ class DirectPlane:
 
     def make_plan(self, inputs: m.PlanInputs, stop: Stop) -> PlanFacts:
         self.close()
+        self._offer = None
         self.inputs, self._deadline_s, shelf = inputs, inputs.deadline_s, self.party.shelf
         self.part, inventories = shelf.plan(
             inputs, self.joint_rank, self.side.catalog, self.options(inputs), self.cache, stop.stopped
@@ -227,7 +230,7 @@ class DirectPlane:
                 self._bound = -1  # otherwise each later refit would open all other replicas' routes again
         del old
         place = self._routed.place if self._routed is not None else None
-        said = (place.hand(), place.follows) if place is not None else ()
+        said = (place.hand(), place.follows, place.receives) if place is not None else ()
         return m.LinkOpen(self.replica, order.epoch, *said)
 
     def _open_routes(self, store: RendezvousStore, order: m.OpenLink, stop: Stop) -> None:
@@ -243,9 +246,9 @@ class DirectPlane:
         rank, labels, device = self.joint_rank, facts.labels, self.side.device
         exchange = routes.exchange_over_store(store, rank, len(labels), "routes")
         peers = device.type != "cpu" or order.host_pull
-        chain = routes.Chain(len(labels), order.before, self._say_part_ready) if order.relay else None
+        relay = Relay(order.hands, self._say_part_ready, self._offered(part, roots)) if order.relay else None
         ways = routes.find_ways(
-            part.program, len(labels), device, roots, exchange, labels, allow_peer=peers, chain=chain
+            part.program, len(labels), device, roots, exchange, labels, allow_peer=peers, relay=relay
         )
         if ways.wired and device.type == "cuda" and self.side.role == "trainer" and self._stream is None:
             # This thread uses the stream from now on. On the default stream each lane would wait for all others, and the
@@ -267,7 +270,7 @@ class DirectPlane:
             raise
         if ways.place is not None and ways.place.why:
             logger.warning(
-                "xfer: %s takes its bytes from the trainers, not from the replica before: %s",
+                "xfer: %s takes all its bytes from the trainers, none from another replica: %s",
                 self.party.label, ways.place.why,
             )  # fmt: skip
         with self._lock:
@@ -275,6 +278,19 @@ class DirectPlane:
         if ways.wired:
             self.side.opened(self.replica, part, self._bound)
         stop.check()  # a `stop` that was called meanwhile saw no routes
+
+    def _offered(self, part: PlanPart, roots: Sequence[torch.Tensor]) -> Any:
+        """Return the offer of a worker's storages to other replicas. It stays the same as long as the storages do."""
+        if self.side.role == "trainer":
+            return None
+        known = self._offer
+        if known is None or known[:2] != (self._bound, part.digest) or known[2].stale():
+            kind, number = routes.PEERS.get(self.side.device.type), part.trainers + part.workers + self.replica
+            if kind is None:
+                return None
+            known = self._bound, part.digest, offer_of(kind, part.program, roots, number, self.side.device)
+            self._offer = known
+        return known[2]
 
     def _say_part_ready(self, attempt: int, part: int) -> None:
         self.party.try_send(m.PartReady(self.replica, attempt, part))

@@ -1,22 +1,26 @@
-"""Relay chains: destinations of one layout, each of which pulls from the one before it, so that each byte leaves
-the trainers once.
+"""Relays: destinations of one layout on one host hand bytes on to each other, so that each byte leaves the trainers once.
 
-k replicas that all pull from one trainer share its outgoing bandwidth, so each takes k times as long as one alone.
-In a chain the bytes of one destination are cut into parts. The first destination pulls part after part from the
-trainers, and the second pulls each part out of the first one's storage one wave later, and so on. Each GPU is read
-by one other and reads from one, so all bandwidth is used, and the chain takes (parts + k - 1) / parts times as long
-as one copy.
+Chains are for bytes that are read from trainers of the same host. k replicas that all pull from one trainer share its
+outgoing bandwidth, so each takes k times as long as one alone. In a chain the bytes of one destination are cut into
+parts. The first destination pulls part after part from the trainers, and the second pulls each part out of the first
+one's storage one wave later, and so on. Each GPU is read by one other and reads from one, so all bandwidth is used, and
+the chain takes (parts + k - 1) / parts times as long as one copy.
 
-In the alternative each destination pulls another share from the trainer and the rest from all other destinations.
-That needs one wave more instead of k - 1, and every destination must map every other. Both took as long (seven
-destinations of 61 GB on H200s: 187 ms, and 189 for the chain, where one copy takes 155 and a pull of it 163),
-because both are limited by a GPU that is read while it reads.
+Rings are for bytes that come over the network. The bytes of each pair of ranks are cut into k shares. Each destination
+receives another share, through its own network card, and reads the other shares from those that receive them, each
+part as soon as it is there. So all k cards receive, each a k-th of the bytes.
+
+Within one host a ring needs one wave more instead of k - 1, but every destination must map every other. Both took as
+long (seven destinations of 61 GB on H200s: 187 ms, and 189 for the chain, where one copy takes 155 and a pull of it
+163), because both are limited by a GPU that is read while it reads.
 
 This module knows only rows. transport/relay_place.py makes sure that a part is complete before the next destination
-reads it, and coordinator/relays.py decides which destination stands before which.
+reads it, and coordinator/relays.py decides which destination reads from which.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -24,7 +28,9 @@ from xfer.plan.program import ITEM, Op, row_wire_bytes
 from xfer.plan.subplan import cut_rows
 
 GRAIN = 512
-"""Parts begin at multiples of so many elements of a row, so that few tiles lose their alignment."""
+"""Parts and shares begin at multiples of so many elements of a row, so that few tiles lose their alignment."""
+ALL_PARTS = (1 << 31) - 1
+"""The number that stands for the last part, whatever its number is."""
 
 
 def handed_on(rows: np.ndarray, before: int) -> np.ndarray:
@@ -53,10 +59,39 @@ def in_parts(rows: np.ndarray, count: int) -> np.ndarray:
         share[mine] = (np.cumsum(n) - n) / max(1, n.sum())
     order = np.lexsort((rows["src"], share))
     rows, nbytes = rows[order], nbytes[order]
+    total = int(nbytes.sum())
+    found, part, _ = _cut(rows, np.arange(1, count) * total // count)
+    found["wire"], found["wave"] = 0, part
+    return _sorted(found)
+
+
+def shares(rows: np.ndarray, takes: Mapping[int, tuple[int, int]]) -> np.ndarray:
+    """The rows of a program without those bytes that destinations get from another one. Both ends of a pair cut alike.
+
+    Args:
+        rows: Rows in a program's order.
+        takes: For each destination that does not take all: (its share, the number of shares). A share is an interval of the bytes of
+            a pair of ranks, in the order in which they are sent, up to the grain. Of 0 shares it takes nothing.
+    """
+    other = ~np.isin(rows["dst"], list(takes)) | (rows["op"] == Op.FILL)
+    kept, at = [rows[other]], [np.flatnonzero(other)]
+    for dst, (share, count) in takes.items():
+        for src in np.unique(rows["src"][~other & (rows["dst"] == dst)]) if count else ():
+            pair = np.flatnonzero(~other & (rows["dst"] == dst) & (rows["src"] == src))
+            total = int(row_wire_bytes(rows[pair]).sum())
+            found, part, row = _cut(rows[pair], np.arange(1, count) * total // count)
+            kept.append(found[part == share])
+            at.append(pair[row[part == share]])
+    return np.concatenate(kept)[np.argsort(np.concatenate(at), kind="stable")]
+
+
+def _cut(rows: np.ndarray, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cuts rows at these positions in their bytes, one row behind the other. Returns the pieces of each row in order, the number of the
+    interval between edges in which a piece lies, and the row that it was cut from."""
+    nbytes = row_wire_bytes(rows)
     end = np.cumsum(nbytes)
-    edges = np.arange(1, count) * (int(end[-1]) if len(end) else 0) // count
     first = np.searchsorted(edges, end - nbytes, "right")
-    last = np.searchsorted(edges, end, "left")  # the part in which a row's last byte lies
+    last = np.searchsorted(edges, end, "left")  # the interval in which a row's last byte lies
     whole = first == last
     row: list[int] = []
     into: list[int] = []
@@ -71,5 +106,5 @@ def in_parts(rows: np.ndarray, count: int) -> np.ndarray:
                 row, into, begin, stop = [*row, i], [*into, p], [*begin, lo], [*stop, hi]
     cut, number = cut_rows(rows, *(np.array(x, np.int64) for x in (row, begin, stop)))
     found = np.concatenate([rows[whole], cut])
-    found["wire"], found["wave"] = 0, np.concatenate([first[whole], np.array(into, np.int64)[number]])
-    return _sorted(found)
+    part = np.concatenate([first[whole], np.array(into, np.int64)[number]])
+    return found, part, np.concatenate([np.flatnonzero(whole), np.array(row, np.int64)[number]])

@@ -33,7 +33,7 @@ from xfer.kernels.tiles import Turns
 from xfer.plan.program import Op, Program, in_turn, row_wire_bytes
 from xfer.transport.group import Aborted
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 NONCE_BYTES = 32
 MAX_OFFER_BYTES = 64 << 20
 DRAIN_S = 5.0
@@ -101,13 +101,14 @@ class Readable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
 
 
 class Taken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The storages, by source, that one destination reads by itself. `relayed`: it takes everything from outside the sub-plan,
-    so its sources have nothing to do for it."""
+    """The storages, by source, that one destination reads by itself. It takes share `share` of `shares` from its sources, and the
+    others from outside the sub-plan. Of 0 shares its sources have nothing to do for it."""
 
     version: int
     rank: int
     readable: tuple[Readable, ...]
-    relayed: bool = False
+    share: int = 0
+    shares: int = 1
 
 
 _T = TypeVar("_T", Offer, Taken)
@@ -221,12 +222,12 @@ class OpenedRoots(Generic[Root]):
         self.here: set[int] = set()
         self._why: dict[int, str] = {}
 
-    def to_bytes(self) -> bytes:
+    def to_bytes(self, share: tuple[int, int] = (0, 1)) -> bytes:
         """This destination's answer, a `Taken`."""
         readable = tuple(
             Readable(r, tuple(sorted(some)), self._why.get(r, "")) for r, some in sorted(self.roots.items())
         )
-        return msgspec.msgpack.encode(Taken(WIRE_VERSION, self.rank, readable))
+        return msgspec.msgpack.encode(Taken(WIRE_VERSION, self.rank, readable, *share))
 
     def why(self, rank: int) -> str:
         """The reason why not all storages of a source could be opened, or ""."""
@@ -327,14 +328,10 @@ def taken_roots(answers: Sequence[bytes]) -> dict[int, dict[int, frozenset[int]]
     return out
 
 
-def all_from_outside(rank: int) -> bytes:
-    """The answer of a destination that needs nothing of its sources."""
-    return msgspec.msgpack.encode(Taken(WIRE_VERSION, rank, (), True))
-
-
-def relayed(answers: Sequence[bytes]) -> list[int]:
-    """The destinations to which no rank of the sub-plan sends, and which read from none."""
-    return [rank for rank, data in enumerate(answers) if data and _decode(data, Taken, rank).relayed]
+def taken_shares(answers: Sequence[bytes]) -> dict[int, tuple[int, int]]:
+    """destination -> (its share, number of shares), of those that do not take everything from ranks of the sub-plan."""
+    said = [_decode(data, Taken, rank) for rank, data in enumerate(answers) if data]
+    return {t.rank: (t.share, t.shares) for t in said if t.shares != 1}
 
 
 def refusals(answers: Sequence[bytes], labels: Sequence[str], rank: int) -> list[str]:

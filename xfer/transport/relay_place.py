@@ -1,10 +1,14 @@
-"""A worker's place in a relay chain, a sequence of replicas of one layout on one host. The first worker takes its bytes from the
-trainers: it pulls what it can map and receives the rest over its link. Each other one pulls all of its bytes from the worker before
-it, part by part, as soon as it hears that a part is ready. So each byte leaves the trainers once, and enters the host once.
+"""A worker's place among replicas of one layout on one host that hand bytes on. What a worker takes is cut into shares. It takes one
+share, or none, from the trainers: it pulls what it can map and receives the rest over its link. It pulls each other share from the
+worker that brings it, part by part, as soon as it hears that a part is ready. So each byte leaves the trainers once, and enters the
+host once.
 
-Here are the storages that a worker lets the next one read, its mapping of the worker before it, and the gate at which its pull waits
-for parts. A part is a slice of what is pulled together with one step of the link, in whose order the other bytes arrive. The
-coordinator passes the news of parts on (coordinator/relays.py), and plan/relay.py decides which pulled row is in which part.
+In a relay chain there is one share, which the first worker brings; each other one pulls it from the worker before it, and brings it to
+the next. In a relay ring there is a share for each worker: all receive at once, and each pulls from all others.
+
+Here are the storages that a worker lets others read, its mapping of those others, and the gate at which its pull waits for parts. A
+part is a slice of what is pulled together with one step of the link, in whose order the other bytes arrive. The coordinator passes
+the news of parts on (coordinator/relays.py), and plan/relay.py decides which row is in which share and part.
 The news goes over hosts and not through words in GPU memory, so nothing on a device waits for another process. It takes some
 0.3 ms, but delays a refit only once, since a worker still pulls the previous part meanwhile.
 """
@@ -16,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -23,10 +28,11 @@ import numpy as np
 import torch
 
 from xfer.errors import DeadlineExceeded, ProtocolError
-from xfer.plan.program import row_wire_bytes
-from xfer.plan.relay import handed_on, in_parts
+from xfer.plan.program import Op, Program, row_wire_bytes
+from xfer.plan.relay import ALL_PARTS, handed_on, in_parts, shares
 from xfer.transport import peer
 from xfer.transport.group import Aborted
+from xfer.transport.steps import arrivals
 
 PART_BYTES, MOST_PARTS = 256 << 20, 64
 """Bytes of a part, and most parts of a pull. With p parts the last of k replicas takes (p + k - 1) / p times as long as the first. A
@@ -36,13 +42,35 @@ _POLL_S, _WAIT_S = 100e-6, 5e-3
 
 
 class Handover(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The storages that a worker lets the next one read. `rows`: digest of its rows and their parts; `offer`: a `peer.Offer`."""
+    """The storages that a worker lets others read. It stays the same when routes are opened again. `rows`: digest of the rows that it
+    pulls or receives where it takes all shares; `offer`: a `peer.Offer` of rank `rank`, which no rank of the sub-plan has."""
 
+    rank: int
     rows: bytes
     offer: bytes
 
 
 _decoder = msgspec.msgpack.Decoder(Handover)
+
+
+def offer_of(kind: Any, program: Program, roots: Sequence[torch.Tensor], rank: int, device: torch.device) -> Any:
+    """A `kind.Export` of the storages into which the program's bytes go, as those of rank `rank`."""
+    mine = program.rows[(program.rows["dst"] == program.rank) & (program.rows["op"] != Op.FILL)]
+    written, none = set(mine["dst_root"].tolist()), torch.empty(0, dtype=torch.uint8, device=device)
+    return kind.Export(rank, [t if i in written else none for i, t in enumerate(roots)], device)
+
+
+@dataclass(frozen=True, slots=True)
+class Relay:
+    """What a rank needs to find ways where replicas hand bytes on.
+
+    `hands`, on a worker: for each share of what it takes, the `Handover` of the worker that brings it, empty for the share that this one
+    brings. `say`: See `Steps`. `offer`: a `kind.Export` of its storages; None on trainers.
+    """
+
+    hands: tuple[bytes, ...]
+    say: Callable[[int, int], None]
+    offer: Any = None
 
 
 class Arriving:
@@ -82,16 +110,16 @@ class Steps:
     """The gate (`peer.WaveGate`) of a worker's pull, and the `StepWatch` of its link, in a relay chain.
 
     Args:
-        follows: Whether the parts come from the worker before this one.
-        say: Called with (run, part) when all parts up to this one are ready here.
-        pulled: Number of the last part of which something is pulled; -1 without any.
+        follows: Whether the parts that are pulled come from other workers.
+        say: Called with (run, part) when all parts up to this one of what others read here are ready; ALL_PARTS after the last one.
+        pulled: Number of the last part of that of which something is pulled; -1 without any.
         received: Number of the last step of the link; -1 without any.
     """
 
     def __init__(self, follows: bool, say: Callable[[int, int], None], pulled: int, received: int = -1):
         self.follows, self._say = follows, say
         self._news = threading.Condition()
-        self._there = (0, -1)  # the last news of the worker before this one: run, part
+        self._there = (0, -1)  # the last news: run, and the last part that all workers have from which this one reads
         self._pulled, self._received = Arriving(pulled), Arriving(received)
         self._said = -1
         self._run, self._until, self._tells, self._over = 0, 0.0, False, False
@@ -99,7 +127,7 @@ class Steps:
         self._cancelled: Callable[[], bool] = lambda: False
 
     def there(self, run: int, part: int) -> None:
-        """Takes the news that the worker before this one has all parts up to `part`. From any thread."""
+        """Takes the news that the workers from which this one reads have all parts up to `part`. From any thread."""
         with self._news:
             self._there = max(self._there, (run, part))
             self._news.notify_all()
@@ -110,6 +138,7 @@ class Steps:
         self._said = -1
         for route in (self._pulled, self._received):
             route.begin()
+        self.poll()  # a share can be empty
 
     # ---- of the link
 
@@ -119,7 +148,7 @@ class Steps:
     # ---- the gate of the pull
 
     def before(self, wave: int, stream: Any) -> None:
-        """Waits until the worker before this one has part `wave`. Raises Aborted or DeadlineExceeded."""
+        """Waits until the workers from which this one reads have part `wave`. Raises Aborted or DeadlineExceeded."""
         while self.follows:
             with self._news:
                 run, part = self._there
@@ -132,7 +161,7 @@ class Steps:
             if self._over or self._cancelled():
                 raise Aborted("the pull was cancelled")
             if time.monotonic() > self._until:
-                raise DeadlineExceeded(f"part {wave + 1} did not come from the replica before this one")
+                raise DeadlineExceeded(f"part {wave + 1} did not come from the replicas that bring it")
 
     def after(self, wave: int, stream: Any) -> None:
         self._note(self._pulled, wave, stream)
@@ -145,9 +174,9 @@ class Steps:
         for route in routes:
             route.poll()
         unfinished = [route.ready for route in routes if route.ready < route.last]
-        ready = min(unfinished, default=max(route.last for route in routes))
+        ready = min(unfinished, default=ALL_PARTS)
         stopped = self._over or self._cancelled()  # then parts end without their bytes
-        if ready > self._said and not stopped:
+        if self._tells and ready > self._said and not stopped:
             self._said = ready
             self._say(self._run, ready)
 
@@ -168,58 +197,72 @@ class RelayPlace:
 
     Args:
         kind: The peer route, a `PeerKind`.
-        pulled: Rows that this worker can pull from trainers (dtype ROW).
-        received: Those that it would receive from them otherwise. A row's wave is the step in which it arrives (`steps.arrivals`).
-        outside: A rank number that no rank has, the same in all replicas of the chain.
-        before: `hand()` of the worker before this one; empty for the first.
-        say: See `Steps`.
+        program: What this worker takes from the trainers if it takes all shares.
+        pulled: Rows of it (dtype ROW) that it can pull. It would receive the others.
+        step_bytes: As of `steps`.
+        relay: Which worker brings which share. If this one cannot read the others, it takes all shares from the trainers.
+        roots: Flat uint8 tensors over the storages of this rank.
 
     Attributes:
-        follows: Whether this worker takes its bytes from the worker before it. If not, it takes them from the trainers.
-        rows: What it pulls: all rows from the worker before it if it follows, else `pulled`. A row's wave is its part.
+        share: (the share that it takes from the trainers, number of shares); of 0 shares it takes none.
+        follows: Whether it reads from other workers.
+        receives: Whether it can take a part in a ring: it receives everything over its link, and pulls nothing from trainers.
+        rows: What it pulls, from trainers or from other workers. A row's wave is its part.
         why: The reason why it cannot follow.
     """
 
     def __init__(
         self,
         kind: Any,
+        program: Program,
         pulled: np.ndarray,
-        received: np.ndarray,
+        step_bytes: int,
+        relay: Relay,
         roots: Sequence[torch.Tensor],
-        rank: int,
-        outside: int,
         device: torch.device,
-        before: bytes,
-        say: Callable[[int, int], None],
     ):
-        self._kind, self._roots = kind, roots
-        parts = in_parts(pulled, max(1, min(MOST_PARTS, int(row_wire_bytes(pulled).sum()) // PART_BYTES)))
-        rows = np.concatenate([parts, received])
-        alike = rows.copy()
-        alike["turn"] = 0  # replicas of a chain begin with different sources
+        rank, hands = program.rank, relay.hands
+        self._kind, self._roots, self._offer = kind, roots, relay.offer
+        self._parts = in_parts(pulled, max(1, min(MOST_PARTS, int(row_wire_bytes(pulled).sum()) // PART_BYTES)))
+        alike = np.concatenate([self._parts, arrivals(program, step_bytes)])
+        alike["turn"] = 0  # replicas begin with different sources
         self._digest = hashlib.blake2b(alike.tobytes(), digest_size=16).digest()
-        written = set(rows["dst_root"].tolist())
-        none = torch.empty(0, dtype=torch.uint8, device=device)
-        self._export = kind.Export(outside, [t if i in written else none for i, t in enumerate(roots)], device)
-        self.mapping, self.why = kind.Mapping(rank, device), ""
-        if before and len(rows):
-            try:
-                self._map(before, outside, sorted(written))
-            except BaseException:
-                self.close()
-                raise
-        self.follows = bool(before and len(rows) and not self.why)
-        self.rows = handed_on(rows, outside) if self.follows else parts
-        last = (int(some["wave"].max(initial=-1)) for some in (self.rows, rows[:0] if self.follows else received))
-        self.steps = Steps(self.follows, say, *last)
+        self.mapping, self.why, self.receives = kind.Mapping(rank, device), "", not len(pulled)
+        others = []
+        try:
+            if len(hands) > 1 and not self.receives:
+                raise _Unreadable("it pulls bytes from trainers, which are not cut into shares")
+            others = [(k, self._map(hand, alike["dst_root"])) for k, hand in enumerate(hands) if hand]
+        except _Unreadable as e:
+            self.why, hands, others = str(e), (b"",), []
+            self.mapping.close()
+        except BaseException:
+            self.close()
+            raise
+        self.follows, count = bool(others), len(hands)
+        self.share = (hands.index(b""), count) if b"" in hands else (0, 0)
+
+        def arriving(share: int) -> np.ndarray:
+            """The rows of a share that come to its worker over the link. A row's wave is the step in which they come."""
+            rows = program.rows if count == 1 else shares(program.rows, {rank: (share, count)})
+            return arrivals(Program(rank, program.waves, rows), step_bytes)
+
+        received = arriving(self.share[0]) if self.share[1] else program.rows[:0]
+        self.rows, pulled_last = self._parts, -1
+        if self.follows:
+            parts = [self._parts] if count == 1 else []  # nothing of a ring is pulled from trainers
+            self.rows = np.concatenate([handed_on(np.concatenate([*parts, arriving(k)]), at) for k, at in others])
+        if count == 1:  # in a ring others read only what is received here
+            pulled_last = int(self.rows["wave"].max(initial=-1))
+        self.steps = Steps(self.follows, relay.say, pulled_last, int(received["wave"].max(initial=-1)))
 
     def hand(self) -> bytes:
-        """The `Handover` for the next worker."""
-        return msgspec.msgpack.encode(Handover(self._digest, self._export.to_bytes()))
+        """The `Handover` for other workers."""
+        return msgspec.msgpack.encode(Handover(self._offer.rank, self._digest, self._offer.to_bytes()))
 
     def pull(self, mapping: Any) -> Any:
-        """The bound pull: from the worker before this one if it follows, otherwise through `mapping` from the trainers. None if
-        everything is received."""
+        """The bound pull: from other workers if it follows, otherwise through `mapping` from the trainers. None if everything is
+        received."""
         if not len(self.rows):
             return None
         return self._kind.Pull(
@@ -228,25 +271,33 @@ class RelayPlace:
 
     def stale(self) -> list[str]:
         """As `peer.Export.stale`."""
-        return self._export.stale()
+        return self._offer.stale()
 
     def close(self) -> None:
-        """Unmaps the worker before this one."""
+        """Unmaps the other workers."""
         self.mapping.close()
 
-    def _map(self, before: bytes, outside: int, wanted: Sequence[int]) -> None:
+    def _map(self, data: bytes, written: np.ndarray) -> int:
+        """Opens another worker's storages, and returns its rank number.
+
+        Raises:
+            _Unreadable: It cannot be read, or takes other rows than this one.
+        """
         try:
-            hand = _decoder.decode(before)
+            hand = _decoder.decode(data)
         except msgspec.MsgspecError as e:
-            raise ProtocolError(f"the offer of the worker before this one cannot be decoded: {e}") from None
+            raise ProtocolError(f"the offer of another worker cannot be decoded: {e}") from None
         if hand.rows != self._digest:
-            self.why = "it pulls other rows from the trainers than the worker before it, and receives other ones"
-            return
+            raise _Unreadable("it pulls other rows from the trainers than that worker, or receives other ones")
+        wanted = np.unique(written).tolist()
         try:
-            self.mapping.open(hand.offer, outside, wanted)
+            self.mapping.open(hand.offer, hand.rank, wanted)
         except peer.driver.DriverError as e:
-            self.why = str(e)
-            return
-        if len(self.mapping.roots.get(outside, ())) < len(wanted):
-            self.why = self.mapping.why(outside) or "not all of its storages can be mapped"
-            self.mapping.close()
+            raise _Unreadable(str(e)) from None
+        if len(self.mapping.roots.get(hand.rank, ())) < len(wanted):
+            raise _Unreadable(self.mapping.why(hand.rank) or "not all of its storages can be mapped")
+        return hand.rank
+
+
+class _Unreadable(Exception):
+    """Why another worker cannot be read."""

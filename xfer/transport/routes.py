@@ -1,5 +1,5 @@
 """The mix of routes that one rank uses for one program: a destination pulls the rows whose storages it can map, and all other rows go
-by p2p. A destination that follows another replica in a relay chain pulls all rows from there.
+by p2p. Where replicas hand bytes on, a destination pulls rows from other destinations (relay_place.py).
 
 `find_ways`, `open_link` and `Ways.over` are collective: every rank of the sub-plan calls them in the same order. A probe decides the
 route of a row, never a host name. A link is opened only if some rank needs one, since NCCL alone costs hundreds of MiB. A
@@ -12,23 +12,25 @@ import os
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from xfer.errors import Unsupported, XferError
+from xfer.background import BackgroundCall
+from xfer.errors import PeerLost, Unsupported, XferError
 from xfer.kernels.checksum import Sums
 from xfer.plan.program import Op, Program, row_wire_bytes
+from xfer.plan.relay import shares
 from xfer.transport import peer, peer_host
 from xfer.transport.changes import HeldBytes
 from xfer.transport.group import ABORT_S, Link, wait_for_stream
 from xfer.transport.links import open_group
 from xfer.transport.p2p import P2P, STEP_BYTES, TransferStats
-from xfer.transport.relay_place import RelayPlace
-from xfer.transport.steps import arrivals
+from xfer.transport.relay_place import Relay, RelayPlace
 
 Exchange = Callable[[bytes, Iterable[int]], dict[int, bytes]]
 """Publishes this rank's bytes and returns those of the given ranks. All ranks call it in the same order."""
@@ -132,7 +134,7 @@ class Routed:
         report: Bytes and seconds by route of the last run.
         plan: Bytes by route of every run.
         pulled: Rows that this rank pulls.
-        place: Its place in a relay chain, or None. Call `place.steps.begin` before each run.
+        place: Its place among those that hand bytes on, or None. Call `place.steps.begin` before each run.
     """
 
     def __init__(
@@ -199,8 +201,8 @@ class Routed:
         """As `P2P.run`. When it returns or raises, this rank's pulls are drained (see `Pull.finish`), or `drained` is False.
 
         Args:
-            gate: Cuts the pull into parts and runs between them. In a relay chain the parts are those of `place`, and the gate is
-                called after each.
+            gate: Cuts the pull into parts and runs between them. With a `place` the parts are the place's, and the gate is called
+                after each.
         """
         t0 = time.perf_counter()
         if self.pull is None:
@@ -209,13 +211,30 @@ class Routed:
             return stats
         self._running = pull = self._pull_of(gate)
         self._ended = lambda: False
-        # The pull waits on the host for parts of the replica before this one. Its fills need not wait for that.
-        follows = self.place is not None and self.place.follows
+        # A pull from other replicas waits on the host for their parts. What comes from the trainers need not wait for that.
+        if self.place is not None and self.place.follows:
+            stats, pulled = self._run_beside(pull, deadline, cancelled, progress, base)
+        else:
+            with self._drained(pull, deadline):
+                pull.begin()
+                progress(0, 0)  # after the start, since it costs as much as a message
+                stats = self._wired(deadline, cancelled, progress, base)
+            pulled = self._finish_pull(pull, deadline, cancelled)
+        self.report = RouteReport(pulled.bytes_in, pulled.seconds, stats.bytes_in, stats.seconds)
+        progress(stats.waves, stats.bytes_in + pulled.bytes_in)
+        return replace(
+            stats,
+            bytes_in=stats.bytes_in + pulled.bytes_in,
+            wire_s=max(stats.wire_s, pulled.seconds),
+            seconds=time.perf_counter() - t0,
+            extra_bytes=self.extra_bytes,
+        )
+
+    @contextmanager
+    def _drained(self, pull, deadline: float) -> Iterator[None]:
+        """If the body raises, the pull is stopped, and has left the device before the error goes on."""
         try:
-            wired = self._wired(deadline, cancelled, progress, base) if follows else None
-            pull.begin()
-            progress(0, 0)  # after the start, since it costs as much as a message
-            stats = wired or self._wired(deadline, cancelled, progress, base)
+            yield
         except BaseException:
             pull.stop()
             try:
@@ -226,16 +245,38 @@ class Routed:
                     raise  # it says more than the first error: the pull still reads
             self._ended = _yes
             raise
-        pulled = self._finish_pull(pull, deadline, cancelled)
-        self.report = RouteReport(pulled.bytes_in, pulled.seconds, stats.bytes_in, stats.seconds)
-        progress(stats.waves, stats.bytes_in + pulled.bytes_in)
-        return replace(
-            stats,
-            bytes_in=stats.bytes_in + pulled.bytes_in,
-            wire_s=max(stats.wire_s, pulled.seconds),
-            seconds=time.perf_counter() - t0,
-            extra_bytes=self.extra_bytes,
-        )
+
+    def _run_beside(
+        self,
+        pull,
+        deadline: float,
+        cancelled: Callable[[], bool],
+        progress: Callable[[int, int], None],
+        base: HeldBytes | None,
+    ) -> tuple[TransferStats, peer.PullStats]:
+        """Runs the rows that are not pulled, and a pull that waits for others: on a thread of its own if messages come meanwhile."""
+
+        def pulled() -> peer.PullStats:
+            with self._drained(pull, deadline):
+                pull.begin()
+            return self._finish_pull(pull, deadline, cancelled)
+
+        if not self.plan.p2p_in:
+            with self._drained(pull, deadline):
+                stats = self._wired(deadline, cancelled, progress, base)
+            return stats, pulled()
+        call = BackgroundCall(pulled, self.link.device)
+        try:
+            stats = self._wired(deadline, cancelled, progress, base)
+        except BaseException:
+            pull.stop()
+            raise
+        finally:
+            if not call.ended(max(deadline, time.monotonic()) + 2 * peer.DRAIN_S):
+                self._ended = lambda: call.over and pull.over()
+        if not call.over:
+            raise PeerLost("a pull does not end", where=self.link.labels[self.link.rank], drained=False)
+        return stats, call.take(deadline)
 
     def _wired(
         self,
@@ -329,18 +370,9 @@ def open_link(
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
-    """What a rank needs to find ways where replicas form relay chains. On trainers `before` is empty. See `RelayPlace`."""
-
-    outside: int
-    before: bytes
-    say: Callable[[int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
 class Ways:
     """The two parts of this rank's program, before a link is opened. `wired`: whether any rank needs a link. `place`: of a destination
-    in a relay chain. If it follows, both parts are empty, but for fills."""
+    that hands bytes on. If it follows, nothing is pulled from sources."""
 
     pulled: np.ndarray
     rest: Program
@@ -384,16 +416,16 @@ def find_ways(
     *,
     src_roots: Sequence[torch.Tensor] | None = None,
     allow_peer: bool = True,
-    chain: Chain | None = None,
+    relay: Relay | None = None,
 ) -> Ways:
     """Finds out which storages of its sources this rank can map, and splits the program. Collective.
 
     Args:
         roots, src_roots: As of `P2P`.
         allow_peer: If False, on all ranks alike, no rank maps storages of its sources.
-        chain: On all ranks or on none: destinations stand in relay chains.
+        relay: On all ranks or on none: destinations hand bytes on.
     """
-    rank, kind = program.rank, PEERS.get(device.type) if allow_peer or chain is not None else None
+    rank, kind = program.rank, PEERS.get(device.type) if allow_peer or relay is not None else None
     rows = program.rows[program.rows["op"] != Op.FILL]
     if kind is None:  # on all ranks alike: the coordinator rejects a client with another data plane
         return Ways(rows[:0], program, _NoMapping(), None, _planned(program, program, ()), True)
@@ -413,19 +445,19 @@ def find_ways(
             if offers[sender]:
                 wanted = sorted({*incoming["src_root"][incoming["src"] == sender].tolist()})
                 mapping.open(offers[sender], sender, wanted)
-        mine = mapping.to_bytes()
-        if chain is not None and senders:
-            pulled, rest = peer.split(program, peer.taken_roots([b""] * rank + [mine]), kind.takes)
-            received = arrivals(rest, STEP_BYTES[device.type])
-            place = RelayPlace(kind, pulled, received, roots, rank, chain.outside, device, chain.before, chain.say)
+        share = 0, 1
+        if relay is not None and relay.hands:
+            taken = peer.taken_roots([b""] * rank + [mapping.to_bytes()])
+            pulled, rest = peer.split(program, taken, kind.takes)
+            place = RelayPlace(kind, rest, pulled, STEP_BYTES[device.type], relay, roots, device)
+            share = place.share
             if place.follows:
                 mapping.close()
-                mine = peer.all_from_outside(rank)
+        mine = mapping.to_bytes(share)
         answers = [b""] * size
         for r, answer in {**exchange(mine if senders else b"", takers), rank: mine}.items():
             answers[r] = answer
-        outside = np.isin(program.rows["dst"], peer.relayed(answers)) & (program.rows["op"] != Op.FILL)
-        program = Program(rank, program.waves, program.rows[~outside])
+        program = Program(rank, program.waves, shares(program.rows, peer.taken_shares(answers)))
         pulled, rest = peer.split(program, peer.taken_roots(answers), kind.takes)
         plan = _planned(program, rest, tuple(peer.refusals(answers, labels, rank)))
         wired = any_rank(bool(plan.p2p_in + plan.p2p_out), rank, size, exchange)
