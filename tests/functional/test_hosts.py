@@ -65,7 +65,7 @@ def test_a_session_between_hosts_brings_every_byte_in_once(tmp_path, ranks, rail
 
 @pytest.mark.slow
 @BOTH
-@pytest.mark.parametrize("hosts", [(2, 3), (2, 2)], ids=["a host each", "one host, in a relay chain"])
+@pytest.mark.parametrize("hosts", [(2, 3), (2, 2)], ids=["a host each", "one host, in a relay ring"])
 def test_real_engines_are_refitted_between_hosts(tmp_path, hosts):
     """Two trainers on hosts of their own refit two vLLMs. The truth is what vLLM loaded from the checkpoint of seed 1."""
     with Cluster(4, mbit=400) as c:
@@ -94,32 +94,46 @@ def test_real_engines_are_refitted_between_hosts(tmp_path, hosts):
                 assert same == [seed == 1] * 2
 
 
-def test_in_relay_chains_every_byte_enters_a_host_once_whatever_happens_to_the_other_host(tmp_path):
-    """Replicas 0 and 1 are on one host, 2 and 3 on another one, whose link is cut in the third refit."""
-    with Cluster(3, 2, mbit=50) as c, HostWorld(c, tmp_path, trainers=2, workers=1, replicas=4, relay=True) as w:
+def test_replicas_of_a_host_share_what_enters_it_whatever_happens_to_them_and_to_the_other_host(tmp_path):
+    """Replicas 0 and 1 are on one host, 2 and 3 on another one, a NIC for each. Every byte enters a host once, and each NIC receives half
+    of them. A replica dies while bytes come; then the other host's link is cut."""
+    how = dict(trainers=2, workers=1, replicas=4, relay=True)
+    with Cluster(3, 2, mbit=25, apart=True) as c, HostWorld(c, tmp_path, **how) as w:
         good(w.meet())
 
-        def refit(version: int, hosts, cut=None, **options) -> dict:
-            """A refit in which so many bytes enter these hosts."""
-            before = [c.bytes_in(h) for h in c.hosts]
+        def refit(version: int, hosts, meanwhile=None, **options) -> dict:
+            """A refit in which all bytes enter these hosts. meanwhile: done when a quarter has entered each host."""
+            before = {h: c.by_nic(h) for h in c.hosts}
+            came = lambda h: [b - a for a, b in zip(before[h], c.by_nic(h))]  # noqa: E731
             w.begin(version, **options)
-            if cut is not None:
-                until_true(lambda: c.bytes_in(cut) > before[c.hosts.index(cut)] + NEEDED / 4)
-                c.cut(cut)
+            if meanwhile is not None:
+                until_true(lambda: all(sum(came(h)) > NEEDED / 4 for h in c.hosts[1:]))
+                meanwhile()
             report = good(w.answers())
             for h in hosts:
-                assert NEEDED <= c.bytes_in(h) - before[c.hosts.index(h)] <= NEEDED * 1.02, h.name
+                assert NEEDED <= sum(came(h)) <= NEEDED * 1.02 and max(came(h)) < 0.55 * NEEDED, (h.name, came(h))
             return report
 
         for version in (1, 2):
-            assert [set(r) for r in refit(version, c.hosts[1:])["routes"]] == [{"gloo"}, {"relay"}] * 2
+            assert [set(r) for r in refit(version, c.hosts[1:])["routes"]] == [{"gloo", "relay"}] * 4
             right(w, version)
-        report = refit(3, c.hosts[1:2], cut=c.hosts[2], deadline_s=3.0 * PATIENCE, min_replicas=1)
-        assert report["committed"] == [True, True, False, False] and all(report["errors"][2:]), report
-        right(w, 3, [0, 1])
-        c.mend(c.hosts[2])
-        refit(4, c.hosts[1:])
+
+        dies = w.replicas[1].workers[0]
+        report = refit(3, c.hosts[2:], lambda: dies.signal(signal.SIGKILL), deadline_s=3.0 * PATIENCE, min_replicas=1)
+        assert report["committed"] == [False, False, True, True], report
+        typed, _, text = report["errors"][0].partition(": ")
+        assert typed == "PeerLost" and "replica 0 takes its weights from replica 1, which failed" in text, report
+        right(w, 3, [2, 3])
+        w.restart(1)
+        assert [set(r) for r in refit(4, c.hosts[1:])["routes"]] == [{"gloo", "relay"}] * 4
         right(w, 4)
+
+        report = refit(5, c.hosts[1:2], lambda: c.cut(c.hosts[2]), deadline_s=3.0 * PATIENCE, min_replicas=1)
+        assert report["committed"] == [True, True, False, False] and all(report["errors"][2:]), report
+        right(w, 5, [0, 1])
+        c.mend(c.hosts[2])
+        refit(6, c.hosts[1:])
+        right(w, 6)
 
 
 def test_a_host_has_a_name_addresses_and_processes_of_its_own():

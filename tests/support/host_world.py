@@ -50,4 +50,4 @@ class HostWorld(ProcessWorld):
 
     def host(self, number: int) -> tuple[Host, dict[str, str]]:
         host, rank = self.cluster.place(number)
-        return host, host.env(rank) | {FASTER: str(self.faster)}
+        return host.rank(rank), host.env(rank) | {FASTER: str(self.faster)}

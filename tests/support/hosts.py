@@ -1,7 +1,7 @@
 """Hosts on one machine: namespaces with a name, processes and network interfaces of their own, on emulated switches.
 
     why = missing()                                       # a sentence, or None
-    with Cluster(hosts=4, ranks=2, mbit=400) as cluster:  # one NIC for the two ranks of a host; rails=True: one for each
+    with Cluster(hosts=4, ranks=2, mbit=400) as cluster:  # one NIC for the two ranks of a host; rails or apart: one for each
         a = cluster.hosts[0]
         subprocess.Popen(a.command("python", "-m", "job"), env={**os.environ, **a.env(rank=1)})
         a.enter()                                         # or, in a forked process: from here on this one is on that host
@@ -13,7 +13,8 @@ NIC and a switch are short. TCP's congestion control is Reno, whatever the machi
 choose, it fills a link that many connections share. (BBR reaches 70 % where four hosts send to four.)
 
 Each rail is a network and a switch of its own. gloo listens at the NIC that `env` names, but connects by the kernel's routes: the bytes
-of two ranks travel on the rail of the one that was connected to.
+of two ranks travel on the rail of the one that was connected to. Where each rank's bytes must use its own NIC, as NCCL's do, ranks are
+`apart`: all NICs hang on one switch, and each rank of a host sees only its own (`Host.rank`). All else they share.
 
 Hosts know each other's names (/etc/hosts) and have process ids of their own, so that no process reads another host's memory. They
 share all files, those of /dev/shm too.
@@ -35,7 +36,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -72,12 +73,23 @@ class HostError(RuntimeError):
 class Host:
     """One emulated host. Picklable: any process of this machine (and root) may enter it.
 
-    keeper: process id by whose /proc/PID/ns it is entered. addresses: one for each NIC, `nic0`, `nic1`, ...
+    keeper: process id by whose /proc/PID/ns it is entered. addresses: one for each NIC, `nic0`, `nic1`, ... nets: process ids of the
+    network namespaces, one for all ranks or one for each. net: the one that is entered, default: the first.
     """
 
     name: str
     keeper: int
     addresses: tuple[str, ...]
+    nets: tuple[int, ...]
+    net: int = 0
+
+    def rank(self, rank: int) -> Host:
+        """The host as its local rank `rank` sees it."""
+        return replace(self, net=self.nets[rank % len(self.nets)])
+
+    def _files(self) -> list[str]:
+        """Of the namespaces, in the order of NAMESPACES."""
+        return [f"/proc/{(self.net or self.nets[0]) if n == 'net' else self.keeper}/ns/{n}" for n in NAMESPACES]
 
     @property
     def address(self) -> str:
@@ -85,20 +97,19 @@ class Host:
 
     def env(self, rank: int = 0) -> dict[str, str]:
         """Variables by which gloo and NCCL use the NIC of local rank `rank`."""
-        nic = f"nic{rank % len(self.addresses)}"
+        nic = f"nic{rank % (len(self.addresses) // len(self.nets))}"
         return {"GLOO_SOCKET_IFNAME": nic, "NCCL_SOCKET_IFNAME": nic}
 
     def command(self, *words: str) -> list[str]:
         """A command that runs `words` on this host, in the caller's folder."""
-        at = f"/proc/{self.keeper}/ns"
-        where = [f"--{flag}={at}/{n}" for flag, n in zip(("net", "uts", "mount", "pid"), NAMESPACES)]
+        where = [f"--{flag}={file}" for flag, file in zip(("net", "uts", "mount", "pid"), self._files())]
         return ["nsenter", *where, f"--wdns={os.getcwd()}", *words]
 
     def enter(self) -> None:
         """Moves this process, of one thread, to the host. Its children, not itself, then have process ids of that host."""
         libc, folder = ctypes.CDLL(None, use_errno=True), os.getcwd()
         with contextlib.ExitStack() as stack:  # all are opened first: there is another /proc on the host
-            files = [stack.enter_context(open(f"/proc/{self.keeper}/ns/{name}", "rb")) for name in NAMESPACES]
+            files = [stack.enter_context(open(file, "rb")) for file in self._files()]
             for f, flag in zip(files, NAMESPACES.values()):
                 if libc.setns(f.fileno(), flag):
                     code = ctypes.get_errno()
@@ -139,13 +150,23 @@ class _Link:
 
 
 class Cluster:
-    """`hosts` of `ranks` each with a NIC of `mbit` Mbit/s each way; `rails`: a NIC of that rate for each rank. `tcp`: the congestion
-    control."""
+    """`hosts` of `ranks` each with a NIC of `mbit` Mbit/s each way; `rails` or `apart`: a NIC of that rate for each rank. `tcp`: the
+    congestion control."""
 
-    def __init__(self, hosts: int, ranks: int = 1, *, mbit: float = 400.0, rails: bool = False, tcp: str = "reno"):
+    def __init__(
+        self,
+        hosts: int,
+        ranks: int = 1,
+        *,
+        mbit: float = 400.0,
+        rails: bool = False,
+        apart: bool = False,
+        tcp: str = "reno",
+    ):
         if not 1 <= hosts <= 250 or not 1 <= ranks <= 250:  # see _address
             raise ValueError(f"hosts={hosts}, ranks={ranks}: 1 to 250 of each")
-        self.ranks, self.rate, self.nics = ranks, mbit * 1e6, ranks if rails else 1
+        self.ranks, self.rate, self.nics = ranks, mbit * 1e6, ranks if rails or apart else 1
+        self.apart = apart
         self.hosts: list[Host] = []
         self._count, self._tcp = hosts, tcp
         self._keepers: list[subprocess.Popen] = []
@@ -173,28 +194,32 @@ class Cluster:
 
     def _build(self) -> None:
         names = [f"h{i}" for i in range(self._count)]
-        known = "".join(f"{_address(i, 0)} {n}\n" for i, n in enumerate(names))
+        known = "".join(f"{self._address(i, 0)} {n}\n" for i, n in enumerate(names))
         with tempfile.NamedTemporaryFile("w", prefix="hosts") as f:
             f.write(f"127.0.0.1 localhost\n{known}")
             f.flush()
             begun = [_keeper(n, f.name, self._tcp) for n in ("switch", *names)]
             self._keepers = begun
-            for k in begun:
-                if k.stdout.readline() != "up\n":
-                    raise HostError(k.stderr.read().strip() or "a namespace was refused")
-        self._switch = Host("switch", begun[0].pid, ())
+            _wait_up(begun)
+        more = [[_net(k.pid, self._tcp) for _ in range(1, self.nics if self.apart else 1)] for k in begun[1:]]
+        self._keepers += [k for some in more for k in some]
+        _wait_up([k for some in more for k in some])
+        self._switch = Host("switch", begun[0].pid, (), (begun[0].pid,))
         for i, (n, k) in enumerate(zip(names, begun[1:])):
-            self.hosts.append(Host(n, k.pid, tuple(_address(i, r) for r in range(self.nics))))
+            addresses = tuple(self._address(i, r) for r in range(self.nics))
+            self.hosts.append(Host(n, k.pid, addresses, (k.pid, *(x.pid for x in more[i]))))
         ports = [(h, r) for h in self.hosts for r in range(self.nics)]
-        lines = [line for r in range(self.nics) for line in (f"link add rail{r} type bridge", f"link set rail{r} up")]
+        rails = 1 if self.apart else self.nics
+        lines = [line for r in range(rails) for line in (f"link add rail{r} type bridge", f"link set rail{r} up")]
         for h, r in ports:
-            lines.append(f"link add {_port(h, r)} type veth peer name nic{r} netns /proc/{h.keeper}/ns/net")
-            lines += [f"link set {_port(h, r)} master rail{r}", f"link set {_port(h, r)} up"]
+            net = h.nets[r if self.apart else 0]
+            lines.append(f"link add {_port(h, r)} type veth peer name {self._nic(r)} netns /proc/{net}/ns/net")
+            lines += [f"link set {_port(h, r)} master rail{r % rails}", f"link set {_port(h, r)} up"]
         _batch(self._switch, "ip", lines)
         _batch(self._switch, "tc", [f"qdisc add dev {_port(h, r)} clsact" for h, r in ports])
-        for h in self.hosts:
-            nics = list(enumerate(h.addresses))
-            _batch(h, "ip", [x for r, a in nics for x in (f"addr add {a}/16 dev nic{r}", f"link set nic{r} up")])
+        for h, r in ports:
+            nic, address = self._nic(r), h.addresses[r]
+            _batch(h.rank(r), "ip", [f"addr add {address}/16 dev {nic}", f"link set {nic} up"])
         for h, r in ports:
             self._links[h.name, r] = _Link(self.rate)
             self._shape(h, r)
@@ -224,20 +249,27 @@ class Cluster:
 
     def bytes_in(self, host: Host) -> int:
         """Bytes that came over the NICs so far, with headers (one for each packet of up to 64 KB that TCP hands over)."""
-        shown = json.loads(_run(host, "ip", "-j", "-s", "link", "show"))
-        return sum(x["stats64"]["rx"]["bytes"] for x in shown if x["ifname"].startswith("nic"))
+        return sum(self.by_nic(host))
+
+    def by_nic(self, host: Host) -> list[int]:
+        """`bytes_in` of each NIC."""
+        shown = [
+            json.loads(_run(host.rank(r), "ip", "-j", "-s", "link", "show", self._nic(r))) for r in range(self.nics)
+        ]
+        return [x["stats64"]["rx"]["bytes"] for (x,) in shown]
 
     def _shape(self, host: Host, nic: int) -> None:
         rate = self._links[host.name, nic].rate
         how = f"root tbf rate {rate:.0f}bit burst {BURST} latency {BUFFER_S * 1e3:g}ms"
-        _batch(host, "tc", [f"qdisc replace dev nic{nic} {how}"])
+        _batch(host.rank(nic), "tc", [f"qdisc replace dev {self._nic(nic)} {how}"])
         _batch(self._switch, "tc", [f"qdisc replace dev {_port(host, nic)} {how}"])
 
     def _filter(self, host: Host, nic: int) -> None:
         """A classic BPF program that draws a random number for each packet: netem is not in every kernel."""
         loss, port = self._links[host.name, nic].loss, _port(host, nic)
         # Without loss, a packet may stand for 64 KB of TCP's; a random loss is one of packets as they are on the wire.
-        _batch(host, "ip", [f"link set nic{nic} gso_max_segs {1 if 0 < loss < 1 else 65535}"])
+        segments = 1 if 0 < loss < 1 else 65535
+        _batch(host.rank(nic), "ip", [f"link set {self._nic(nic)} gso_max_segs {segments}"])
         for way in ("ingress", "egress"):
             lines = [f"filter del dev {port} {way}"]
             if loss:
@@ -245,6 +277,12 @@ class Cluster:
                 program = f"4,32 0 0 {0xFFFFF038},53 0 1 {below},6 0 0 0,6 0 0 2"  # random >= below ? pass : drop
                 lines.append(f'filter add dev {port} {way} bpf da bytecode "{program}"')
             _batch(self._switch, "tc", lines)
+
+    def _nic(self, rank: int) -> str:
+        return "nic0" if self.apart else f"nic{rank}"
+
+    def _address(self, host: int, nic: int) -> str:
+        return f"10.1.{host}.{nic + 1}" if self.apart else f"10.{nic + 1}.{host}.1"
 
     # ---- what a plan is told
 
@@ -291,28 +329,42 @@ def ended(pid: int) -> bool:
         return True
 
 
-def _address(host: int, nic: int) -> str:
-    return f"10.{nic + 1}.{host}.1"
-
-
 def _port(host: Host, nic: int) -> str:
     return f"{host.name}n{nic}"
 
 
+def _wait_up(keepers: Sequence[subprocess.Popen]) -> None:
+    for k in keepers:
+        if k.stdout.readline() != "up\n":
+            raise HostError(k.stderr.read().strip() or "a namespace was refused")
+
+
+def _net(keeper: int, tcp: str) -> subprocess.Popen:
+    """Starts a process in a network namespace of its own, and in the other ones of a host. It says "up"."""
+    at = f"/proc/{keeper}/ns"
+    enter = ["unshare", "--net", "nsenter", f"--uts={at}/uts", f"--mount={at}/mnt", f"--pid={at}/pid_for_children"]
+    return _popen([*enter, "sh", "-c", f"{_sysctl(tcp)} && ip link set lo up && echo up && exec cat"])
+
+
+def _sysctl(tcp: str) -> str:
+    return f"echo {tcp} > /proc/sys/net/ipv4/tcp_congestion_control"
+
+
+def _popen(words: Sequence[str]) -> subprocess.Popen:
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(words, start_new_session=True, **pipes)
+
+
 def _keeper(name: str, known: str, tcp: str) -> subprocess.Popen:
     """Starts process 1 of a new host, which says "up". known: its /etc/hosts."""
-    sysctl = f"echo {tcp} > /proc/sys/net/ipv4/tcp_congestion_control"
-    script = (
-        f"mount --bind {known} /etc/hosts && hostname {name} && {sysctl} && ip link set lo up && echo up && exec cat"
-    )
+    first = f"mount --bind {known} /etc/hosts && hostname {name} && {_sysctl(tcp)}"
     apart = ["--net", "--uts", "--mount-proc", "--pid", "--fork", "--propagation", "private"]
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    return subprocess.Popen(["unshare", *apart, "sh", "-c", script], start_new_session=True, **pipes)
+    return _popen(["unshare", *apart, "sh", "-c", f"{first} && ip link set lo up && echo up && exec cat"])
 
 
 def _run(host: Host, *words: str, told: str | None = None) -> str:
     """Only the network is the host's: process ids, by which other hosts' namespaces are named, are not."""
-    enter = ["nsenter", f"--net=/proc/{host.keeper}/ns/net"]
+    enter = ["nsenter", f"--net=/proc/{host.net or host.nets[0]}/ns/net"]
     done = subprocess.run([*enter, *words], input=told, capture_output=True, text=True)
     if done.returncode:
         raise HostError(f"{' '.join(words)} on {host.name}: {done.stderr.strip() or done.returncode}")

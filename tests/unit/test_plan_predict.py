@@ -109,16 +109,31 @@ def test_replicas_share_the_sources_nics():
         predict(plans[:1], Site(fabric, (0, 1), ((2,),)))
 
 
-def test_a_relay_chain_brings_a_replica_into_each_host_once_and_ends_a_part_later_with_each_replica():
+def test_a_relay_ring_brings_a_replica_into_each_host_once_through_all_its_cards_and_ends_some_parts_later():
     """Five replicas of two workers on two hosts of six GPUs, in turns; 8 MiB to each worker in messages of 1 MiB."""
     catalog, sources, destinations = job(4096, 2, 2)
     fabric = Fabric.uniform(3, 6, nvlink=1 << 32, nic=1 << 30)
     site = Site(fabric, (0, 1), ((6, 7), (12, 13), (8, 9), (14, 15), (10, 11)))
-    assert site.behind(range(5)) == [None, None, 0, 1, 2] and site.behind([1, 4, 2]) == [None, None, 1]
+    assert site.together(range(5)) == [[0, 2, 4], [1, 3]] * 2 + [[0, 2, 4]]
     plans = make_plans(catalog, sources, destinations, site, bucket_bytes=1 << 20, relay=True)
     assert plans[0] is plans[2] is plans[4] and plans[1] is plans[3]
     p, first = predict(plans, site, costs=FREE, relay=True), predict(plans[:2], site, replicas=[0, 1], costs=FREE)
     assert p.host_bytes.tolist() == [[0, 16 << 20, 16 << 20], [0, 32 << 20, 0], [0, 0, 16 << 20]]
     assert (p.nbytes, p.pulled_bytes) == (80 << 20, 48 << 20)
-    assert p.floor_s == first.floor_s == pytest.approx((16 << 20) / 2**30)
-    assert p.relay_s == pytest.approx(2 * 2**20 / 2**32) and p.transfer_s == pytest.approx(first.transfer_s + p.relay_s)
+    came = {n: b for n, b in zip(p.links.names, p.link_bytes.tolist()) if "NIC" in n and n.endswith(" in") and b}
+    thirds, halves = ([b for n, b in came.items() if n.startswith(f"host{h}")] for h in (1, 2))
+    assert thirds == pytest.approx([(8 << 20) / 3] * 6, abs=1) and halves == [4 << 20] * 4
+    assert first.floor_s == pytest.approx((16 << 20) / 2**30), "the cards of the trainers' rails alone"
+    assert p.floor_s == pytest.approx((8 / 3 + 4) * 2**20 / 2**30), "all cards of the trainers' host"
+    assert p.relay_s == pytest.approx(2 * 2**20 / 2**32)
+    assert p.transfer_s == pytest.approx(p.floor_s + p.relay_s)
+
+
+def test_replicas_on_the_trainers_host_form_a_chain_whose_members_end_one_part_after_the_other():
+    catalog, sources, destinations = job(4096, 2, 2)
+    site = Site(Fabric.uniform(1, 8, nvlink=1 << 32, nic=1 << 30), (0, 1), ((2, 3), (4, 5), (6, 7)))
+    plans = make_plans(catalog, sources, destinations, site, bucket_bytes=1 << 20, relay=True)
+    p, first = predict(plans, site, costs=FREE, relay=True), predict(plans[:1], site, replicas=[0], costs=FREE)
+    assert (p.nbytes, p.pulled_bytes) == (48 << 20, 48 << 20)
+    assert p.relay_s == pytest.approx(2 * 2**20 / 2**32)
+    assert p.transfer_s == pytest.approx(first.transfer_s + p.relay_s)
