@@ -1,5 +1,5 @@
 """Print the tables of docs/plan_predictions.md: predicted seconds of every published mapping beside the published ones, and of some
-mappings with relay chains and without.
+mappings with relays and without.
 
     .venvs/trainer/bin/python -m benchmarks.plan_predictions
     .venvs/trainer/bin/python -m benchmarks.plan_predictions --relay
@@ -108,9 +108,9 @@ def reports(name: str, buckets: Sequence[int] = BUCKETS, *, gpus_of_nic: int = 1
     return out
 
 
-def chains(some: Sequence[str]) -> None:
-    """Print floor and prediction of these mappings, with relay chains and without, for NICs of one GPU and of a whole host."""
-    print("| mapping | a NIC per GPU | in relay chains | a NIC per host | in relay chains |\n|---|---|---|---|---|")
+def relayed(some: Sequence[str]) -> None:
+    """Print floor and prediction of these mappings, with relays and without, for NICs of one GPU and of a whole host."""
+    print("| mapping | a NIC per GPU | with relays | a NIC per host | with relays |\n|---|---|---|---|---|")
     for name in some:
         cells = []
         for gpus in (1, HOST):
@@ -136,10 +136,10 @@ def main() -> None:
     p.add_argument("--row", default="", help="only mappings whose name contains this")
     p.add_argument("--html", help="write the page of the last mapping there")
     p.add_argument("--json", help="write the reports there, as `xfer plan --json` prints them")
-    p.add_argument("--relay", action="store_true", help="the table of relay chains instead")
+    p.add_argument("--relay", action="store_true", help="the table of relays instead")
     a = p.parse_args()
     if a.relay:
-        return chains([r for r in RELAYED if a.row in r])
+        return relayed([r for r in RELAYED if a.row in r])
     head = (
         "mapping",
         "published",

@@ -176,7 +176,7 @@ def _timeline(r: Report) -> str:
     if spent["relay"]:
         to = r.transfer_s - spent["fill"]
         lanes.append(
-            ("rest of the relay chains", 18.0, [(to - spent["relay"], to, "replicas behind the first of a chain")])
+            ("bytes that replicas hand on", 18.0, [(to - spent["relay"], to, "what they read from each other")])
         )
     if spent["fill"]:
         lanes.append(("constants", 18.0, [(r.transfer_s - spent["fill"], r.transfer_s, "padding written")]))

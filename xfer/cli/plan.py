@@ -66,7 +66,7 @@ def plan_refit(
         int, typer.Option(help="largest message; sessions use 240 on GPUs, 64 on CPUs", min=1, max=1 << 40)
     ] = 240,
     relay: Annotated[
-        bool, typer.Option("--relay", help="replicas on the same hosts form relay chains, as with Direct(relay=True)")
+        bool, typer.Option("--relay", help="replicas on the same hosts hand bytes on, as with Direct(relay=True)")
     ] = False,
     trainer_python: Annotated[str | None, typer.Option(help="Python with Megatron-Bridge; default: this one")] = None,
     engine_python: Annotated[str | None, typer.Option(help="Python with vLLM; default: this one")] = None,
@@ -170,7 +170,7 @@ def _plan(
             f"Layouts traced by the frameworks' own code: {sources.classes} different trainer ranks, {destinations.classes} "
             f"different workers. Messages of at most {bucket >> 20} MiB.",
             PREDICTED,
-            *["Replicas on the same hosts form relay chains."] * relay,
+            *["Replicas on the same hosts hand bytes on to each other."] * relay,
             *_quantized(sources),
         ),
     )
@@ -242,7 +242,7 @@ def show(r: Report, console: Console) -> None:
         "pull": "inside NVLink islands, beside pack, wire and unpack",
         "pack": "that no wire time hides",
         "unpack": "that no wire time hides",
-        "relay": "until the last replica of a chain has what the first one has",
+        "relay": "until every replica has what others take for it",
         "fill": "constants",
     }
     table("predicted seconds", [

@@ -17,7 +17,7 @@ from xfer.plan.fabric import Links, Site
 from xfer.plan.inventory import Inventory
 from xfer.plan.options import PlanOptions
 from xfer.plan.planner import Drafts
-from xfer.plan.predict import LinkLoad, Prediction, predict
+from xfer.plan.predict import LinkLoad, Prediction, own, predict, sources
 from xfer.plan.program import ITEMSIZE
 from xfer.plan.subplan import SubPlan
 from xfer.trace.catalog import Catalog
@@ -145,32 +145,28 @@ def make_plans(
     """Plans each replica of the site with the options that a session would give.
 
     Args:
-        relay: Replicas form relay chains. Those behind the first of a chain have its plan, and the sources are chosen for the first
-            ones only.
+        relay: Replicas on the same hosts hand bytes on to each other. They have one plan, and the sources are chosen for the first of
+            them only.
         told: called with the number of replicas planned so far.
 
     Raises:
         XferError: as plan_replica.
     """
     drafts, plans = Drafts(), list[SubPlan]()
-    behind = _behind(site, relay)
-    planned = replace(site, replicas=tuple(r for r, b in zip(site.replicas, behind) if b is None))
+    every = range(len(site.replicas))
+    first = [some[0] if relay else i for i, some in enumerate(site.together(every))]
+    planned = replace(site, replicas=tuple(site.replicas[i] for i in every if first[i] == i))
     number = 0
-    for b in behind:
-        if b is None:
+    for i in every:
+        if first[i] == i:
             options = PlanOptions(
                 bucket_bytes=bucket_bytes, wave_bytes=wave_bytes, rotation=number, rotations=len(planned.replicas),
                 site=planned, replica=number, drop=tuple(drop), narrow=tuple(narrow),
             )  # fmt: skip
             number += 1
-        plans.append(drafts.plan(catalog, sources, destinations, options) if b is None else plans[b])
+        plans.append(drafts.plan(catalog, sources, destinations, options) if first[i] == i else plans[first[i]])
         told(len(plans))
     return plans
-
-
-def _behind(site: Site, relay: bool) -> list[int | None]:
-    every = range(len(site.replicas))
-    return site.behind(every) if relay else [None for _ in every]
 
 
 def make_report(
@@ -178,7 +174,9 @@ def make_report(
 ) -> Report:
     """Computes the report of one refit of all replicas at once. `relay`: as of `make_plans`."""
     p, summaries = predict(plans, site, relay=relay), [x.summary for x in plans]
-    sent = [x for x, b in zip(plans, _behind(site, relay)) if b is None]  # by trainers
+    every = range(len(plans))
+    # Replicas that hand bytes on take those of one plan from trainers, whoever of them takes which.
+    sent = [plans[i] for i, some in enumerate(site.together(every)) if not relay or some[0] == i]
     first = summaries[0]
     out = np.sum([x.summary.bytes_out for x in sent], axis=0)
     into = np.array([s.bytes_in for s in summaries]).reshape(-1)
@@ -215,7 +213,7 @@ def make_report(
         phases=p.phases(),
         busiest=tuple(p.busiest(LINKS_KEPT)),
         kinds=_kinds(p),
-        matrix=_matrix(plans, site, p, _behind(site, relay)),
+        matrix=_matrix(plans, site, p, [own(i, x) for i, x in enumerate(sources(plans, site, every, relay))]),
         timeline=tuple(
             Wave(float(a), float(b), int(n)) for (a, b), n in zip(p.wave_span.tolist(), p.wave_bytes.tolist())
         ),
@@ -264,14 +262,16 @@ def _ranges(links: Links) -> list[tuple[str, int, int]]:
     return out
 
 
-def _matrix(plans: Sequence[SubPlan], site: Site, p: Prediction, behind: Sequence[int | None]) -> Matrix:
+def _matrix(plans: Sequence[SubPlan], site: Site, p: Prediction, shares: Sequence[tuple[int, int]]) -> Matrix:
+    """shares: As of `predict.own`, what each replica takes from trainers."""
     trainers, workers = plans[0].trainers, sum(x.workers for x in plans)
     if max(trainers, workers) <= RANKS_DRAWN:
         table, at = np.zeros((trainers, workers), np.int64), 0
-        for x, b in zip(plans, behind):
-            t = x.tables
-            if b is None:
-                np.add.at(table, (t.share_src, t.share_dst - x.trainers + at), t.share_end - t.share_begin)
+        for x, (share, of) in zip(plans, shares):
+            t, pairs = x.tables, np.zeros((trainers, x.workers), np.int64)
+            np.add.at(pairs, (t.share_src, t.share_dst - x.trainers), t.share_end - t.share_begin)
+            if of:
+                table[:, at : at + x.workers] = pairs * (share + 1) // of - pairs * share // of
             at += x.workers
         workers_named = [f"replica {r} worker {w}" for r, x in enumerate(plans) for w in range(x.workers)]
         return _of("rank", table, [f"trainer {i}" for i in range(trainers)], workers_named)

@@ -137,16 +137,11 @@ class Site:
         """Host number of each joint rank of one replica's sub-plan."""
         return tuple(self.fabric.links.host[self.gpus(replica)].tolist())
 
-    def behind(self, replicas: Sequence[int]) -> list[int | None]:
-        """For each of these replicas, the place in `replicas` of the one before it in a relay chain: the nearest earlier one whose
-        workers are on the same hosts. None: it takes its bytes from the trainers."""
-        last: dict[tuple[int, ...], int] = {}
-        out: list[int | None] = []
-        for i, r in enumerate(replicas):
-            hosts = tuple(self.fabric.links.host[list(self.replicas[r])].tolist())
-            out.append(last.get(hosts))
-            last[hosts] = i
-        return out
+    def together(self, replicas: Sequence[int]) -> list[list[int]]:
+        """For each of these replicas, the places in `replicas` of those whose workers are on the same hosts, itself among them. They hand
+        bytes on to each other where sessions relay."""
+        hosts = [tuple(self.fabric.links.host[list(self.replicas[r])].tolist()) for r in replicas]
+        return [[k for k, h in enumerate(hosts) if h == mine] for mine in hosts]
 
     def to_bytes(self) -> bytes:
         return msgspec.msgpack.encode(self)

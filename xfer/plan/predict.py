@@ -15,9 +15,13 @@ With the routes that sessions choose:
                         done(m)      = message_s + max over links l on its path of free(l, w)
                         busy(r, w)   = max over messages m of r in w of done(m)
                         unpacked(d, w) = max(unpacked(d, w-1), busy(d, w)) + bytes unpacked by d in w / local
-    relayed bytes   with `relay`, what a replica reads from the one before it in its chain, worker by worker. They count as pulled,
-                    and each replica ends one part after the one before it. A part has at most the bytes of a message;
-                        relay = max over chains of the sum over replicas behind the first of (a part / rate of its path)
+    relayed bytes   with `relay`, what replicas on the same hosts read from each other, worker by worker. Where some of their bytes
+                    are pulled from trainers they form a chain, in which each reads all from the one before it. Else they form a
+                    ring: each takes the k-th part of the bytes of each pair, and reads the others from those that take them.
+                    They count as pulled, and what is read ends one part after what was taken or read there. A part has at
+                    most the bytes of a message;
+                        relay = max over chains of the sum over replicas behind the first of (a part / rate of its path),
+                                and over rings of (a part of each other replica / rate of its path)
     transfer        control_s + max(pull, last unpacked) + relay + constants (padding) written / local
 
 `floor` is max over l of all bytes / rate: no schedule of these bytes is faster. `lockstep` is the sum over w of max
@@ -110,8 +114,7 @@ def predict(
     relay: bool = False,
 ) -> Prediction:
     """Predict one refit that runs `plans[i]` for replica `replicas[i]` of the site (default: 0, 1, …), all at the
-    same time. `relay`: replicas on the same hosts form relay chains (`Site.behind`); plans of those behind the first one only
-    say how much each worker takes.
+    same time. `relay`: replicas on the same hosts hand bytes on to each other (`sources`).
 
     ValueError when a plan has other ranks than the site places for its replica.
     """
@@ -122,10 +125,9 @@ def predict(
                 f"replica {r}: the plan has {plan.trainers} + {plan.workers} ranks, the site places others"
             )
     links = site.fabric.links
-    behind = site.behind(replicas) if relay else [None] * len(plans)
-    first = [i for i, b in enumerate(behind) if b is None]
-    m = _Messages.of([plans[i] for i in first], [site.gpus(replicas[i]) for i in first])
-    chains = _chains(plans, [site.replicas[r] for r in replicas], behind, links)
+    taken = sources(plans, site, replicas, relay)
+    m = _Messages.of(plans, [site.gpus(r) for r in replicas], [own(i, some) for i, some in enumerate(taken)])
+    chains = _handed_on(plans, [site.replicas[r] for r in replicas], taken, links)
     near = links.island[m.src_gpu] == links.island[m.dst_gpu]
     pulled = links.loads(m.src_gpu[near], m.dst_gpu[near], m.nbytes[near]) + chains.loads
     link_bytes = links.loads(m.src_gpu, m.dst_gpu, m.nbytes) + chains.loads
@@ -166,6 +168,25 @@ def predict(
     )
 
 
+def sources(plans: Sequence[SubPlan], site: Site, replicas: Sequence[int], relay: bool) -> list[list[int]]:
+    """For each plan, by share of its bytes, the number of the plan whose replica brings that share; its own for the share that it takes
+    from trainers. As coordinator/relays.py chooses them, if all pairs in one island are pulled."""
+    if not relay:
+        return [[i] for i, _ in enumerate(plans)]
+    out, island = [], site.fabric.links.island
+    for i, (plan, some) in enumerate(zip(plans, site.together(replicas))):
+        gpus, t = site.gpus(replicas[i]), plan.tables
+        if (island[gpus[t.pair_src]] == island[gpus[t.pair_dst]]).any():
+            some = [max((k for k in some if k < i), default=i)]
+        out.append(some)
+    return out
+
+
+def own(i: int, sources: list[int]) -> tuple[int, int]:
+    """The share that plan `i` takes from trainers, and the number of shares; of 0 shares it takes none."""
+    return (sources.index(i), len(sources)) if i in sources else (0, 0)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Messages:
     """The messages of all sub-plans. A trainer has a lane per replica, each with its own progress: `src` and `dst`
@@ -180,10 +201,11 @@ class _Messages:
     gpu_of_lane: np.ndarray
 
     @classmethod
-    def of(cls, plans: Sequence[SubPlan], gpus: Sequence[np.ndarray]) -> _Messages:
+    def of(cls, plans: Sequence[SubPlan], gpus: Sequence[np.ndarray], shares: Sequence[tuple[int, int]]) -> _Messages:
+        """shares: what each plan's replica takes of the bytes of each pair, see `own`."""
         columns: list[list[np.ndarray]] = [[], [], [], []]
         base = 0
-        for plan in plans:
+        for plan, (share, of) in zip(plans, shares):
             t = plan.tables
             count = np.diff(t.message_first)
             total = np.zeros(len(count), np.int64)
@@ -191,10 +213,12 @@ class _Messages:
             np.add.at(total, at, t.share_end - t.share_begin)
             end = np.append(t.message_begin[1:], 0)
             end[t.message_first[1:] - 1] = total
-            for out, c in zip(
-                columns,
-                (np.repeat(t.pair_src, count) + base, np.repeat(t.pair_dst, count) + base, t.message_wave, end - t.message_begin),
-            ):  # fmt: skip
+            low, high = (np.repeat(total * k // max(1, of), count) for k in (share, share + 1))
+            nbytes = np.minimum(end, high) - np.maximum(t.message_begin, low)
+            some = np.flatnonzero((nbytes > 0) & (of > 0))
+            waves = np.unique(t.message_wave[some], return_inverse=True)[1]  # ranks step over waves without messages
+            src, dst = np.repeat(t.pair_src, count) + base, np.repeat(t.pair_dst, count) + base
+            for out, c in zip(columns, (src[some], dst[some], waves if of > 1 else t.message_wave[some], nbytes[some])):
                 out.append(c.astype(np.int64))
             base += len(plan.ranks)
         src, dst, wave, nbytes = (np.concatenate([np.zeros(0, np.int64), *c]) for c in columns)
@@ -210,8 +234,8 @@ class _Messages:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Relayed:
-    """What workers read from the replica before theirs: an entry for each worker of each replica that is behind another one.
-    `seconds`: by which the last replica of the longest chain ends later than its first."""
+    """What workers read from those of other replicas: an entry for each worker of each replica and each replica that it reads from.
+    `seconds`: by which the last replica ends later than what comes from trainers."""
 
     src_gpu: np.ndarray
     dst_gpu: np.ndarray
@@ -220,20 +244,24 @@ class _Relayed:
     seconds: float
 
 
-def _chains(
-    plans: Sequence[SubPlan], gpus: Sequence[Sequence[int]], behind: Sequence[int | None], links: Links
+def _handed_on(
+    plans: Sequence[SubPlan], gpus: Sequence[Sequence[int]], taken: Sequence[list[int]], links: Links
 ) -> _Relayed:
     columns: list[list[np.ndarray]] = [[np.zeros(0, np.int64)] for _ in range(3)]
     late = [0.0] * len(plans)
-    for i, b in enumerate(behind):
-        if b is None:
-            continue
-        src, dst, nbytes = (np.array(c, np.int64) for c in (gpus[b], gpus[i], plans[i].summary.bytes_in))
-        part = np.minimum(nbytes, plans[i].message_bytes)
-        path = links.paths(src, dst)
-        late[i] = late[b] + float(np.where(path >= 0, _over(part[:, None], links.rate[path]), 0.0).max(initial=0.0))
-        for column, more in zip(columns, (src, dst, nbytes)):
-            column.append(more)
+    for i, some in enumerate(taken):
+        for share, b in enumerate(some):
+            if b == i:
+                continue
+            total = np.array(plans[i].summary.bytes_in, np.int64)
+            nbytes = total * (share + 1) // len(some) - total * share // len(some)
+            src, dst = (np.array(c, np.int64) for c in (gpus[b], gpus[i]))
+            part = np.minimum(nbytes, plans[i].message_bytes)
+            path = links.paths(src, dst)
+            took = float(np.where(path >= 0, _over(part[:, None], links.rate[path]), 0.0).max(initial=0.0))
+            late[i] += took + (late[b] if len(some) == 1 else 0.0)
+            for column, more in zip(columns, (src, dst, nbytes)):
+                column.append(more)
     src, dst, nbytes = (np.concatenate(c) for c in columns)
     return _Relayed(src, dst, nbytes, links.loads(src, dst, nbytes), max(late, default=0.0))
 
