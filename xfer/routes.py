@@ -76,11 +76,12 @@ class Direct:
             name.
         host_pull: For weights in host memory: engine workers on a trainer's host read its memory themselves if the kernel
             allows it, so that the trainer sends nothing. Weights on GPUs are read so wherever possible.
-        relay: Replicas of one layout on one host form a relay chain. Each reads from the one before it, part by part as it
-            arrives, what it would otherwise read or receive from the trainers. So each byte enters the host once. For few
-            trainers and many replicas, which otherwise share the trainers' outgoing links, and for replicas that share
-            their host's incoming ones. A replica waits for the one before it, and fails if that one fails while both move
-            bytes.
+        relay: Replicas of one layout on one host hand bytes on to each other, so that each byte enters the host once. What comes
+            over the network they receive in equal shares, all through their own network cards, and each reads the other
+            shares from the others as they arrive (a relay ring). What is read from trainers of the same host the first
+            one reads, and each other one reads it from the one before it (a relay chain). For few trainers and many
+            replicas, which otherwise share the trainers' outgoing links. A replica waits for those from which it reads,
+            and fails if one of them fails before what it brings is there.
     """
 
     bucket_bytes: int | None = None

@@ -13,7 +13,7 @@ and does not import torch, so a test can drive it with a fake clock through any 
     refits       the queue of refits: prepared, running, finished
     refit        one refit: trainers enter, drain and are ready; replicas begin
     commit       one replica in a refit: its phases, the decision, the way back
-    relays       chains of replicas that read from each other
+    relays       chains and rings of replicas that read from each other
     failures     what ends when a process reports an error
     exports      whether trainers agree on the bytes they hold, and whether training reaches the engines
     deadlines    all waits beyond the caller's deadline

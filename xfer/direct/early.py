@@ -1,9 +1,9 @@
 """Checksums of a verified refit that begin while bytes still move, so that verification costs less time.
 
 The pull has two parts. The first part fills most storages, and their sums run while the second part arrives. Only storages that
-nothing but the pull writes take part. In a relay chain (transport/relay_place.py) the pull already has parts: storages that are whole
-once most parts have arrived are summed while the other parts arrive. On a CPU (test doubles pull there) the sums run between the
-parts. Where all sources lie on the worker's own GPU, the copying kernel sums what it writes (kernels/summed_copies.py).
+nothing but the pull writes take part. Where replicas hand bytes on (transport/relay_place.py) the pull already has parts: storages
+that are whole once most parts have arrived are summed while the other parts arrive. On a CPU (test doubles pull there) the sums run
+between the parts. Where all sources lie on the worker's own GPU, the copying kernel sums what it writes (kernels/summed_copies.py).
 kernels/checksum.py defines the checksum; transport/peer.py runs the pull and calls the gate.
 """
 
@@ -80,7 +80,7 @@ class EarlySums:
         roots: This rank's storages, flat uint8.
         shapes: shapes[t] is the shape of checkpoint tensor t.
         first: Numbers of the storages that are summed early.
-        part: Part after which `first` is whole: 0 for a pull in two parts, any part in a relay chain.
+        part: Part after which `first` is whole: 0 for a pull in two parts, any part where replicas hand bytes on.
         within: The kernel that pulls `first` may take over their sums.
     """
 

@@ -153,7 +153,7 @@ class DataPlane(Protocol):
         """
 
     def part_ready(self, ready: m.PartReady) -> None:
-        """Note that the previous worker of the relay chain has these parts."""
+        """Note that the workers from which this one reads have these parts."""
 
     def stop(self) -> None:
         """Free a blocked `open` or `run`. Returns at once."""

@@ -128,7 +128,7 @@ class Lane:
             self._queue.put((message, self._stop, self._stop.stopped()))
 
     def part_ready(self, ready: m.PartReady) -> None:
-        """Pass on that the previous worker of the relay chain has some parts."""
+        """Pass on that the workers from which this one reads have some parts."""
         self.plane.part_ready(ready)
 
     def cancel(self, error: XferError, epoch: int | None) -> None:

@@ -512,8 +512,8 @@ class TrainerSession:
         ]
         if self._relay:
             lanes.append(
-                "replicas of one layout on the same hosts form a relay chain: only the first one takes its bytes from the "
-                "trainers; each of the others reads from the one before it (`relay` in a report's routes)"
+                "replicas of one layout on the same hosts hand bytes on to each other: each takes a share of them from the "
+                "trainers, or the first one all, and the others read it there (`relay` in a report's routes)"
             )
         own = [computing.explain(self.layout, self._party.label), self.side.explain()]
         return "\n\n".join(filter(None, [*lanes, *own]))
