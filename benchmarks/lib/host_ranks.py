@@ -23,6 +23,7 @@ from tests.support.host_world import HostWorld
 from tests.support.hosts import Cluster
 from tests.support.world import TOKEN, ToySource, ToyTaker, trainer_session
 from tests.support.world_processes import _controller, _serve_trainer, _worker
+from xfer.coordinator.state import Replica
 from xfer.engines.layout import EngineLayout
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 from xfer.plan import planner
@@ -194,12 +195,17 @@ class Streams:
 
 
 _streams = Streams()
-_far = planner._far
+_far, _rings = planner._far, Replica.rings
 
 
 def first_fit(on: bool) -> None:
     """Whether this process plans from now on as between ranks of one host."""
     planner._far = (lambda *_: None) if on else _far
+
+
+def no_rings(on: bool) -> None:
+    """Whether this process's coordinator lets replicas form chains only, from now on."""
+    Replica.rings = property(lambda _: False) if on else _rings
 
 
 def open_streams(**where) -> None:
@@ -210,7 +216,7 @@ def stream(messages: list[tuple[int, int, int]]) -> float:
     return _streams.stream(messages)
 
 
-COMMANDS = {"open_streams": open_streams, "stream": stream, "first_fit": first_fit}
+COMMANDS = {"open_streams": open_streams, "stream": stream, "first_fit": first_fit, "no_rings": no_rings}
 """Of all ranks."""
 
 
@@ -219,7 +225,7 @@ def _trainer(mapping: Mapping, conn, rank: int, world: int, env: dict) -> None:
     source = DeclaredSource(mapping, rank)
 
     def made(rendezvous: str, site: bytes, **args):
-        return trainer_session(source, rendezvous, TOKEN, fabric=Site.from_bytes(site), **args)
+        return trainer_session(source, rendezvous, TOKEN, fabric=Site.from_bytes(site) if site else None, **args)
 
     _serve_trainer(conn, made, set=source.set, **COMMANDS)
 
