@@ -122,7 +122,7 @@ CASES = [
     Case("two to TP2, as on two hosts", "qwen3", (0, 1), ((0, 1),), EAGER, **UNMAPPED_APART),
     Case("one GPU, by NCCL, as on three hosts, one connection", "qwen3", (0, 0), ((0,),), EAGER, **CONNECTED_ONCE),
     Case("two replicas on one GPU, as on two hosts", "qwen3", (0,), ((0,), (0,)), EAGER, **UNMAPPED_APART),
-    Case("a relay chain, as on two hosts", "qwen3", (1,), ((0,), (0,)), EAGER, **RELAYED_APART),
+    Case("a relay ring, as on two hosts", "qwen3", (1,), ((0,), (0,)), EAGER, **RELAYED_APART),
     Case("packed, by NCCL", "qwen3_moe", (1,), ((0,),), EAGER, **PACKED),
     Case("packed, two to TP2", "qwen3_moe", (2, 3), ((0, 1),), EAGER, **PACKED),
     Case("packed, two to TP2, as on two hosts", "qwen3_moe", (0, 1), ((0, 1),), EAGER, **PACKED, **APART),

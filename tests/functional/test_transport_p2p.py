@@ -139,7 +139,7 @@ class Watched:
 @settings(max_examples=EXAMPLES // 4, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 64, 300]), st.sampled_from([1, 40, 1 << 20]))
 def test_what_a_step_brings_is_in_place_when_it_is_told(links, seed, step_bytes, direct_bytes):
-    """A relay chain lets others read it then (relay_place.py)."""
+    """Relays let others read it then (relay_place.py)."""
     programs, storages = random_world(np.random.default_rng(seed), RANKS, 3, 30)
     roots, want = tensors(storages), apply_world(programs, storages)
     rows = [arrivals(p, step_bytes) for p in programs]
