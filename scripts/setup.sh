@@ -3,13 +3,14 @@
 # different transformers. Their versions are those of xfer/tested.py.
 #   .venvs/trainer   torch, megatron-core, megatron-bridge, xfer; also ruff and mypy
 #   .venvs/engine    torch, vllm (its CPU build here), xfer
+#   .venvs/rl        verl and TRL, for xfer/integrations; sees the engine's packages too
 #   .venvs/docs      mkdocs and its plug-ins, to build the site; neither torch nor xfer
 # Does nothing when they are up to date. All are made at the same time; logs in .venvs/*.log.
-#   scripts/setup.sh [all | trainer engine docs]
-#     PYTHON=python3.11    the interpreter of engine and docs, and of the trainer if it is the Python that its versions need
+#   scripts/setup.sh [all | trainer engine rl docs]
+#     PYTHON=python3.11    the interpreter of engine, rl and docs, and of the trainer if it is the Python that its versions need
 #     TRAINER=0.16.1       another megatron-core of xfer/tested.py than the newest whose Python is on this machine
 set -euo pipefail
-known="trainer engine docs" usage="scripts/setup.sh [all | trainer engine docs]"
+known="trainer engine rl docs" usage="scripts/setup.sh [all | trainer engine rl docs]"
 case ${1:-} in -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "$0"; exit ;; esac
 if [ $# -eq 0 ] || [ "$*" = all ]; then want=$known; else want=$*; fi
 for name in $want; do
@@ -47,7 +48,7 @@ stamp() { # what environment $1 is made from
     grep '^__version__' xfer/__init__.py || true
     declare -f "make_$1"; pwd; "$PYTHON" --version
     if [ "$1" = trainer ]; then echo "$core $bridge $trainer_torch $transformers"; "$trainer_python" --version; fi
-    if [ "$1" = engine ]; then echo "$vllm $engine_torch"; fi
+    if [ "$1" = engine ] || [ "$1" = rl ]; then echo "$vllm $engine_torch"; fi
   } | cksum | tr ' ' -
 }
 make_trainer() {
@@ -69,6 +70,19 @@ make_engine() {
   $pip uninstall -y torchvision torchaudio torchcodec
   $pip install -e .
 }
+make_rl() { # what verl and TRL import, beside the engine's packages: their metadata asks for other releases of vLLM and torch
+  "$PYTHON" -m venv --clear .venvs/rl
+  local site
+  site=$(.venvs/rl/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  echo "${site/\/rl\//\/engine\/}" >"$site/engine.pth"
+  .venvs/rl/bin/pip --disable-pip-version-check -q install --no-deps verl==0.9.1 trl==1.16.0 mbridge==0.15.1 ray==2.60.0 \
+    accelerate peft datasets pandas pyarrow dill multiprocess xxhash python-dateutil pytz tzdata tensordict==0.10.0 pyvers \
+    importlib_metadata zipp orjson hydra-core omegaconf antlr4-python3-runtime==4.9.3 codetiming torchdata pylatexenc msgpack
+  # verl looks for a distribution called vllm, and finds the CPU build's under another name.
+  local alias="$site/vllm-$vllm+cpu.dist-info"
+  mkdir -p "$alias"
+  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$vllm+cpu" >"$alias/METADATA"
+}
 make_docs() { # the extra `docs` of pyproject.toml, without xfer itself, which would bring torch
   "$PYTHON" -m venv --clear .venvs/docs
   local needs
@@ -76,7 +90,7 @@ make_docs() { # the extra `docs` of pyproject.toml, without xfer itself, which w
   .venvs/docs/bin/pip --disable-pip-version-check -q install "${needs[@]}"
 }
 case " $want " in *" trainer "*) choose_trainer ;; esac
-case " $want " in *" engine "*) read -r vllm _ engine_torch < <("$PYTHON" xfer/tested.py engines) ;; esac
+case " $want " in *" engine "* | *" rl "*) read -r vllm _ engine_torch < <("$PYTHON" xfer/tested.py engines) ;; esac
 jobs=()
 for name in $want; do
   if [ "$(cat ".venvs/$name/.stamp" 2>/dev/null)" = "$(stamp "$name")" ]; then continue; fi

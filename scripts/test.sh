@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Sets up the environments if needed, checks style, types and the site, and runs the tests that need no GPU. One environment cannot
 # hold both frameworks, so
-# tests are run where their marker says: `engine` in .venvs/engine, everything else in .venvs/trainer. Triton, whose interpreter
-# runs the kernels, comes with vLLM.
+# tests are run where their marker says: `engine` in .venvs/engine, `rl` in .venvs/rl, everything else in .venvs/trainer. Triton, whose
+# interpreter runs the kernels, comes with vLLM.
 #   scripts/test.sh              all but the wide matrix
 #   scripts/test.sh --slow       the wide matrix too
 #   scripts/test.sh --unit       unit tests only
@@ -67,9 +67,11 @@ TRITON_INTERPRET=1 XFER_EXAMPLES=12 run engine 0 "not gpu$and_slow" $kernels
 wait $! || status=1
 cat "$checked" && rm "$checked"
 echo "== trainer environment: $(versions trainer)"
-run trainer "$jobs" "not engine and not gpu$and_slow" $where
+run trainer "$jobs" "not engine and not rl and not gpu$and_slow" $where
 echo "== engine environment: $(versions engine)"
 # One after the other: an engine keeps two processors busy, and one that is to answer every second does not beside another.
 run engine 0 "engine and not gpu$and_slow" $where
+echo "== RL frameworks: $(.venvs/rl/bin/pip list 2>/dev/null | grep -E '^(verl|trl) ' | paste -sd , | tr -s ' ')"
+run rl 0 "rl and not gpu$and_slow" $where
 echo "scripts/test.sh: $((SECONDS / 60)) min $((SECONDS % 60)) s, status $status"
 exit $status

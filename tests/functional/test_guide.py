@@ -22,7 +22,7 @@ from tests.functional.test_session_controller import ToyLLM
 from tests.support.world import TOKEN, ToyEngine, ToySource, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/integrations").glob("*.md"))]
 YOURS = {
     *"model_chunks other_chunks bridge batches train_step loss_of log folder net model matrices others optimizer".split()
 }

@@ -3,4 +3,6 @@
 Importing this package imports no framework; importing a module of it imports that module's framework.
 
     vllm_trainer  vLLM's trainer half, `WeightTransferTrainerFactory.trainer_init(XferTrainerInitInfo(...), ...)`
+    verl          a checkpoint engine, `backend: xfer` with `custom_backend_module: xfer.integrations.verl`
+    trl           `with refits(...):` around the construction of a TRL trainer
 """

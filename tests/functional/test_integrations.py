@@ -1,0 +1,226 @@
+"""The adapters of xfer/integrations against the frameworks' own classes, and their examples.
+
+In the default run a session over loopback refits the engine of tests/support/tiny_engine.py, through the framework's methods. The
+slow tests run each example with a real vLLM.
+"""
+
+import asyncio
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+pytestmark = pytest.mark.rl
+pytest.importorskip("verl")
+pytest.importorskip("trl")
+
+import torch  # noqa: E402
+
+import xfer  # noqa: E402
+from examples.common.ports import free_port  # noqa: E402
+from tests.functional.test_extending import Trained  # noqa: E402
+from tests.support.proc import PATIENCE, ROOT, environment  # noqa: E402
+from tests.support.tiny_engine import WIDTH, Engine  # noqa: E402
+from xfer.errors import Unsupported  # noqa: E402
+
+
+def filled(model: torch.nn.Module) -> torch.nn.Module:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_()
+    return model
+
+
+def started() -> Engine:
+    engine = Engine()
+    for a in engine.adapters:
+        filled(a.model)
+        torch.nn.init.ones_(a.model.norm)
+    return engine
+
+
+def holds(engine: Engine, gate: torch.Tensor) -> bool:
+    return torch.equal(torch.cat([a.model.fused[: WIDTH // 2] for a in engine.adapters]), gate)
+
+
+class ServerActor:
+    """verl's server actor, as far as it forwards vLLM's calls: `actor.method.remote(...)` answers at once."""
+
+    def __init__(self, engine: Engine):
+        self.steps, self.called = [], []
+
+        def forward(method, kwargs):
+            self.called.append(method)
+            getattr(engine, method)(*([kwargs] if kwargs else []))
+
+        calls = {"collective_rpc": forward, "abort_all_requests": lambda: None, "clear_kv_cache": lambda: None}
+        for name, call in calls.items():
+            setattr(self, name, SimpleNamespace(remote=call))
+
+
+@pytest.fixture
+def verl(monkeypatch):
+    """The adapter, found as verl finds it, without Ray's transport."""
+    from verl.utils.import_utils import import_external_libs
+
+    import_external_libs("xfer.integrations.verl")
+    module = sys.modules["xfer.integrations.verl"]
+    monkeypatch.setattr(module.ray, "get", lambda answer: answer)
+    monkeypatch.setattr(module.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    return module
+
+
+def worker(verl, **given):
+    """A worker of verl that constructs its checkpoint engine as verl's workers do."""
+    from verl.checkpoint_engine import CheckpointEngineRegistry
+    from verl.single_controller.base import Worker
+
+    class OneWorker(Worker):
+        def __init__(self, is_master=False, **given):
+            vars(self).update(given)
+            connect = {"route": xfer.Direct(narrow=["*"], cache_dir=None)}
+            self.checkpoint_engine = CheckpointEngineRegistry.new(
+                "xfer", bucket_size=1, is_master=is_master, deadline_s=30.0, connect=connect, verify=True
+            )
+
+    return OneWorker(**given).checkpoint_engine
+
+
+def adapter(engine: Engine, replica: int, rank: int, **config):
+    parallel = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1, "data_parallel_size": 1}
+    config = {"name": "vllm", "disaggregation": SimpleNamespace(enabled=False), **parallel, **config}
+    return SimpleNamespace(
+        replica_rank=replica, rollout_rank=rank, config=SimpleNamespace(**config), server_handle=ServerActor(engine),
+        _ensure_server_handle=lambda: True,
+    )  # fmt: skip
+
+
+def test_verl_syncs_weights_twice_and_connects_anew_when_a_replica_is_added(verl):
+    """As verl's manager calls it: prepare, build_topology, init_process_group, then both update_weights."""
+    module, servers = filled(Trained()), [started(), started()]
+    begun = []
+    trainer = worker(verl, is_master=True, engine=SimpleNamespace(module=module, is_param_offload_enabled=False))
+    beside = [[worker(verl, server_adapter=adapter(s, 4 + i, rank)) for rank in (0, 1)] for i, s in enumerate(servers)]
+
+    async def sync(step: int, replicas: int) -> dict[str, float]:
+        rollout = [e for both in beside[:replicas] for e in both]
+        ours, theirs = verl.XferCheckpointEngine.build_topology(
+            1, len(rollout), [e.prepare() for e in (trainer, *rollout)]
+        )
+        for engines, kwargs in (([trainer], ours), (rollout, theirs)):
+            for i, e in enumerate(engines):
+                e.init_process_group(**{name: values[i] for name, values in kwargs.items()})
+        for e in rollout:
+            assert [w async for w in e.receive_weights(step)] == []
+        weights = (begun.append(name) for name in "w")
+        metrics = await trainer.send_weights(weights, global_steps=step)
+        for e in (trainer, *rollout):
+            e.finalize()
+        return metrics
+
+    try:
+        for step, replicas in ((0, 1), (1, 1), (2, 2), (3, 2)):
+            filled(module)
+            metrics = asyncio.run(sync(step, replicas))
+            assert [holds(s, module.gate.weight) for s in servers] == [True, replicas == 2]
+            assert metrics["xfer/bytes"] > 0 and trainer.session.version == step
+    finally:
+        for link in (trainer.session, *(both[0].controller for both in beside)):
+            if link is not None:
+                link.close()
+    assert begun == [], "verl's own gather of whole tensors was begun"
+
+
+@pytest.mark.parametrize(
+    "config", [{"name": "sglang"}, {"data_parallel_size": 2}, {"disaggregation": SimpleNamespace(enabled=True)}]
+)
+def test_verl_servers_that_a_call_would_not_reach_are_refused(verl, config):
+    with pytest.raises(Unsupported, match="a rollout server that verl cannot refit by xfer"):
+        verl.VerlServer(adapter(started(), 0, 0, **config))
+
+
+def test_verl_trainers_with_adapters_and_engines_without_a_worker_are_refused(verl):
+    module = Trained()
+    module.peft_config = {}
+    with pytest.raises(Unsupported, match="LoRA"):
+        verl.trainer_of(SimpleNamespace(module=module))
+    with pytest.raises(Unsupported, match="that no worker of verl constructs"):
+        verl.XferCheckpointEngine(bucket_size=1)
+
+
+@pytest.fixture
+def generation(monkeypatch):
+    """Makes TRL's own VLLMGeneration around a module, whose server is a tiny engine."""
+    from accelerate import Accelerator
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    from xfer.integrations import trl
+
+    class Client:
+        def __init__(self, base_url, group_port, connection_timeout):
+            self.base_url = base_url
+
+    monkeypatch.setattr(trl, "VLLMClient", Client)
+    monkeypatch.setenv("XFER_TOKEN", "token of the tiny engine")
+    links = []
+
+    def make(model: torch.nn.Module, engine: Engine, mode: str = "server"):
+        monkeypatch.setattr(trl, "_url", lambda generation: engine)
+        route = xfer.Direct(narrow=["*"], cache_dir=None)
+        with trl.refits(f"tcp://127.0.0.1:{free_port()}", verify=True, route=route, deadline_s=30.0):
+            made = VLLMGeneration(model, Accelerator(cpu=True), None, mode=mode)
+        links.append(made.xfer)
+        return made
+
+    original = VLLMGeneration._init_vllm
+    yield make
+    assert VLLMGeneration._init_vllm is original
+    for link in links:
+        link.close()
+
+
+def test_trl_syncs_weights_twice(generation):
+    model, engine = filled(Trained()), started()
+    made = generation(model, engine)
+    for version in (1, 2):
+        filled(model)
+        made.sync_weights()
+        assert holds(engine, model.gate.weight) and made.xfer.session.version == version
+    assert made.vllm_client.base_url is engine
+
+
+def test_trl_sends_merged_adapters_and_takes_them_out_again(generation):
+    from peft import LoraConfig, get_peft_model
+
+    model, engine = filled(Trained()), started()
+    peft = get_peft_model(model, LoraConfig(r=2, target_modules=["gate", "up"], init_lora_weights=False))
+    base = model.gate.base_layer.weight
+    for p in peft.parameters():
+        p.data = torch.randint_like(p, -3, 4)  # so that sums are exact, and are taken out exactly
+    made, was = generation(peft, engine), base.clone()
+    made.sync_weights()
+    layer = model.gate
+    merged = was + layer.get_delta_weight("default")
+    assert not torch.equal(merged, was) and holds(engine, merged) and torch.equal(base, was)
+
+
+def test_trl_trainers_that_cannot_work_are_refused(generation):
+    with pytest.raises(Unsupported, match="colocate"):
+        generation(Trained(), started(), mode="colocate")
+
+
+EXAMPLES = {
+    "trl_grpo": [f"refit {i}: 19 parameters of the engine are bit-exact" for i in (1, 2)],
+    "verl_sync": [f"sync {i}: 19 parameters of the engine are bit-exact" for i in (1, 2)],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example(name, tmp_path):
+    """Its one command ends well and has compared every refit with a new engine."""
+    words = [sys.executable, "-m", f"examples.integrations.{name}", "--work", str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600 * PATIENCE)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert [line for line in done.stdout.splitlines() if line in EXAMPLES[name]] == EXAMPLES[name]
