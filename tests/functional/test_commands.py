@@ -27,7 +27,7 @@ STARTS = r"(xfer|python|torchrun|pip|export|srun|bash|pre-commit|\S*\.venvs/\S+|
 COMMAND = re.compile(rf"([A-Z_]+=\S+ )*{STARTS}( |$)")
 OUTPUT = ("trainer   on entry", "listening at tcp://")
 """First lines of indented blocks that are neither commands nor Python: a protocol, and lines of a log."""
-PROSE = re.compile(r"xfer (simulate|bench)$|scripts/bench_NAME\.py|python -m benchmarks\.<name>|\S*\.venvs/\S+python$")
+PROSE = re.compile(r"xfer simulate$|scripts/bench_NAME\.py|python -m benchmarks\.<name>|\S*\.venvs/\S+python$")
 """Between backticks, but no commands: those that are not there, and patterns."""
 ELSEWHERE = {
     "scripts/demo.sh": "scripts/nightly.sh",
