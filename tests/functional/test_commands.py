@@ -23,7 +23,7 @@ from tests.support.proc import PATIENCE, ROOT
 from xfer.cli import app
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks/RESULTS.md"]
-STARTS = r"(xfer|python|torchrun|pip|export|srun|bash|pre-commit|\S*\.venvs/\S+|(scripts|examples|tests)/\S+\.sh)"
+STARTS = r"(xfer|python|torchrun|pip|export|srun|docker|kubectl|bash|pre-commit|\S*\.venvs/\S+|(scripts|examples|tests)/\S+\.sh)"
 COMMAND = re.compile(rf"([A-Z_]+=\S+ )*{STARTS}( |$)")
 OUTPUT = ("trainer   on entry", "listening at tcp://")
 """First lines of indented blocks that are neither commands nor Python: a protocol, and lines of a log."""
@@ -49,13 +49,15 @@ ELSEWHERE = {
     "xfer timeline": "tests/functional/test_timeline.py",
 }
 """Files that run what takes long or needs something that this machine may lack."""
-YOURS = re.compile(r"pip (install|uninstall) |export XFER_TOKEN=|pre-commit install|srun |XFER_TIMELINE=\S+ \.\.\.$")
+YOURS = re.compile(
+    r"pip (install|uninstall) |export [A-Z_]+=|pre-commit install|srun |docker |kubectl |XFER_TIMELINE=\S+ \.\.\.$"
+)
 """What changes the reader's machine, or begins with a job of the reader's."""
 
 
 def blocks(text: str) -> Iterator[list[str]]:
     """Indented blocks of a page, without fenced ones and lists."""
-    text = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
+    text = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M).replace(" \\\n", " ")
     for block in re.split(r"\n\s*\n", text):
         lines = block.strip("\n").splitlines()
         if lines and all(line.startswith("    ") for line in lines):
