@@ -58,7 +58,7 @@ make_trainer() {
   $pip install "megatron-core==$core" "$transformers" rich omegaconf einops safetensors accelerate \
     'pytest>=8' 'pytest-xdist>=3.7' 'hypothesis>=6.100' 'scipy>=1.11' 'pyyaml>=6' 'ruff==0.17.6' 'mypy==2.4.1'
   # Bridge's metadata asks for GPU-only packages (transformer-engine, mamba-ssm, …) that its conversion code does not need here.
-  $pip install --no-deps "megatron-bridge==$bridge"
+  $pip install --no-deps "megatron-bridge==$bridge" mbridge==0.15.1
   $pip install -e .
 }
 make_engine() {
@@ -75,7 +75,7 @@ make_rl() { # what verl and TRL import, beside the engine's packages: their meta
   local site
   site=$(.venvs/rl/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   echo "${site/\/rl\//\/engine\/}" >"$site/engine.pth"
-  .venvs/rl/bin/pip --disable-pip-version-check -q install --no-deps verl==0.9.1 trl==1.16.0 mbridge==0.15.1 ray==2.60.0 \
+  .venvs/rl/bin/pip --disable-pip-version-check -q install --no-deps verl==0.9.1 trl==1.16.0 ray==2.60.0 \
     accelerate peft datasets pandas pyarrow dill multiprocess xxhash python-dateutil pytz tzdata tensordict==0.10.0 pyvers \
     importlib_metadata zipp orjson hydra-core omegaconf antlr4-python3-runtime==4.9.3 codetiming torchdata pylatexenc msgpack
   # verl looks for a distribution called vllm, and finds the CPU build's under another name.

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors.torch import save_file
@@ -25,8 +26,9 @@ from tests.support.one_process import Trainers, random_weights
 from tests.support.one_process_megatron import Build, Checkpoint, Whole, bridge_of, chunks_of, import_bridge, trainers
 from tests.support.proc import PYTHON, ROOT, emit, environment, obey
 from tests.support.trainer_layouts import LAYOUTS
-from xfer.errors import XferError
+from xfer.errors import LayoutError, XferError
 from xfer.mesh.parallel import TrainerParallel
+from xfer.trace.collectives import objects_stay_home
 from xfer.trace.fragment import TensorSpec
 from xfer.trace.traced import TrainerLayout
 from xfer.trainers.bridge_export import hf_config, model_bridge_of
@@ -109,11 +111,64 @@ def tried(name: str) -> None:
     raise AssertionError(f"{name}: was read")
 
 
+def mbridge(name: str, number: int) -> None:
+    """The world's fragments by mbridge's export are what Bridge and mbridge export from one rank. Answers the error by which xfer
+    refuses the layout, or nothing."""
+    family, m = BY_NAME[name], made(name)
+    build = Build(TrainerParallel(world=1), distopt=False, provider=family.provider)
+    with build.playing(0):
+        bridge = bridge_of(m.folder)
+        chunks = chunks_of(bridge, build)
+        with torch.no_grad(), objects_stay_home():  # on one rank, tensor collectives have no peers
+            m.whole.into(chunks)
+            exported = {n: t.detach().clone() for n, t in of_mbridge(m, bridge, chunks).export_weights(chunks)}
+        assert exported.keys() == m.exported.keys()
+        assert [n for n, t in exported.items() if not same(t, m.exported[n])] == []
+    # Megatron-Core marks vocabulary-parallel weights, as mbridge needs it, when it initialises them.
+    try:
+        traced(family, family.trainer[number], {"perform_initialization": True}, exporter=partial(of_mbridge, m))
+    except LayoutError as e:
+        return emit("mbridge", error=str(e))
+    emit("mbridge", error="")
+
+
+def of_mbridge(made: Made, bridge, chunks: Sequence[torch.nn.Module]):
+    """mbridge's bridge of the same model, on the rank that this process plays, as if it had loaded the checkpoint."""
+    from mbridge import AutoBridge
+    from mbridge.models.deepseek_v3 import DeepseekV3Bridge
+    from megatron.core import parallel_state
+    from megatron.core.transformer import MLATransformerConfig
+
+    def config(
+        *, max_position_embeddings, **given
+    ):  # the field's name of Megatron-Core 0.12, which mbridge 0.15.1 passes
+        return MLATransformerConfig(original_max_position_embeddings=max_position_embeddings, **given)
+
+    DeepseekV3Bridge.TransformerConfigClass = staticmethod(config)
+    found = AutoBridge.from_config(hf_config(bridge))
+    found.safetensor_io = SimpleNamespace(hf_dir=made.folder, index=dict.fromkeys(made.tensors, "model.safetensors"))
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    rows = {
+        p.shape[0] * tp
+        for c in chunks
+        for n, p in c.named_parameters()
+        if "word_embeddings" in n or "output_layer" in n
+    }
+    if rows:
+        found.make_vocab_size_divisible_by, found.vocab_size = 1, hf_config(bridge).vocab_size
+        (found.padded_vocab_size,) = rows
+    return found
+
+
 def traced(
-    family: Family, parallel: TrainerParallel, split: Mapping[str, object], parts: list[dict[str, list]] | None = None
+    family: Family,
+    parallel: TrainerParallel,
+    split: Mapping[str, object],
+    parts: list[dict[str, list]] | None = None,
+    **more,
 ) -> tuple[Trainers, list[TrainerLayout], list[str]]:
     """The world, the layout of each class of its ranks, and what no fragment holds. `split`: further provider fields.
-    `parts`: takes `by_parameter` of each class."""
+    `parts`: takes `by_parameter` of each class. `more`: of `trainers`."""
     m = made(family.name)
     seen: list[tuple[list[str], TrainerLayout]] = []
     build = Build(parallel, provider={**family.provider, **split})
@@ -124,7 +179,7 @@ def traced(
         parts.append(by_parameter(chunks, layout))
 
     with warnings_of_xfer() as said:
-        world = trainers(m.folder, build, [m.whole], look=look)
+        world = trainers(m.folder, build, [m.whole], look=look, **more)
     assert sorted(s.name for s in world.catalog.specs) == sorted(m.exported) == sorted(m.tensors)
     truth = grouped(world.catalog, m.exported)
     held = {n: torch.zeros(t.shape, dtype=torch.bool) for n, t in truth.items()}
@@ -175,4 +230,4 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 if __name__ == "__main__":
     import_bridge()  # patches this process
     register()
-    obey(layout, tried)
+    obey(layout, tried, mbridge)

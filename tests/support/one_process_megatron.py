@@ -223,12 +223,14 @@ def trainers(
     deriving: Sequence[tuple[str, str]] = (),
     native: str = "",
     look: Callable[[int, Sequence[torch.nn.Module], TrainerLayout], None] = lambda rank, chunks, layout: None,
+    exporter: Callable[[object, Sequence[torch.nn.Module]], object] = lambda bridge, chunks: bridge,
 ) -> Trainers:
     """Every class of ranks of a job that trains the checkpoint in `folder`, with the weights of each version.
 
     `every`: each rank is a class of its own. `deriving`: matrices that are quantized, and the rule for each. `native`: in
     block_fp8.NATIVE, for trainers that keep the weights of TransformerEngine's layers in FP8.
-    `look` is called once per class, while this process plays its first rank.
+    `look` is called once per class, while this process plays its first rank. `exporter`: the bridge that MegatronTrainer gets, from
+    the AutoBridge that built the chunks.
     What an export computes from data of other ranks cannot be computed here.
 
     LayoutError when two versions do not have one layout, or Megatron places a rank otherwise than xfer's mesh says.
@@ -248,7 +250,7 @@ def trainers(
             own = Fp8Weights(chunks, NATIVE[native]) if native else None
             if own is not None:
                 own.put(True)
-            trainer = MegatronTrainer(chunks, bridge)
+            trainer = MegatronTrainer(chunks, exporter(bridge, chunks))
             layout = trainer.read()
             held = Native(catalog or Catalog(()), layout, f"trainer {rank}")
             quantized = None if catalog is None else Quantized(catalog, held.rest, CPU, f"trainer {rank}")

@@ -49,6 +49,7 @@ from xfer.trainers.bridge_export import (
 )
 from xfer.trainers.bridge_probe import Probed, probe_export
 from xfer.trainers.computed import Computed
+from xfer.trainers.mbridge_export import checkpoint_specs, follow, is_mbridge
 
 if TYPE_CHECKING:
     from xfer.trainers.traced_stream import TracedStream
@@ -66,7 +67,8 @@ class MegatronTrainer:
 
     Args:
         model_chunks: One module per virtual pipeline stage, wrapped or not.
-        bridge: The AutoBridge of the model.
+        bridge: The AutoBridge of the model, or mbridge's bridge of it (ISEEKYAN/mbridge). With mbridge, `hf_names`, `probe` and
+            `scratch_bytes` do nothing, and the packed route is refused.
         hf_names: Names of the checkpoint's tensors. Needed only if the bridge was made from a config without a checkpoint.
         probe: Probe parameters with the real conversion if their export cannot be followed symbolically. Probing is
             collective: pass it on all ranks or on none. "all" probes every parameter, as a cross-check at toy sizes.
@@ -89,7 +91,7 @@ class MegatronTrainer:
     ):
         if isinstance(model_chunks, torch.nn.Module) and not isinstance(model_chunks, torch.nn.ModuleList):
             model_chunks = [model_chunks]
-        if bad := [*_wrong_installation(), *_wrong_chunks(model_chunks), *_wrong_bridge(bridge)]:
+        if bad := [*_wrong_installation(bridge), *_wrong_chunks(model_chunks), *_wrong_bridge(bridge)]:
             raise Unsupported("MegatronTrainer(model_chunks, bridge) cannot work as it was called", bad)
         self.chunks, self.bridge = list(model_chunks), bridge
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
@@ -117,6 +119,11 @@ class MegatronTrainer:
         """Return the source of the packed route, which assembles whole checkpoint tensors."""
         from xfer.trainers.traced_stream import TracedStream
 
+        if is_mbridge(self.bridge):
+            raise Unsupported(
+                "mbridge on the packed route",
+                ["use xfer.Direct(), or give MegatronTrainer a megatron.bridge.AutoBridge"],
+            )
         return TracedStream(self)
 
     def drain(self) -> None:
@@ -187,6 +194,8 @@ class MegatronTrainer:
             RebindError: Parameters have no bytes, or are on another device.
         """
         self._refuse_unsupported()
+        if is_mbridge(self.bridge):
+            return self._read_mbridge()
         device, model_bridge = self.device, model_bridge_of(self.bridge)
         names, index = self._checkpoint()
         slot_of = {id(slot.get()): slot for slot in walk(self.chunks)}
@@ -220,6 +229,19 @@ class MegatronTrainer:
         traced = replace(traced, fragments=traced.fragments + computed.fragments)
         roots, tensors = (*bound.roots, computed.root), self._with_scratch(bound.tensors)
         return TrainerLayout(traced, roots, tensors, trained, scales, pow2)
+
+    def _read_mbridge(self) -> TrainerLayout:
+        device, found = self.device, list(walk(self.chunks))
+        with torch.no_grad():
+            exported = follow(self.bridge, self.chunks, found, self.rank)
+        if self.bridge.make_vocab_size_divisible_by is None:  # else it drops the rows that it padded
+            self._say_what_is_left(exported, found)
+        traced = _canonical(exported, checkpoint_specs(self.bridge), {}, self.rank)
+        slots = Slots(self.chunks, [slot for slot in found if slot.name in traced.reads], unmapped=unmapped)
+        bound = slots.bind()
+        refuse_elsewhere(slots.slots, device, f"trainer {self.rank}")
+        self._slots, self._device = slots, device
+        return TrainerLayout(_relocate(traced, bound), bound.roots, bound.tensors, _trained(traced, slots.slots))
 
     def check(self) -> str:
         """Compare storages, scales of adapters and the groups of `compute` with the last `read` or `rebind`.
@@ -400,9 +422,10 @@ _CHANGES_WEIGHTS: dict[str, tuple[int | None, str]] = {
 """Settings of Megatron-Core 0.19 under which live weights are not those that Bridge exports: the harmless value, and why."""
 
 
-def _wrong_installation() -> list[str]:
+def _wrong_installation(bridge: object) -> list[str]:
     """One line per package and process group that is missing."""
-    missing = [name for name in ("megatron.core", "megatron.bridge") if not _installed(name)]
+    needed = ("megatron.core",) if is_mbridge(bridge) else ("megatron.core", "megatron.bridge")
+    missing = [name for name in needed if not _installed(name)]
     bad = []
     if missing:
         bad.append(
@@ -456,9 +479,12 @@ def _wrong_bridge(given: object) -> list[str]:
     """Check the attributes that are used. An import of Bridge, to compare classes, would take seconds."""
     if hasattr(type(given), "_model_bridge") and hasattr(given, "hf_pretrained"):
         return []
-    write = "give a megatron.bridge.AutoBridge: bridge = megatron.bridge.AutoBridge.from_hf_pretrained(folder of the checkpoint)"
-    if type(given).__module__.split(".")[0] == "mbridge":
-        write = f"mbridge (ISEEKYAN/mbridge, used by verl) is another package: {write}; the model that mbridge built may stay"
+    if is_mbridge(given):
+        return []
+    write = (
+        "give a megatron.bridge.AutoBridge: bridge = megatron.bridge.AutoBridge.from_hf_pretrained(folder of the checkpoint); or "
+        "mbridge's bridge that built the model"
+    )
     return [f"bridge is {_described(given)}; {write}"]
 
 
