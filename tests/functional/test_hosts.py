@@ -132,8 +132,9 @@ def test_replicas_of_a_host_share_what_enters_it_whatever_happens_to_them_and_to
         assert report["committed"] == [True, True, False, False] and all(report["errors"][2:]), report
         right(w, 5, [0, 1])
         c.mend(c.hosts[2])
-        refit(6, c.hosts[1:])
-        right(w, 6)
+        good(w.refit(6))  # with it comes what was on its way when the link was cut
+        refit(7, c.hosts[1:])
+        right(w, 7)
 
 
 def test_a_host_has_a_name_addresses_and_processes_of_its_own():
