@@ -35,6 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("routes",),
     ("layerwise",),
     ("engines", "trainers"),
+    ("sglang",),
     ("dtensor", "dtensor_claims", "dtensor_exchange", "dtensor_routes", "api", "metrics"),
     ("integrations",),
     ("cli", "__init__", "__main__"),

@@ -33,6 +33,7 @@ ALLOWED = {
     ("engines/vllm_cpu.py", "CPUExpertsFp8"),
     ("engines/vllm_layout.py", "word_embeddings_untied_by_checkpoint"),  # flags of configs
     ("engines/vllm_layout.py", "base_layer"),  # where vLLM's wrappers for adapters keep what they wrap
+    ("sglang/settings.py", "ep_num_redundant_experts"),  # a field of SGLang's ServerArgs
     ("trainers/megatron.py", "share_embeddings_and_output_weights"),
     ("trainers/megatron.py", "moe_mlp_glu_interleave_size"),  # settings of Megatron-Core, which are refused
     ("trainers/megatron.py", "moe_shared_expert_glu_interleave_size"),

@@ -1,0 +1,124 @@
+"""What xfer asks of an SGLang engine, by HTTP, and which of SGLang's settings it refuses. SGLang itself is not needed here."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+
+from xfer.engines.choose_handle import handle_for
+from xfer.errors import EngineLost, Unsupported, XferError
+from xfer.sglang import SGLangServer
+from xfer.sglang.plugin import CALL, answer
+from xfer.sglang.settings import REFUSED, refuse
+
+
+class Server(BaseHTTPRequestHandler):
+    """SGLang's routes as far as a refit needs them. The server object has `seen`, `refused` and the workers' `answer`."""
+
+    def do_POST(self):
+        text = self.rfile.read(int(self.headers["Content-Length"]))
+        route, body = self.path[1:], json.loads(text)
+        self.server.seen.append((route, body))
+        self._reply(400 if route in self.server.refused else 200, self.server.answer if "name" in body else {})
+
+    def do_GET(self):
+        self._reply(200, {"weight_version": "7"})
+
+    def _reply(self, code: int, content: object) -> None:
+        self.send_response(code)
+        self.end_headers()
+        self.wfile.write(json.dumps(content).encode())
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server():
+    made = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    made.seen, made.refused, made.answer = [], set(), [2.0, 0.0]
+    threading.Thread(target=made.serve_forever, daemon=True).start()
+    yield made
+    made.shutdown()
+    made.server_close()
+
+
+def url(server) -> str:
+    return f"http://127.0.0.1:{server.server_address[1]}"
+
+
+def call_of(body: dict) -> dict:
+    return json.loads(body["name"].removeprefix(CALL))
+
+
+def test_a_refit_is_sglangs_own_update_session_around_one_call_of_xfer(server):
+    handle = handle_for(SGLangServer(url(server)))
+    assert handle.workers() == 2
+    handle.init({"replica": 0}, 5)
+    handle.pause(5)
+    handle.start_update(5)
+    handle.update({"attempt": 3, "deadline_s": 4.0}, 5)
+    handle.finish("8", 5)
+    handle.reset_caches(5)
+    handle.resume(5)
+    routes = [route for route, _ in server.seen]
+    assert routes == [
+        "get_weights_by_name", "get_weights_by_name", "pause_generation", "begin_weight_update", "get_weights_by_name",
+        "end_weight_update", "update_weight_version", "flush_cache", "continue_generation",
+    ]  # fmt: skip
+    bodies = dict(zip(("workers", "init", "pause", "begin", "update"), (b for _, b in server.seen), strict=False))
+    assert call_of(bodies["init"]) == {"call": "init", "info": {"replica": 0}}
+    assert call_of(bodies["update"]) == {"call": "update", "info": {"attempt": 3, "deadline_s": 4.0}}
+    assert bodies["pause"] == {"mode": "retract"}, (
+        "running requests are computed again, not continued with an old KV cache"
+    )
+    assert handle.get_version(5) == "7"
+
+
+def test_ranks_that_wait_for_each_other_are_paused_while_they_join(server):
+    server.answer = [[4.0, 1.0], [4.0, 1.0]]  # one answer per data-parallel rank
+    handle = handle_for(SGLangServer(url(server)))
+    assert handle.workers() == 4
+    handle.init({}, 5)
+    assert [r for r, _ in server.seen][1:] == ["pause_generation", "get_weights_by_name", "continue_generation"]
+
+
+def test_an_engine_without_xfer_a_cache_that_stays_and_a_server_that_is_gone_are_errors(server):
+    handle = handle_for(SGLangServer(url(server)))
+    server.refused |= {"flush_cache", "begin_weight_update"}
+    with pytest.raises(XferError, match="did not drop its prefix cache"):
+        handle.reset_caches(5)
+    with pytest.raises(XferError, match="/begin_weight_update answered 400"):
+        handle.start_update(5)
+    server.answer = []
+    with pytest.raises(XferError, match="do not know xfer"):
+        handle.workers(5)
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(EngineLost, match="cannot be reached"):
+        handle_for(SGLangServer(url(server))).workers(5)
+
+
+@pytest.mark.parametrize(
+    "wrong", ({"url": "10.0.0.1:30000"}, {"url": "http://me:secret@host"}, {"pause_mode": "in_place"})
+)
+def test_an_address_or_a_pause_that_cannot_work_is_refused_without_its_password(wrong):
+    with pytest.raises(Unsupported) as caught:
+        SGLangServer(**{"url": "http://host:1", **wrong})
+    assert "secret" not in str(caught.value)
+
+
+def test_names_of_tensors_pass_the_hook():
+    assert answer(lambda manager, request: (manager, request.name), "m", SimpleNamespace(name="a.b")) == ("m", "a.b")
+
+
+def test_all_settings_that_stand_in_the_way_are_named_at_once_and_no_others():
+    refuse(SimpleNamespace(**{field: allowed[-1] for field, allowed, _ in REFUSED}))
+    refuse(SimpleNamespace())
+    with pytest.raises(Unsupported) as caught:
+        refuse(SimpleNamespace(**{field: "another" for field, _, _ in REFUSED}))
+    assert [v.partition("=")[0] for v in caught.value.violations] == [field for field, _, _ in REFUSED]
