@@ -53,28 +53,32 @@ class _Forwarder(ABC):
             Unsupported: SGLang's processes do not know xfer.
         """
         answer = self._tell_workers("workers", {})
-        if len(answer) != 2:
+        if len(answer) != 1:
             raise Unsupported(
                 "SGLang's workers do not know xfer",
                 ["install xfer in SGLang's environment, and leave it in SGLANG_PLUGINS if that is set"],
             )
-        self._in_step = answer[1] > 0
         return int(answer[0])
 
     def init_weight_transfer_engine(self, request: Mapping[str, Mapping[str, Any]]) -> None:
-        """Have every worker join. Ranks that wait for each other in every step are paused meanwhile."""
-        pause = self._in_step and not self._paused
-        if pause:
-            self.pause_generation()
+        """Have every worker join. The engine is paused meanwhile: joining keeps workers in a call, ranks that share a step would wait
+        for each other, and SGLang's watchdog ends an engine that does not go on with a running batch."""
+        if self._paused or self.is_paused():
+            self._tell_workers("init", request["init_info"])
+            return
+        self._ask("pause_generation", mode="retract")
         try:
             self._tell_workers("init", request["init_info"])
         finally:
-            if pause:
-                self.resume_generation()
+            self._ask("continue_generation", torch_empty_cache=False)
 
     def pause_generation(self) -> None:
         self._ask("pause_generation", mode=self._mode)
         self._paused = True
+
+    def is_paused(self) -> bool | None:
+        """Return whether the engine is paused, by anybody; None from a server, which does not say."""
+        return None
 
     def resume_generation(self) -> None:
         self._ask("continue_generation", torch_empty_cache=False)

@@ -50,11 +50,11 @@ class Worker:
             info: Its arguments: none, those of `join`, or `attempt` and `deadline_s`.
 
         Returns:
-            For "workers": how many workers the replica has, and 1 if they wait for each other in every step. Else nothing.
+            For "workers": how many workers the replica has. Else nothing.
         """
         try:
             if call == "workers":
-                return [float(_workers_of_replica()), float(_in_step())]
+                return [float(_workers_of_replica())]
             if call == "init":
                 self._join(info)
             elif self._session is None:
