@@ -1,0 +1,73 @@
+"""SGLang as an engine: layouts byte for byte against its own `load_weights`, and live engines on the CPU.
+
+They run in an environment of their own, which docs/sglang.md makes, and skip in others.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples.common.ports import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+SITE = ROOT / "tests" / "support" / "sglang_site"
+FAMILIES = ("Llama", "Qwen3", "Qwen3-MoE", "DeepSeek-V3")
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("sglang") is None, reason="SGLang is not installed here: docs/sglang.md says how"
+)
+
+
+def started(module: str, *args: object) -> subprocess.Popen:
+    env = {
+        **os.environ, "PYTHONPATH": f"{SITE}{os.pathsep}{ROOT}", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+        "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # SGLang wants a core for each rank to be named
+    }  # fmt: skip
+    command = [sys.executable, "-m", f"tests.support.{module}", *map(str, args)]
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def ended(*processes: subprocess.Popen) -> list[list[dict]]:
+    """The JSON lines that each process printed."""
+    outputs = [p.communicate(timeout=600) for p in processes]
+    for p, (_, errors) in zip(processes, outputs, strict=True):
+        assert p.returncode == 0, errors[-5000:]
+    return [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in outputs]
+
+
+@pytest.mark.parametrize("tp, ep", [(1, 1), (2, 1), (2, 2)])
+def test_a_layout_writes_what_sglang_loads(tp, ep):
+    """On every rank. The ranks have SGLang's own groups, over gloo."""
+    port = free_port()
+    for lines in ended(*(started("sglang_rank", port, tp, ep, rank, *FAMILIES) for rank in range(tp))):
+        assert sorted(line["family"] for line in lines) == sorted(FAMILIES)
+        for line in lines:
+            assert line["differ"] == [] and line["bytes"] > line["kept"], line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", (1, 2))
+def test_a_live_engine_answers_as_a_new_one_with_the_same_weights(tp):
+    """Requests run during both refits. A torn engine answers NaN, and the next refit repairs it."""
+    [[out]] = ended(started("sglang_live", "qwen3", tp))
+    same = ("tokens", "logprobs")
+    assert [out["second"][k] for k in same] == [out["fresh"][k] for k in same]
+    assert [out["again"][k] for k in same] == [out["first"][k] for k in same]
+    assert out["first"]["tokens"] != out["second"]["tokens"], "the weights made no difference"
+    assert [out[r]["version"] for r in ("first", "second", "again")] == ["default", "1", "2"]
+    for refit in ("second", "again"):
+        assert (
+            out[refit]["committed"] == 1
+            and out[refit]["verified"]
+            and out[refit]["beside"] == len(out["first"]["tokens"])
+        )
+    assert all(p is None or math.isnan(p) for p in out["torn"]["logprobs"])
+    assert [out["repaired"][k] for k in same] == [out["fresh"][k] for k in same]
