@@ -201,9 +201,9 @@ def test_each_process_has_gpus_of_its_own_or_none_has_any(tmp_path, serve, train
     "script, words, code, says",
     [
         ("examples/grpo/run.sh", ["--help"], 0, "examples/grpo/run.sh [dense|moe|0.6b]"),
-        ("scripts/setup.sh", ["--help"], 0, "scripts/setup.sh [all | trainer engine docs]"),
-        ("scripts/setup.sh", ["engines"], 2, "scripts/setup.sh [all | trainer engine docs]"),
-        ("scripts/setup.sh", ["trainer", "all"], 2, "scripts/setup.sh [all | trainer engine docs]"),
+        ("scripts/setup.sh", ["--help"], 0, "scripts/setup.sh [all | trainer engine rl docs]"),
+        ("scripts/setup.sh", ["engines"], 2, "scripts/setup.sh [all | trainer engine rl docs]"),
+        ("scripts/setup.sh", ["trainer", "all"], 2, "scripts/setup.sh [all | trainer engine rl docs]"),
         ("scripts/demo.sh", ["--steps", "2", "--help"], 0, "scripts/demo.sh [--steps N]"),
         ("scripts/demo.sh", ["--step", "2"], 2, "no option --step\n"),
         ("scripts/demo.sh", ["--plan", "--steps", "two"], 2, "--steps two: a whole number"),

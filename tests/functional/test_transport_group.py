@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import threading
 import time
 from contextlib import contextmanager
@@ -14,6 +17,7 @@ import torch.distributed as dist
 from tests.support.proc import PATIENCE
 from tests.support.row_worlds import row
 from tests.support.threads import all_good, memory_store, run_ranks, soon
+from tests.support.world import until_true
 from xfer import background
 from xfer.errors import DeadlineExceeded, PeerLost
 from xfer.plan.program import Program
@@ -65,6 +69,46 @@ def test_what_is_not_contiguous_is_refused_because_gloo_would_send_other_bytes(m
     got = [strided, torch.zeros(8, 4, dtype=torch.uint8)]
     all_good(run_ranks(2, lambda r: (a, b)[r].broadcast(got[r], 0, soon())))
     assert not torch.equal(got[1], strided)
+
+
+def _stalls(store: str, nbytes: int) -> None:
+    """Another process, which is stopped while it sends."""
+    link = open_group(dist.FileStore(store, 2), 1, 2, 20.0)
+    link.send(torch.ones(nbytes, dtype=torch.uint8), 0, 0, time.monotonic() + 60.0)
+
+
+def test_abort_frees_a_wait_for_a_message_of_which_a_part_has_come_and_no_more_comes(tmp_path):
+    store, nbytes = str(tmp_path / "store"), 512 << 20
+    sender = multiprocessing.get_context("spawn").Process(target=_stalls, args=(store, nbytes))
+    sender.start()
+    try:
+        link = open_group(dist.FileStore(store, 2), 0, 2, 20.0)
+        got = torch.zeros(nbytes, dtype=torch.uint8)
+        raised = []
+
+        def receive() -> None:
+            try:
+                link.recv(got, 1, 0, time.monotonic() + 60.0)
+            except PeerLost as e:
+                raised.append(e)
+
+        thread = threading.Thread(target=receive)
+        thread.start()
+        until_true(lambda: bool(got[0]))
+        os.kill(sender.pid, signal.SIGSTOP)
+        time.sleep(0.1)  # what it had sent arrives
+        began = time.monotonic()
+        link.abort()
+        thread.join(10.0)
+        assert time.monotonic() - began < PATIENCE and isinstance(raised[0], Aborted)
+        there = got.count_nonzero()
+        assert there < nbytes, "this machine was too quick for the test"
+        os.kill(sender.pid, signal.SIGCONT)
+        sender.join(20.0)
+        assert got.count_nonzero() == there
+        link.close()
+    finally:
+        sender.kill()
 
 
 @pytest.mark.parametrize("blocked", ["recv", "send", "broadcast"])

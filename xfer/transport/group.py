@@ -8,6 +8,8 @@ Facts of gloo that shape this file (seen on torch 2.13, each pinned by a test):
 - A wait that expires closes all connections of the group. So there is no polling by short waits: a wait gets all the
   time that is left, and `abort` is one deliberate 1 ms wait for a message that nobody sends.
 - `ProcessGroup.abort()` does not free a blocked `recv().wait()`; that deliberate wait does, in milliseconds.
+- A wait for a message of which some bytes have come is not freed by that either: it ends at its own deadline. So a link waits on threads
+  of its own, and an abort frees whoever waits for these. The connection is closed all the same.
 - Nothing frees a thread that is inside the constructor of a group, where it waits for a peer that has published its
   address and died. So groups are made in background calls, which are given up when the caller is cancelled.
 - A connection is closed under the lock under which its bytes are read, so when `abort` has returned no byte of a
@@ -17,6 +19,7 @@ Facts of gloo that shape this file (seen on torch 2.13, each pinned by a test):
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +28,7 @@ from datetime import timedelta
 from typing import Protocol, TypeVar, cast
 
 import torch
-from torch.distributed import ProcessGroup, Store
+from torch.distributed import ProcessGroup, Store, Work
 
 from xfer.background import BackgroundCall
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
@@ -225,6 +228,7 @@ class GlooLink(Link):
         self.rank, self.size, self.labels, self.device = rank, size, labels, torch.device("cpu")
         self._aborted = threading.Event()
         self._lock = threading.Lock()
+        self._waits, self._idle = set[_Wait](), list[_Waiter]()
         self._pg: ProcessGroup | None = None
         if size == 1:
             return
@@ -273,12 +277,50 @@ class GlooLink(Link):
     def finish(self, deadline: float, poll: Callable[[], None] = lambda: None) -> None:
         """Does nothing: a message is complete when its wait returns."""
 
+    def wait(self, work: Work, seconds: float) -> bool:
+        """Wait for a message as `work.wait` does, but no longer than until the link is aborted.
+
+        Raises:
+            RuntimeError: As of torch.
+        """
+        try:
+            waiter = self._idle.pop()
+        except IndexError:
+            waiter = _Waiter()
+        wait = _Wait(work, timedelta(seconds=seconds))
+        self._waits.add(wait)
+        try:
+            if not self._aborted.is_set():  # an abort that comes after this finds the wait
+                waiter.begin(wait)
+                wait.over.wait()
+            if wait.said is None:
+                raise RuntimeError(_CLOSED_HERE)
+            return wait.result()
+        finally:
+            self._waits.discard(wait)
+            if wait.said is None or self._aborted.is_set():
+                waiter.end()
+            else:
+                self._idle.append(waiter)
+
     # ---- the end
 
     def abort(self, seconds: float = ABORT_S) -> None:
         self._aborted.set()
         with self._lock:
             pg = self._pg
+        try:
+            self._close_all(pg)
+        finally:
+            for wait in list(self._waits):
+                wait.over.set()
+            self._end_idle()
+
+    def _end_idle(self) -> None:
+        while self._idle:
+            self._idle.pop().end()
+
+    def _close_all(self, pg: ProcessGroup | None) -> None:
         if pg is None:
             return
         # One wait that expires closes every connection of the context; the other peers are tried in case that ever changes.
@@ -292,6 +334,7 @@ class GlooLink(Link):
 
     def close(self) -> None:
         self._aborted.set()
+        self._end_idle()
         with self._lock:
             self._pg = None
 
@@ -326,6 +369,48 @@ def not_closed(pg: ProcessGroup | None, link: Link):
     return pg
 
 
+class _Wait:
+    """One wait for a message. `over` is set when it has ended, or when the link is aborted: then nothing is `said`."""
+
+    __slots__ = ("work", "seconds", "over", "said")
+
+    def __init__(self, work: Work, seconds: timedelta):
+        self.work, self.seconds, self.over = work, seconds, threading.Event()
+        self.said: bool | RuntimeError | None = None
+
+    def run(self) -> None:
+        try:
+            self.said = self.work.wait(self.seconds) is not False
+        except RuntimeError as e:
+            self.said = e
+        self.over.set()
+
+    def result(self) -> bool:
+        if isinstance(self.said, RuntimeError):
+            raise self.said
+        return bool(self.said)
+
+
+class _Waiter:
+    """A thread in which one wait runs after the other."""
+
+    def __init__(self) -> None:
+        self._next: queue.SimpleQueue[_Wait | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="xfer-wait", daemon=True).start()
+
+    def _run(self) -> None:
+        while (wait := self._next.get()) is not None:
+            wait.run()
+            del wait  # else it keeps the message's storage until the next one
+
+    def begin(self, wait: _Wait) -> None:
+        self._next.put(wait)
+
+    def end(self) -> None:
+        """End the thread, after the wait that it is in."""
+        self._next.put(None)
+
+
 class _GlooPending:
     __slots__ = ("link", "work", "peer", "verb", "data")
 
@@ -336,7 +421,7 @@ class _GlooPending:
     def wait(self, deadline: float) -> None:
         left = max(0.001, deadline - time.monotonic())
         try:
-            done = self.work.wait(timedelta(seconds=left))
+            done = self.link.wait(self.work, left)
         except RuntimeError as e:
             raise self.link.error(e, self.peer, f"{self.data.numel()} bytes {self.verb}") from e
         if done is False:
