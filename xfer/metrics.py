@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from xfer.errors import Unsupported
-from xfer.participants.observers import EngineRefit, TrainerRefit
+from xfer.participants.observers import EngineFinished, TrainerFinished
 from xfer.participants.observers import observe as observe
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def observe_prometheus(registry: CollectorRegistry | None = None) -> Callable[[]
     torn = metric("Gauge", "xfer_engine_torn", "1 if the engine holds bytes that must not be served, else 0", "replica")
     engine_version = metric("Gauge", "xfer_engine_version", "Version that the engine serves, if a number", "replica")
 
-    def trainer(ended: TrainerRefit) -> None:
+    def trainer(ended: TrainerFinished) -> None:
         rank, report = str(ended.rank), ended.report
         refits.labels(rank, outcome_of(ended)).inc()
         if ended.error is not None:
@@ -99,7 +99,7 @@ def observe_prometheus(registry: CollectorRegistry | None = None) -> Callable[[]
         for s in REPLICA_STATES:
             replicas.labels(rank, s).set(states[s])
 
-    def engine(ended: EngineRefit) -> None:
+    def engine(ended: EngineFinished) -> None:
         replica = str(ended.replica)
         engine_refits.labels(replica, "committed" if ended.committed else "failed").inc()
         if ended.serving:
@@ -111,7 +111,7 @@ def observe_prometheus(registry: CollectorRegistry | None = None) -> Callable[[]
         if ended.version is not None:
             _set_number(engine_version.labels(replica), ended.version)
 
-    end = observe(lambda ended: trainer(ended) if isinstance(ended, TrainerRefit) else engine(ended))
+    end = observe(lambda ended: trainer(ended) if isinstance(ended, TrainerFinished) else engine(ended))
 
     def stop() -> None:
         end()
@@ -179,12 +179,12 @@ def trace_spans(provider: Any = None) -> Callable[[], None]:
             tracer.start_span(child, context=inside, start_time=int(since * 1e9)).end(int(until * 1e9))
         made.end(int(end * 1e9))
 
-    def told(ended: TrainerRefit | EngineRefit) -> None:
+    def told(ended: TrainerFinished | EngineFinished) -> None:
         now = time.time()
         attributes: dict[str, Any] = {"xfer.session": ended.session, "xfer.attempt": ended.attempt}
         if ended.error is not None:
             attributes |= {"error.type": type(ended.error).__name__, "xfer.error": ended.error.line()}
-        if isinstance(ended, EngineRefit):
+        if isinstance(ended, EngineFinished):
             began = now - sum(s for _, s in ended.phases)
             attributes |= {
                 "xfer.replica": ended.replica,
@@ -200,7 +200,7 @@ def trace_spans(provider: Any = None) -> Callable[[], None]:
     return observe(told)
 
 
-def outcome_of(ended: TrainerRefit) -> str:
+def outcome_of(ended: TrainerFinished) -> str:
     """ "committed": by all replicas; "partial": by some of them; "failed": by none, or not known."""
     report = ended.report
     if report is None or not report.committed:

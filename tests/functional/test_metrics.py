@@ -20,7 +20,7 @@ from examples.common.ports import free_port
 from tests.functional.test_extending import Trained
 from tests.support.tiny_engine import Engine
 from xfer import errors
-from xfer.participants.observers import EngineRefit, TrainerRefit, observe
+from xfer.participants.observers import EngineFinished, TrainerFinished, observe
 
 pytestmark = pytest.mark.engine
 TOKEN = "token of the metrics"
@@ -47,7 +47,7 @@ class Job:
         route = xfer.Direct(cache_dir=None)
         trainer = xfer.TensorTrainer(Trained())
         self.session = xfer.connect(trainer, at, TOKEN, replicas=2, deadline_s=30.0, route=route)
-        self.told: list[TrainerRefit | EngineRefit] = []
+        self.told: list[TrainerFinished | EngineFinished] = []
         self._heard = threading.Condition()
         self._end = lambda: None
 
@@ -208,10 +208,10 @@ def test_spans_of_one_refit_have_its_attempt_and_an_outage_is_its_calls_in_a_row
 def test_a_call_that_returns_early_is_told_once_with_its_own_seconds(job):
     job.listen()
     early = job.session.refit(wait="sources")
-    assert not any(isinstance(x, TrainerRefit) for x in job.told)
+    assert not any(isinstance(x, TrainerFinished) for x in job.told)
     later = job.session.refit()
     job.ended(2)
-    first, second = (x for x in job.told if isinstance(x, TrainerRefit))
+    first, second = (x for x in job.told if isinstance(x, TrainerFinished))
     assert (first.attempt, second.attempt) == (1, 2) and first.error is None and second.report.committed == 2
     assert first.report == later.before and first.seconds == first.report.seconds
     assert first.seconds == pytest.approx(early.seconds, abs=0.01)

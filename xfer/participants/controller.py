@@ -467,7 +467,9 @@ class Controller:
         committed = serves and isinstance(decision, m.Commit)
         why = None if committed else self.error if isinstance(decision, m.Commit) else decision.error.error()
         here = party.welcome.session, arm.attempt, self.replica
-        observers.tell(observers.EngineRefit(*here, committed, serves, self.torn, *(now[0], now[2]), calls.phases, why))
+        observers.tell(
+            observers.EngineFinished(*here, committed, serves, self.torn, *(now[0], now[2]), calls.phases, why)
+        )
         return lost
 
     def _carry_out(self, calls: _EngineCalls, decision: m.Commit | m.Settle, party: RendezvousClient) -> bool:

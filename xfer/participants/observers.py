@@ -19,7 +19,7 @@ logger = logging.getLogger("xfer")
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerRefit:
+class TrainerFinished:
     """The end of a refit on one trainer rank.
 
     Attributes:
@@ -40,7 +40,7 @@ class TrainerRefit:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineRefit:
+class EngineFinished:
     """The end of a refit on one replica, told by its controller.
 
     Attributes:
@@ -68,7 +68,7 @@ class EngineRefit:
     error: XferError | None
 
 
-Observer = Callable[[TrainerRefit | EngineRefit], None]
+Observer = Callable[[TrainerFinished | EngineFinished], None]
 _observers: tuple[Observer, ...] = ()
 
 
@@ -76,7 +76,7 @@ def observe(observer: Observer) -> Callable[[], None]:
     """Call a function at the end of each refit of this process's sessions and controllers.
 
     Args:
-        observer: Called with a `TrainerRefit` on a trainer rank, before its call returns or raises, and with an `EngineRefit` where
+        observer: Called with a `TrainerFinished` on a trainer rank, before its call returns or raises, and with an `EngineFinished` where
             `serve` was called, after the engine serves again. After `wait="sources"`, a trainer rank calls it once the outcome
             is known, in the next call. What it raises is logged and changes nothing.
 
@@ -93,7 +93,7 @@ def observe(observer: Observer) -> Callable[[], None]:
     return end
 
 
-def tell(ended: TrainerRefit | EngineRefit) -> None:
+def tell(ended: TrainerFinished | EngineFinished) -> None:
     """Tell all observers of this process."""
     for observer in _observers:
         try:

@@ -397,7 +397,7 @@ class TrainerSession:
         finally:
             if refit.report is not None or error is not None:
                 here = self._party.welcome.session, refit.number, self.index
-                observers.tell(observers.TrainerRefit(*here, refit.elapsed, refit.report, error))
+                observers.tell(observers.TrainerFinished(*here, refit.elapsed, refit.report, error))
 
     def _let_go(self, report: RefitReport) -> RefitReport:
         """Log a report, note its label as used, and free storages that an earlier failed refit kept alive.
