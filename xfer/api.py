@@ -81,7 +81,7 @@ class Session:
             delta: "auto" sends of each message only the elements that changed since the last refit that the replica committed,
                 if that is less, and else all of it. The engine ends up with the same bytes. This rank keeps a copy of what it
                 sent, until `release` (`extra_bytes` of the report has its size). Bytes that workers pull from a trainer's
-                memory on their own host are not affected. Default: send all bytes, keep no copy.
+                memory on their own host are not affected, nor is the packed route. Default: send all bytes, keep no copy.
 
         Returns:
             The outcome on each replica, with seconds and bytes.
