@@ -12,6 +12,7 @@ plain torch; vllm_layout.py runs vLLM's forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -78,6 +79,24 @@ class Lock:
     def bound(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the binding table of a refit: `tensors` with scratch in place of the locked storage."""
         return {**tensors, self.root: self.scratch}
+
+
+def kept(lock: Lock | None, layout: EngineLayout, live: LiveStorages) -> tuple[Lock | None, EngineLayout]:
+    """Return the lock, if a layout that was read anew still allows it, in the state that it has, and the layout whose tensors are the
+    binding table of a refit."""
+    if lock is None or lock.slot not in candidates(layout, live):
+        return None, layout
+    lock.moved_to(live.tensors[lock.root])
+    return lock, replace(layout, tensors=lock.bound(layout.tensors))
+
+
+def rebound(lock: Lock | None, layout: EngineLayout, live: LiveStorages) -> Mapping[str, torch.Tensor]:
+    """Return the binding table of a layout whose storages are now those of `live`."""
+    tensors = {r.name: live.tensors.get(r.name, layout.tensors[r.name]) for r in layout.roots}
+    if lock is None:
+        return tensors
+    lock.moved_to(tensors[lock.root])
+    return lock.bound(tensors)
 
 
 def candidates(layout: EngineLayout, live: LiveStorages) -> list[LiveSlot]:

@@ -35,7 +35,7 @@ from xfer.engines.layout import (
     without_roots,
 )
 from xfer.engines.live import DRAFT, LiveStorages
-from xfer.engines.lock import Lock, candidates, choose
+from xfer.engines.lock import Lock, choose, kept, rebound
 from xfer.engines.processed import Processed, read_processed
 from xfer.engines.quantized import with_quantized
 from xfer.engines.relaid import AfterLoading, refuse_computed
@@ -197,12 +197,8 @@ class EngineModel:
             raise
         self._live, self._layout, self._copies = live, layout, copies
         self._kept = LeftAlone(live, layout.kept, self._constants(copies)) if self._may_sleep() else None
-        if self._lock is not None and any(s == self._lock.slot for s in candidates(layout, live)):
-            # The layout is read again and the lock still qualifies. It keeps its state, engaged or not.
-            self._lock.moved_to(live.tensors[self._lock.root])
-            self._layout = layout = replace(layout, tensors=self._lock.bound(layout.tensors))
-        else:
-            self._lock = None
+        self._lock, layout = kept(self._lock, layout, live)
+        self._layout = layout
         self._tensors = layout.tensors
         return layout
 
@@ -255,12 +251,8 @@ class EngineModel:
             raise _not_read()
         self._live = live = self.live.rebound()
         self._copies.look()  # it compares with the storages, which are new
-        tensors = {r.name: live.tensors.get(r.name, layout.tensors[r.name]) for r in layout.roots}
-        if self._lock is not None:
-            self._lock.moved_to(tensors[self._lock.root])
-            tensors = self._lock.bound(tensors)
-        self._tensors = tensors
-        return tensors
+        self._tensors = rebound(self._lock, layout, live)
+        return self._tensors
 
     def _twin(self, watch: Watch) -> torch.nn.Module:
         from xfer.engines.meta_model import make_meta_model

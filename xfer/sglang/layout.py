@@ -19,7 +19,7 @@ from xfer.engines.checks import agreed, matches, refuse_other_family
 from xfer.engines.copies import Copies, attributes
 from xfer.engines.layout import EngineLayout, read_layout, refuse_kept_in_vain, run_recipes
 from xfer.engines.live import LiveStorages
-from xfer.engines.lock import Lock, candidates, choose
+from xfer.engines.lock import Lock, choose, kept, rebound
 from xfer.errors import LayoutError, Unsupported, XferError
 from xfer.sglang.meta import after_loading, finish_loading, make_model
 from xfer.trace.loader import trace_loader
@@ -106,12 +106,8 @@ class SGLangModel:
         if self.keep:
             refuse_kept_in_vain(self.keep, live.slots, storages, traced, whole=True)
         layout = read_layout(live, storages, traced, keep=self.keep, device=self.device)
+        self._lock, layout = kept(self._lock, layout, live)
         self._live, self._layout, self._copies, self._tensors = live, layout, copies, layout.tensors
-        if self._lock is not None and any(s == self._lock.slot for s in candidates(layout, live)):
-            self._lock.moved_to(live.tensors[self._lock.root])
-            self._tensors = self._lock.bound(layout.tensors)
-        else:
-            self._lock = None
         return layout
 
     def _trace(self, specs: Sequence[TensorSpec], *, processed: bool = False) -> tuple[torch.nn.Module, Traced]:
@@ -189,12 +185,8 @@ class SGLangModel:
         self._live = live = self.live.rebound()
         if self._copies is not None:
             self._copies.look()  # it compares with the storages, which are new
-        tensors = {r.name: live.tensors.get(r.name, layout.tensors[r.name]) for r in layout.roots}
-        if self._lock is not None:
-            self._lock.moved_to(tensors[self._lock.root])
-            tensors = self._lock.bound(tensors)
-        self._tensors = tensors
-        return tensors
+        self._tensors = rebound(self._lock, layout, live)
+        return self._tensors
 
     # ---- the lock
 
