@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import statistics
 import sys
 import tempfile
@@ -27,11 +26,11 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the hosts have no reverse names
 
-from benchmarks.hosts import MIB, PAYLOAD, scaled
+from benchmarks.hosts import MIB, PAYLOAD, scaled, with_hosts
 from benchmarks.lib import command
 from benchmarks.lib.host_ranks import MappingWorld, some
 from benchmarks.lib.layouts import ROWS
-from tests.support.hosts import Cluster, missing
+from tests.support.hosts import Cluster
 from xfer.plan.fabric_file import read_site
 
 HEAD = (
@@ -121,10 +120,6 @@ def measure(a: argparse.Namespace, name: str) -> list[Measured]:
 def arguments() -> argparse.Namespace:
     p = command.parser("delta", __doc__)
     p.add_argument("--map", default="4B TP2xDP4", help="mappings whose name contains this")
-    p.add_argument("--mbit", type=float, default=100.0, help="rate of a NIC, Mbit/s each way")
-    p.add_argument(
-        "--seconds", type=float, default=1.0, help="about the time of a refit of all bytes; decides the size of models"
-    )
     p.add_argument(
         "--changed",
         type=float,
@@ -132,18 +127,11 @@ def arguments() -> argparse.Namespace:
         default=[0.001, 0.01, 0.05, 0.1, 0.5],
         help="shares of the elements that change",
     )
-    p.add_argument("--repeats", type=int, default=5)
-    p.add_argument("--deadline", type=float, default=60.0, help="of one refit, seconds")
-    p.add_argument("--json", type=Path, help="write all figures there")
-    return p.parse_args()
+    return with_hosts(p)
 
 
 def main() -> int:
     a = arguments()
-    if why := missing():
-        print(why)
-        return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # hosts and ranks end with this process's objects
     print(f"a NIC of {a.mbit:g} Mbit/s for each host, {os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}")
     print("| " + " | ".join(HEAD) + " |\n|" + "---|" * len(HEAD), flush=True)
     rows = [row for name in ROWS if a.map in name for row in measure(a, name)]

@@ -230,11 +230,7 @@ def arguments() -> argparse.Namespace:
     p = command.parser("hosts", __doc__)
     p.add_argument("--map", default="", help="only mappings whose name contains this")
     p.add_argument("--ranks", type=int, default=1, help="ranks of a host, which share its NIC")
-    p.add_argument("--mbit", type=float, default=100.0, help="rate of a NIC, Mbit/s each way")
     p.add_argument("--tcp", default="reno", help="congestion control, such as bbr; the kernel must have it")
-    p.add_argument(
-        "--seconds", type=float, default=1.0, help="about the floor of each mapping; decides the size of models"
-    )
     p.add_argument(
         "--messages", type=float, nargs="+", default=[64.0], help="largest message, MiB of the real model's bytes"
     )
@@ -250,18 +246,28 @@ def arguments() -> argparse.Namespace:
         default=[NONE],
         help="whether replicas hand bytes on, and how",
     )
+    return with_hosts(p)
+
+
+def with_hosts(p: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the command line of a benchmark on emulated hosts, or exit with 2 if this machine cannot make any."""
+    p.add_argument("--mbit", type=float, default=100.0, help="rate of a NIC, Mbit/s each way")
+    p.add_argument(
+        "--seconds", type=float, default=1.0, help="about the floor of each mapping; decides the size of models"
+    )
     p.add_argument("--repeats", type=int, default=5)
     p.add_argument("--deadline", type=float, default=60.0, help="of one refit, seconds")
     p.add_argument("--json", type=Path, help="write all figures there")
-    return p.parse_args()
+    a = p.parse_args()
+    if why := missing():
+        print(why)
+        sys.exit(2)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # hosts and ranks end with this process's objects
+    return a
 
 
 def main() -> int:
     a = arguments()
-    if why := missing():
-        print(why)
-        return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # hosts and ranks end with this process's objects
     nic = f"a NIC of {a.mbit:g} Mbit/s for each {'rank' if a.apart else 'host'}"
     print(f"{a.ranks} ranks a host, {nic}, {os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}")
     print("| " + " | ".join(HEAD) + " |\n|" + "---|" * len(HEAD), flush=True)

@@ -12,8 +12,8 @@ import sys
 import urllib.request
 from pathlib import Path
 
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Goes straight to the server, whatever proxies the environment names."""
+from examples.grpo.client import DIRECT
+
 ENGINE = dict(
     skip_tokenizer_init=True, enforce_eager=True, max_model_len=128, max_num_seqs=8, block_size=32, num_gpu_blocks_override=64
 )  # fmt: skip
