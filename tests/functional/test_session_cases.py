@@ -503,16 +503,17 @@ def test_a_worker_that_cannot_read_from_others_takes_its_bytes_from_the_trainers
 @SEEDS
 @FORMS
 def test_storages_that_move_are_handed_on_from_where_they_are_and_released_before_they_are_freed(seed, pulled):
-    """A trainer's storages move, then those of a replica in the middle. The old ones hold NaN."""
+    """A trainer's storages move, then those of a replica in the middle, then those of all replicas. The old ones hold NaN."""
     with relayed(seed, workers=2, pulled=pulled) as job:
         job.sources[0].move()
         assert kinds(job) == formed(pulled, range(3), 3)[0]
-        for t in job.engines[1].takers:
-            for name, old in list(t.live.items()):
-                t.live[name] = old.clone()
-                old.fill_(float("nan"))
-            t.spare = t.spare.clone()
-        assert kinds(job) == formed(pulled, range(3), 3)[0]
+        for some in (job.engines[1:2], job.engines):
+            for t in [t for e in some for t in e.takers]:
+                for name, old in list(t.live.items()):
+                    t.live[name] = old.clone()
+                    old.fill_(float("nan"))
+                t.spare = t.spare.clone()
+            assert (kinds(job), order(job)) == formed(pulled, range(3), 3)
         job.sessions[0].release()
         assert not cpu_peer.MAPPED
 

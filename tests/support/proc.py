@@ -72,10 +72,11 @@ def methods(of: object) -> list[Callable[..., None]]:
 
 def environment(**more: str) -> dict[str, str]:
     path = [str(ROOT / "tests" / "support" / "jittered")] if os.environ.get("XFER_JITTER_CHILDREN") == "1" else []
+    path += [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1", "XFER_CPU_RESIDENT": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR",
-        "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "PYTHONPATH": os.pathsep.join([*path, str(ROOT)]), **more,
+        "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "PYTHONPATH": os.pathsep.join(path), **more,
     }  # fmt: skip
 
 

@@ -134,6 +134,8 @@ def held_up_by(refit: Refit, part: ReplicaRefit) -> ReplicaRefit | None:
             if not mine.rings and not other.arming and _alike(r, mine):
                 return None
         elif other.arming and (r.phase.opening or r.phase is ReplicaPhase.READY):
+            if not r.phase.opening and r.index > mine.index and not _offers(mine):
+                continue  # both have to open their routes again: one of them is the first
             known = not (r.stale or mine.stale) and r.phase is not ReplicaPhase.PLANNING
             if not known or _equal(r, mine):
                 return other
