@@ -227,7 +227,8 @@ class ReplicaRefit:
         """Every rank is done: commit, if the checksums agree."""
         co, r, refit = self.refit.coordinator, self.replica, self.refit
         if bad := [*self._checksum_violations(), *self._holder_violations()] if refit.verify else []:
-            return self.fail(VerificationError(f"replica {r.index}: version {refit.version!r} was not committed", bad))
+            error = VerificationError(f"replica {r.index}: version {refit.version!r} was not committed", bad)
+            return co.fail(self, error)
         self.verified = refit.verify
         co.refits.had(refit.version)
         self.decided_at = co.now
@@ -256,7 +257,7 @@ class ReplicaRefit:
                 f"replica {r.index}: its controller gave up waiting for the decision",
                 [f"waiting for {w}" for w in self.waiting_for()],
             )
-            self.fail(error)
+            self.refit.coordinator.fail(self, error)
             self.error = self.error or error  # a decision that was taken cannot be taken back
             self.dirty = self.dirty or not msg.serving
         self.said = msg
@@ -268,8 +269,8 @@ class ReplicaRefit:
 
     # ---- back
 
-    def fail(self, error: XferError, by: Client | None = None, gone: bool = False) -> None:
-        """End this replica's part because of `error`.
+    def end(self, error: XferError, by: Client | None = None, gone: bool = False) -> None:
+        """End this replica's part because of `error`. Only `Coordinator.fail` calls this.
 
         Before the decision the replica aborts. After it nothing can be taken back: a worker that does not install leaves the
         replica torn, and errors of other processes do not count, since only the workers are needed.
@@ -291,7 +292,6 @@ class ReplicaRefit:
             r.tell(m.Settle(self.refit.number, True, m.WireError.of(error, "rendezvous")))
             self.dirty = before is not Phase.ARMING
             self.to(Phase.OVER)
-            co.soon(self.refit.finish_if_over)
         elif before is Phase.COMMITTING and by is not None and by.hello.role == "worker":
             self.error, r.relink = error, True
             return self._settle(True)
@@ -328,9 +328,8 @@ class ReplicaRefit:
         self._stopped()
         if self.phase is Phase.COMMITTING:
             version = self.refit.version
-            self.fail(
-                EngineLost(f"{client.label} left its call before it had installed version {version!r}"), by=client
-            )
+            error = EngineLost(f"{client.label} left its call before it had installed version {version!r}")
+            self.refit.coordinator.fail(self, error, by=client)
 
     def _stopped(self) -> None:
         if self.phase is Phase.ABORTING and all(w in self.stopped for w in self.armed if w in self.replica.workers):
@@ -347,8 +346,8 @@ class ReplicaRefit:
             error = DeadlineExceeded(
                 f"{late} within {STOP_GRACE_S:.0f} s of the decision", [f"waiting for {w}" for w in self.waiting_for()]
             )
-            self.fail(error, by=next(c for i, c in r.workers.items() if i not in self.committed))
-            self.refit.finish_if_over()
+            missing = next(c for i, c in r.workers.items() if i not in self.committed)
+            self.refit.coordinator.fail(self, error, by=missing)
 
     def _settle(self, dirty: bool) -> None:
         self.dirty = dirty or self.replica.dirty  # torn by an earlier refit, which this one did not repair
@@ -379,7 +378,6 @@ class ReplicaRefit:
             if self.phase is Phase.SETTLING or r.unsettled == refit.number:
                 late = f"replica {r.index} was not back in service {SETTLE_GRACE_S:.0f} s after the decision"
                 co.fail(r, EngineLost(late, stuck), gone=True)
-                refit.finish_if_over()
 
         co.at(max(co.now, refit.until) + ANSWER_GRACE_S, unsettled, of=refit)
         co.at(co.now + SETTLE_GRACE_S, never)

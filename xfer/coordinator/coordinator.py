@@ -331,7 +331,8 @@ class Coordinator:
         gone: bool = False,
         left: bool = False,
     ) -> None:
-        """End what can no longer succeed, and tell the processes that wait for it. The only way to fail.
+        """End what can no longer succeed, and tell the processes that wait for it. The only way to fail:
+        a refit whose parts are all over then ends after the present event.
 
         Args:
             scope: This coordinator: the job, with the running refit and all later ones. A refit: the parts of all replicas
@@ -353,8 +354,8 @@ class Coordinator:
             self._end(scope, error, by, gone)
         elif refit is not None:
             for part in scope.parts.values() if isinstance(scope, Refit) else [scope]:
-                part.fail(error, by)
-            refit.finish_if_over()
+                part.end(error, by)
+            self.soon(refit.finish_if_over)
 
     def _end(self, r: Replica, error: XferError, by: Client | None, gone: bool) -> None:
         """Replica `r` cannot go on: one of its processes is gone, or it got no plan or link, or a process cannot join."""
@@ -364,8 +365,9 @@ class Coordinator:
             return
         if gone:
             r.phase, r.error = ReplicaPhase.LOST, error
-            if part is not None:
-                part.fail(error, gone=True)
+            if refit is not None and part is not None:
+                part.end(error, gone=True)
+                self.soon(refit.finish_if_over)
             relays.left(self, r)
             waiting, unheard = r.processes(), part is None  # else the outcome tells the trainers
         else:

@@ -247,7 +247,8 @@ class Refit:
             return
         for part in late:
             since = f"replica {part.replica.index} is put aside: its engine is not back in service since refit {part.replica.unsettled}"
-            part.fail(EngineLost(since, ["it takes part again when its controller has brought it back"]))
+            error = EngineLost(since, ["it takes part again when its controller has brought it back"])
+            self.coordinator.fail(part, error)
 
     def _compare_samples(self) -> None:
         """Before a byte moves: compare the samples of trainers that hold the same boxes.
@@ -338,7 +339,7 @@ class Refit:
             return False
         # Trainers have said what they export now. A worker whose catalog is older is reading the newer one.
         if now := [a.unread for a in part.unread.values() if a.unread is not None and a.generation == co.generation]:
-            part.fail(now[0].error())
+            co.fail(part, now[0].error())
         elif r.phase.before_ready:
             pass
         elif r.stale:
@@ -387,7 +388,7 @@ class Refit:
             if part.phase in (Phase.ARMING, Phase.MOVING):
                 version = "?" if self.version is None else repr(self.version)
                 late = f"refit of version {version} to replica {part.replica.index} ended at its deadline of {self.deadline_s:.1f} s"
-                part.fail(DeadlineExceeded(late, [f"waiting for {w}" for w in part.waiting_for()]))
+                self.coordinator.fail(part, DeadlineExceeded(late, [f"waiting for {w}" for w in part.waiting_for()]))
         self.finish_if_over()
 
     # ---- the end

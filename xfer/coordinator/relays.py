@@ -208,12 +208,9 @@ def fallen(refit: Refit, part: ReplicaRefit, error: XferError) -> None:
     """A replica failed. A replica that reads from it cannot get a whole version, unless all parts are ready."""
     for other in _readers(refit, part):
         if any(part.ready_parts.get(w) != ALL_PARTS for w in other.replica.follows):
-            other.fail(
-                PeerLost(
-                    f"replica {other.replica.index} takes its weights from replica {part.replica.index}, which failed",
-                    [str(error), "the next refit takes them from another one, or from the trainers"],
-                )
-            )
+            why = f"replica {other.replica.index} takes its weights from replica {part.replica.index}, which failed"
+            advice = "the next refit takes them from another one, or from the trainers"
+            refit.coordinator.fail(other, PeerLost(why, [str(error), advice]))
 
 
 def left(co: Coordinator, replica: Replica) -> None:
