@@ -246,6 +246,10 @@ def _sim() -> Simulation:
     return Simulation.now_running
 
 
+def _running() -> object:
+    return Simulation.now_running.running if Simulation.now_running is not None else "no simulation"
+
+
 def _until(seconds: float | None) -> float:
     return FOREVER if seconds is None or seconds < 0 else _sim().now + seconds
 
@@ -323,7 +327,7 @@ class Lock:
                 sim.block(lambda: self._owner is None, _until(timeout))
         if self._owner is not None:
             return False
-        self._owner = True
+        self._owner = _running()
         return True
 
     def release(self) -> None:
@@ -336,8 +340,9 @@ class Lock:
     def __enter__(self):
         return self.acquire()
 
-    def __exit__(self, *exc):
-        self.release()
+    def __exit__(self, kind=None, *_):
+        if kind is not Killed or self._owner is _running():  # a thread that waits for the lock may be killed
+            self.release()
 
 
 class Condition:
@@ -349,7 +354,7 @@ class Condition:
         return self._lock.__enter__()
 
     def __exit__(self, *exc):
-        self._lock.release()
+        self._lock.__exit__(*exc)
 
     def wait(self, timeout: float | None = None) -> bool:
         told = self._told
