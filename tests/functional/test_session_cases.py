@@ -31,7 +31,8 @@ from xfer.rendezvous import client
 from xfer.transport import p2p, relay_place, routes
 from xfer.transport.p2p import P2P
 
-SEEDS = pytest.mark.parametrize("seed", range(2))
+SEEDS = pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+"""Two orders of everything that a test leaves open. In CI one, beside the hundred jobs of test_session.py."""
 
 
 @contextmanager
