@@ -59,6 +59,7 @@ class Session:
         min_replicas: int | None = None,
         deadline_s: float | None = None,
         delta: Literal["auto"] | None = None,
+        at_once: int | None = None,
     ) -> RefitReport:
         """Move this trainer's current weights into every engine replica.
 
@@ -82,6 +83,9 @@ class Session:
                 if that is less, and else all of it. The engine ends up with the same bytes. This rank keeps a copy of what it
                 sent, until `release` (`extra_bytes` of the report has its size). Bytes that workers pull from a trainer's
                 memory on their own host are not affected, nor is the packed route. Default: send all bytes, keep no copy.
+            at_once: Most replicas that are out of service at the same time: the next one is paused when another serves again, and
+                none before all trainers are ready. A replica that is not done when its share of the time to the deadline is over
+                leaves the refit, and the next one begins. Not after `prepare`, which pauses all. Default: all at once.
 
         Returns:
             The outcome on each replica, with seconds and bytes.
@@ -92,7 +96,13 @@ class Session:
                 the engines.
         """
         return self._session.refit(
-            version=version, verify=verify, wait=wait, min_replicas=min_replicas, deadline_s=deadline_s, delta=delta
+            version=version,
+            verify=verify,
+            wait=wait,
+            min_replicas=min_replicas,
+            deadline_s=deadline_s,
+            delta=delta,
+            at_once=at_once,
         )
 
     def publish(
@@ -103,6 +113,7 @@ class Session:
         min_replicas: int | None = None,
         deadline_s: float | None = None,
         delta: Literal["auto"] | None = None,
+        at_once: int | None = None,
     ) -> RefitReport:
         """Begin a refit and return when this rank is ready: engines read its weights while the next forward and backward run.
 
@@ -117,7 +128,13 @@ class Session:
             XferError: As `refit`, for what fails before this rank is ready.
         """
         return self._session.refit(
-            version=version, verify=verify, wait="ready", min_replicas=min_replicas, deadline_s=deadline_s, delta=delta
+            version=version,
+            verify=verify,
+            wait="ready",
+            min_replicas=min_replicas,
+            deadline_s=deadline_s,
+            delta=delta,
+            at_once=at_once,
         )
 
     def fence(self) -> float:
@@ -368,6 +385,7 @@ def nccl_xfer_refit(
     min_replicas: int | None = None,
     deadline_s: float | None = None,
     delta: Literal["auto"] | None = None,
+    at_once: int | None = None,
 ) -> RefitReport:
     """Call `session.refit(...)`, which documents the arguments, the result and the errors.
 
@@ -379,7 +397,14 @@ def nccl_xfer_refit(
         min_replicas: See there.
         deadline_s: See there.
         delta: See there.
+        at_once: See there.
     """
     return session.refit(
-        version=version, verify=verify, wait=wait, min_replicas=min_replicas, deadline_s=deadline_s, delta=delta
+        version=version,
+        verify=verify,
+        wait=wait,
+        min_replicas=min_replicas,
+        deadline_s=deadline_s,
+        delta=delta,
+        at_once=at_once,
     )

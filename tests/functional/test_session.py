@@ -5,6 +5,7 @@ What docs/design.md promises is held here for any interleaving of calls, deaths,
 storages that move, layouts and exports that change, replicas that leave and join, late and repeated messages:
 
 - an engine serves the bytes of one version, exactly those that trainers held at that call, and nothing writes while it serves;
+- with `at_once=k` no more than k engines are out of service for a refit at the same time, but for one whose turn ended while it hung;
 - a trainer may overwrite its weights as soon as its call has ended, or its fence if it published;
 - every call ends within its bound, with a report or an error of xfer, and all ranks hear the same;
 - whatever happened, the next refit commits on every replica that is connected; where a trainer is gone, once all have started again;
@@ -56,16 +57,17 @@ class Cluster(RuleBasedStateMachine):
         forms=st.sampled_from([*[(None,)] * 3, (ScaleRule.IEEE,), (None, *ScaleRule)]),
         again=st.booleans(),
         delta=st.sampled_from([None, "auto"]),
+        at_once=st.sampled_from([None, 1, 2]),
         seed=st.integers(0, 1 << 20),
     )
     def connect(
-        self, trainers, replicas, workers, pulled, relay, in_step, holds, computes, forms, again, delta, seed
+        self, trainers, replicas, workers, pulled, relay, in_step, holds, computes, forms, again, delta, at_once, seed
     ) -> None:
         self.again = again
         self.sim = Simulation(seed).__enter__()
         self.job = Job(
             self.sim, trainers, replicas, workers,
-            pulled=pulled, relay=relay, in_step=in_step, holds=holds, computes=computes, forms=forms, delta=delta,
+            pulled=pulled, relay=relay, in_step=in_step, holds=holds, computes=computes, forms=forms, delta=delta, at_once=at_once,
         )  # fmt: skip
 
     def who(self, n: int, kinds: str = "tcw") -> str | None:

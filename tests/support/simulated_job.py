@@ -22,7 +22,7 @@ from xfer.direct import trainer, worker  # noqa: F401  # before a simulation rep
 from xfer.errors import EngineLost, VerificationError, XferError
 from xfer.kernels.block_fp8 import ScaleRule
 from xfer.participants import faults
-from xfer.participants.controller import ControllerPhase
+from xfer.participants.controller import Controller, ControllerPhase, _EngineCalls
 from xfer.transport import routes
 
 DEADLINE_S = 60.0
@@ -176,11 +176,12 @@ class Job(World):
     def __init__(
         self, sim: Simulation, trainers: int, replicas: int, workers: int, *, pulled: bool = False, relay: bool = False,
         in_step: bool = False, holds: bool = False, computes: bool = False, forms: Sequence[ScaleRule | None] = (None,),
-        delta: str | None = None, **how
+        delta: str | None = None, at_once: int | None = None, **how
     ):  # fmt: skip
         super().__init__(trainers, workers, replicas, DEADLINE_S, host_pull=pulled, relay=relay, drop=("extra",), **how)
         self.sim, self.in_step, self.last = sim, in_step, 0
-        self.forms, self.made, self.delta = forms, [], delta
+        self.forms, self.made, self.delta, self.at_once = forms, [], delta, at_once
+        self.turns: set[int] = set()  # replicas whose engines are out of service for a refit
         self.controlled = [""] * replicas  # by replica: the process of its controller
         self.faults: dict[tuple[str, str], str] = {}
         self.calls, self.running = [0] * self.trainers, {}
@@ -201,12 +202,36 @@ class Job(World):
         sim.patch(world, "free_port", lambda: 1)
         sim.patch(faults, "point", self.point)
         sim.patch(faults, "wants", self.wants)
+        self.count_turns()
         sim.patch_item(routes.PEERS, "cpu", cpu_peer)
         cpu_peer.Hold.clear()
         for some in (cpu_peer.REFUSED, cpu_peer.MAPPED):
             some.clear()
         self.connect()
         self.coordinator.hold_s = HOLD_S if holds else 0.0
+
+    def count_turns(self) -> None:
+        """No more engines are out of service for a refit than it allows. Replicas that may be out for another reason do not count,
+        nor do those whose turn has ended while they hung."""
+        opened, carried = _EngineCalls.open, Controller._carry_out
+
+        def open(calls: _EngineCalls) -> None:
+            self.turns.add(calls._replica)
+            refit = self.coordinator.refit
+            if refit is not None and refit.number == calls.arm.attempt and refit.turns.at_once:
+                late = {p.replica.index for p in refit.turns._late}
+                here = self.turns - self.hurt - late
+                self.sim.must(len(here) <= refit.turns.at_once, f"{here} are out of service at once")
+            opened(calls)
+
+        def carry_out(controller: Controller, *decision) -> bool:
+            try:
+                return carried(controller, *decision)
+            finally:
+                self.turns.discard(controller.replica)
+
+        self.sim.patch(_EngineCalls, "open", open)
+        self.sim.patch(Controller, "_carry_out", carry_out)
 
     def serve(self, engine, replica: int):
         self.controlled[replica] = f"replica {replica} controller at {self.sim.turns}"
@@ -280,7 +305,7 @@ class Job(World):
         self.calls[i] += 1
         version = self.calls[i]
         self.last = max(self.last, version)
-        options = REFIT | dict(version=version, deadline_s=DEADLINE_S, delta=self.delta) | how
+        options = REFIT | dict(version=version, deadline_s=DEADLINE_S, delta=self.delta, at_once=self.at_once) | how
         began, bound = self.sim.now, options["deadline_s"] + CALL_GRACE_S + 0.01
         if (pending := self.sessions[i].pending) is not None:  # it first waits for the outcome of the call before
             bound += max(CALL_GRACE_S, pending.ends - began)
@@ -341,8 +366,11 @@ class Job(World):
         there = [not self.out(e.replica) for e in self.engines]
         missing = {r for r, here in enumerate(there) if not here}
         assert missing <= self.hurt, "a replica takes part no more, and nothing happened to it"
+        prepared = self.coordinator.refit is not None
         for i in range(self.trainers):
-            self.call(i, verify=verify, min_replicas=sum(there))
+            self.call(
+                i, verify=verify, min_replicas=sum(there), at_once=None if prepared else self.at_once
+            )  # prepared: all are paused
         sim.block(lambda: not self.running, sim.now + SOON_S)
         assert not self.running, self.coordinator.refit and self.coordinator.refit.waiting_for()
         self.agree()

@@ -30,7 +30,7 @@ from xfer.trace.traced import Traced
 from xfer.trace.traced import TrainerLayout as ToyLayout
 
 TOKEN = "token of the test world"
-REFIT = dict(version=None, verify=True, wait="commit", min_replicas=None, deadline_s=None, delta=None)
+REFIT = dict(version=None, verify=True, wait="commit", min_replicas=None, deadline_s=None, delta=None, at_once=None)
 HOST_PULL = False
 """For all worlds of a module that says so."""
 

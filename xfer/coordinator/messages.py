@@ -23,7 +23,7 @@ from msgspec import Meta, Struct
 from xfer.errors import ProtocolError, XferError, from_wire
 from xfer.plan.explain import size
 
-WIRE_VERSION = 23
+WIRE_VERSION = 24
 """Sent in the challenge (rendezvous/channel.py), before any message that another version could not decode."""
 MAX_FRAME = 1 << 30
 """Bytes of one control frame. All layouts of a thousand ranks take well below 1 MB."""
@@ -300,7 +300,7 @@ class Enter(WireMessage, frozen=True):
 
     It is sent before anything that may wait for other ranks, so that the coordinator's deadline runs and its error can name
     the ranks that have not called. `version` None: the coordinator numbers the version. `delta`: send what changed, where that is
-    less.
+    less. `at_once`: most replicas that are out of service at the same time; 0: all.
     """
 
     attempt: Count
@@ -309,6 +309,7 @@ class Enter(WireMessage, frozen=True):
     min_replicas: Count
     deadline_s: Seconds
     delta: bool = False
+    at_once: Count = 0
 
 
 class Ready(WireMessage, frozen=True):

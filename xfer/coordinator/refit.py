@@ -19,7 +19,8 @@ from xfer.coordinator.commit import Phase, ReplicaRefit
 from xfer.coordinator.deadlines import ARM_AHEAD_S, TOGETHER_S
 from xfer.coordinator.messages import Label
 from xfer.coordinator.state import ReplicaPhase, broadcast
-from xfer.errors import DeadlineExceeded, EngineLost, PlanMismatch, ProtocolError, VerificationError
+from xfer.coordinator.turns import Turns
+from xfer.errors import DeadlineExceeded, EngineLost, PlanMismatch, ProtocolError, Unsupported, VerificationError
 
 if TYPE_CHECKING:
     from xfer.coordinator.coordinator import Coordinator
@@ -101,10 +102,11 @@ class Refit:
         number: which refit of the session this is, from 1.
         deadline_s: seconds until it is aborted, from now or, if it is prepared, from the first call.
         prepared: it is armed before any trainer has called.
+        at_once: most replicas that it takes out of service at the same time; 0: all.
     """
 
-    def __init__(self, coordinator: Coordinator, number: int, deadline_s: float, prepared: bool):
-        self.coordinator, self.number = coordinator, number
+    def __init__(self, coordinator: Coordinator, number: int, deadline_s: float, prepared: bool, at_once: int = 0):
+        self.coordinator, self.number, self.turns = coordinator, number, Turns(self, at_once)
         self.entered: dict[int, m.Enter] = {}
         self.drained: dict[int, m.Ready] = {}
         self.drained_s = 0.0  # seconds of the slowest trainer
@@ -150,7 +152,7 @@ class Refit:
                 r.stale = True
             self.arm(r)
         if self._arm_at > self.coordinator.now:
-            self.coordinator.at(self._arm_at, self._arm_all, of=self)
+            self.coordinator.at(self._arm_at, self.arm_all, of=self)
         self._set_deadline(self.deadline_s)
 
     @property
@@ -168,14 +170,18 @@ class Refit:
         self.arming.pop(part.replica.index, None)
         self.open -= part.over
         self.coordinator.soon(lambda: self._note_drained(part))  # not now: trainers hear Go first
+        if part.over and self.turns.at_once:
+            self.coordinator.soon(self.arm_all)
 
     def arm(self, replica: Replica) -> None:
-        """Arm a replica if nothing is in the way, unless trainers are expected to need longer to be ready than its engine to arm."""
-        co = self.coordinator
-        if co.now >= self._arm_at or self.all_ready:
-            self.parts[replica.index].arm()
+        """Arm a replica if it is its turn and nothing is in the way, unless trainers are expected to need longer to be ready than its
+        engine to arm."""
+        part = self.parts[replica.index]
+        if self.turns.may_begin(part) and (self.coordinator.now >= self._arm_at or self.all_ready):
+            part.arm()
 
-    def _arm_all(self) -> None:
+    def arm_all(self) -> None:
+        """Arm all replicas that can be."""
         for part in self.parts.values():
             self.arm(part.replica)
 
@@ -198,6 +204,11 @@ class Refit:
         if not self.entered:
             self.version = co.refits.next_label() if msg.version is None else msg.version
             self.verify, self.delta = msg.verify, msg.delta
+            if msg.at_once != self.turns.at_once:
+                why = f"at_once={msg.at_once}: prepare() has paused all engines for this refit; nothing was moved"
+                co.fail(
+                    self, Unsupported(why, ["call refit() or publish() without prepare() where replicas take turns"])
+                )
             armed_until, self.began = self.began + self.armed_s, co.now
             self.deadline_s = min(msg.deadline_s, armed_until - self.began)
             self._set_deadline(self.deadline_s)
@@ -235,7 +246,7 @@ class Refit:
             self._put_aside(self.entered[client.hello.index].min_replicas)
             self._compare_samples()
             co.plan_complete()  # a replica that joins is planned from what trainers have now
-            self._arm_all()
+            self.arm_all()
             if any(r.derives for r in co.replicas.values()):
                 co.at(co.now + TOGETHER_S, self.advance, of=self)
             self.advance()
@@ -312,7 +323,7 @@ class Refit:
         if reading and co.now < self.ready_at + TOGETHER_S:
             return  # a timer is set; these workers may ask for one more catalog, which cannot be made while bytes move
         held = co.now < self._go_at and not co.options.gathers
-        if held and not all(len(p.armed) == p.replica.size for p in self.arming.values()):
+        if held and not all(len(p.armed) == p.replica.size for p in self.turns.now(self.arming.values())):
             return  # a timer is set
         able = [part for part in list(self.arming.values()) if self._able(part)]
         if not able or not self._all_there(able):
@@ -363,7 +374,7 @@ class Refit:
         """
         co = self.coordinator
         gathers = co.options.gathers
-        if len(able) == len(self.arming) or not (gathers or co.hold_s):
+        if len(able) == len(self.turns.now(self.arming.values())) or not (gathers or co.hold_s):
             return True
         if gathers:
             self._go_at = max(self.ready_at, *(part.armed_at for part in able)) + TOGETHER_S
@@ -481,7 +492,7 @@ class Refit:
         return "moving" if moving else "waiting"
 
 
-_EQUAL = ("version", "verify", "min_replicas", "deadline_s", "delta")
+_EQUAL = ("version", "verify", "min_replicas", "deadline_s", "delta", "at_once")
 """Arguments that must be equal on all trainers."""
 _asked = attrgetter(*_EQUAL)
 

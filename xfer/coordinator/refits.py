@@ -90,7 +90,7 @@ class RefitQueue:
             outcome = self._too_late(msg)
             self.use_up(outcome)
             return client.send(outcome)
-        self._begin(msg.attempt, left)
+        self._begin(msg.attempt, left, at_once=msg.at_once)
         # If nobody called in time, the refit's outcome is about to come, and the trainer calls again.
         if co.refit is not None and not co.refit.abandoned:
             co.refit.enter(client, msg)
@@ -147,10 +147,10 @@ class RefitQueue:
 
     # ---- beginnings and ends
 
-    def _begin(self, number: int, deadline_s: float, prepared: bool = False) -> None:
+    def _begin(self, number: int, deadline_s: float, prepared: bool = False, at_once: int = 0) -> None:
         co = self.coordinator
         if co.refit is None:
-            co.refit = Refit(co, number, deadline_s, prepared)
+            co.refit = Refit(co, number, deadline_s, prepared, at_once)
             co.refit.start()
 
     def use_up(self, outcome: m.Outcome) -> None:

@@ -64,6 +64,7 @@ class Arguments:
         want: Number of replicas that must commit.
         seconds: Seconds from the call to the deadline.
         delta: Whether to send only what changed, where that is less.
+        at_once: Most replicas that are out of service at the same time; 0: all.
     """
 
     version: int | str | None
@@ -72,6 +73,7 @@ class Arguments:
     want: int
     seconds: float
     delta: bool = False
+    at_once: int = 0
 
 
 def checked_call(
@@ -81,6 +83,7 @@ def checked_call(
     min_replicas: object,
     deadline_s: object,
     delta: object,
+    at_once: object,
     replicas: int,
     default_s: float,
     used: Labels,
@@ -88,12 +91,13 @@ def checked_call(
     """Check the arguments of `nccl_xfer_refit`.
 
     Args:
-        version: See `nccl_xfer_refit`, as for the next five.
+        version: See `nccl_xfer_refit`, as for the next six.
         verify: See there.
         wait: See there.
         min_replicas: See there.
         deadline_s: See there.
         delta: See there.
+        at_once: See there.
         replicas: Number of replicas of the session.
         default_s: Deadline if `deadline_s` is None.
         used: Labels of earlier refits.
@@ -113,6 +117,9 @@ def checked_call(
         bad.append(f'wait={wait!r}: "commit" or "sources"')
     if delta not in (None, "auto"):
         bad.append(f'delta={delta!r}: None or "auto"')
+    turns = 0 if at_once is None else whole(at_once)
+    if at_once is not None:
+        bad += wrong_whole("at_once", at_once, 1)
     want = replicas if min_replicas is None else whole(min_replicas)
     if want is None or not 0 <= want <= replicas:
         bad.append(
@@ -121,9 +128,9 @@ def checked_call(
     limit = default_s if deadline_s is None else seconds(deadline_s)
     if limit is None:
         bad += wrong_seconds("deadline_s", deadline_s)
-    if bad or want is None or limit is None or not isinstance(wait, str):
+    if bad or want is None or limit is None or turns is None or not isinstance(wait, str):
         raise XferError("nccl_xfer_refit() was called with arguments that cannot work", bad)
-    return Arguments(label, verified, wait, want, limit, delta == "auto")
+    return Arguments(label, verified, wait, want, limit, delta == "auto", min(turns, replicas))
 
 
 def wrong_seconds(name: str, value: object) -> list[str]:

@@ -153,7 +153,9 @@ class RefitCall:
         try:
             mark(self.label, "called")
             faults.point("trainer", session.index, "enter")
-            self.party.send(m.Enter(self.number, call.version, call.verify, call.want, call.seconds, call.delta))
+            self.party.send(
+                m.Enter(self.number, call.version, call.verify, call.want, call.seconds, call.delta, call.at_once)
+            )
             self._entered = True
             if (drain := self._drained()) is not None:
                 mark(self.label, "drained")

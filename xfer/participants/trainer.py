@@ -332,13 +332,14 @@ class TrainerSession:
         min_replicas: int | None = None,
         deadline_s: float | None = None,
         delta: str | None = None,
+        at_once: int | None = None,
     ) -> RefitReport:
         """See `xfer.nccl_xfer_refit`."""
         with self._busy.alone("nccl_xfer_refit()"):
             try:
                 self._finish_pending()
                 call = checked_call(
-                    version, verify, wait, min_replicas, deadline_s, delta,
+                    version, verify, wait, min_replicas, deadline_s, delta, at_once,
                     replicas=self.replicas, default_s=self.deadline_s, used=self._labels,
                 )  # fmt: skip
             except XferError as e:
