@@ -101,9 +101,12 @@ def site(side: str) -> dict[str, str]:
 
 
 class Engine:
-    """A vLLM process whose workers lie on `on`, in that order. `env`: of that process. `start`: gpu_engine.start's."""
+    """A vLLM process whose workers lie on `on`, in that order. `env`: of that process. `module`: what it runs. `start`:
+    gpu_engine.start's."""
 
-    def __init__(self, job: Job, name: str, on: list[int], env: dict[str, str] | None = None, **start):
+    def __init__(
+        self, job: Job, name: str, on: list[int], env: dict[str, str] | None = None, module: str = "gpu_engine", **start
+    ):
         on = folded(on)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         seen = visible.split(",") if visible else range(gpus())
@@ -114,9 +117,10 @@ class Engine:
             env = {**(env or {}), **gpu_shared.environment([first.index(g) for g in on])}
         self.job, self.on = job, on
         self.child: Child = job.family.start(
-            name, "engine", "gpu_engine", **site("engine"), XFER_TOKEN=job.token,
-            CUDA_VISIBLE_DEVICES=",".join(map(str, order)), VLLM_USE_FLASHINFER_SAMPLER="0", VLLM_LOGGING_LEVEL="WARNING",
-            **(env or {}),
+            name, "engine", module, **{
+                **site("engine"), "XFER_TOKEN": job.token, "CUDA_VISIBLE_DEVICES": ",".join(map(str, order)),
+                "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_LOGGING_LEVEL": "WARNING", **(env or {}),
+            },
         )  # fmt: skip
         self.child.expect("up", timeout=90)
         self.child.say(do="start", **{"tp": len(on), **start})

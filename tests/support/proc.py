@@ -96,14 +96,15 @@ def stopped(pid: int) -> bool:
 
 
 class Child:
-    """One process running `tests.support.<module>` in the environment of `side`, on an emulated host if one is given."""
+    """One process running `tests.support.<module>`, or a module by its full name, in the environment of `side`, on an emulated host
+    if one is given."""
 
     def __init__(
         self, name: str, side: str, module: str, args: list[str], work: Path, host: Host | None = None, **env: str
     ):
         self.name, self.log_path = name, Path(work) / f"{name}.log"
         self._log = open(self.log_path, "w")
-        run = ["-m", f"tests.support.{module}", *args]
+        run = ["-m", module if "." in module else f"tests.support.{module}", *args]
         if host is None:
             self.proc = forge.start(PYTHON[side], run, environment(**env), ROOT, None, self._log)
         else:
