@@ -49,9 +49,16 @@ def right(w, version, replicas=None):
             assert held == [[version]] * w.workers, f"replica {r.index}"
 
 
-@pytest.mark.parametrize(("ranks", "rails"), [(1, False), pytest.param(2, True, marks=pytest.mark.slow)])
-def test_a_session_between_hosts_brings_every_byte_in_once(tmp_path, ranks, rails):
-    with Cluster(4 // ranks, ranks, mbit=200, rails=rails) as c, HostWorld(c, tmp_path, trainers=2, workers=1) as w:
+NETWORKS = {"IPv4": dict(), "IPv6": dict(ipv6=True), "rails": dict(ranks=2, rails=True)}
+
+
+@pytest.mark.parametrize(
+    "network", ["IPv4", pytest.param("IPv6", marks=pytest.mark.slow), pytest.param("rails", marks=pytest.mark.slow)]
+)
+def test_a_session_between_hosts_brings_every_byte_in_once(tmp_path, network):
+    how = NETWORKS[network]
+    ranks = how.get("ranks", 1)
+    with Cluster(4 // ranks, mbit=200, **how) as c, HostWorld(c, tmp_path, trainers=2, workers=1) as w:
         good(w.meet())
         takers = c.hosts[2 // ranks :]
         for version in (1, 2):

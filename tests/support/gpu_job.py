@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import torch
 from examples.common import toy
 from examples.common.ports import free_port
 from tests.support import gpu_shared, proc
+from tests.support.hosts import Host
 from tests.support.proc import ROOT, Child, Family
 
 for _side in proc.PYTHON:
@@ -144,11 +146,17 @@ class Engine:
 
 
 class Job:
-    """`config`: an HF config of a family of examples.common.toy."""
+    """`config`: an HF config of a family of examples.common.toy. `address`: of trainer 0, as URLs have it. `host_of`: as of `Family`."""
 
-    def __init__(self, work: Path, config: dict):
+    def __init__(
+        self,
+        work: Path,
+        config: dict,
+        address: str = "127.0.0.1",
+        host_of: Callable[[str], Host | None] = lambda name: None,
+    ):
         self.work, self.config, self.token = Path(work), config, secrets.token_hex(16)
-        self.family = Family(self.work)
+        self.family, self.address = Family(self.work, host_of), address
         self.engines: list[Engine] = []
         self.trainers: list[Child] = []
         self.rendezvous = ""  # of the last meeting
@@ -171,7 +179,7 @@ class Job:
                 self.family.start(
                     f"trainer{r}-{len(self.family.children)}", "trainer", module, **{
                         **site("trainer"), "XFER_TOKEN": self.token, "XFER_GPU": str(gpu), "RANK": str(r),
-                        "LOCAL_RANK": str(gpu), "WORLD_SIZE": str(len(on)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                        "LOCAL_RANK": str(gpu), "WORLD_SIZE": str(len(on)), "MASTER_ADDR": self.address.strip("[]"), "MASTER_PORT": port,
                         **{k: v.replace("{rank}", str(r)) for k, v in env.items()},
                     },
                 )
@@ -199,7 +207,8 @@ class Job:
     def plain(self, backend: str = "gloo", **how) -> None:
         port = free_port()
         for r, c in enumerate(self.trainers):
-            c.say(do="plain", config=self.config, rank=r, world=len(self.trainers), port=port, backend=backend, **how)
+            where = dict(rank=r, world=len(self.trainers), address=self.address, port=port, backend=backend)
+            c.say(do="plain", config=self.config, **where, **how)
         for c in self.trainers:
             got = c.expect("built", "raised", timeout=120)
             assert got["kind"] == "built", f"{got}\n{c.tail()}"
@@ -208,7 +217,7 @@ class Job:
         self, engines: list[Engine], keep: tuple[str, ...] = (), serve: dict | None = None, **connect
     ) -> list[dict]:
         """`serve`: more arguments of `xfer.serve`; `connect`: of `xfer.connect`."""
-        self.rendezvous = f"tcp://127.0.0.1:{free_port()}"
+        self.rendezvous = f"tcp://{self.address}:{free_port()}"
         for i, e in enumerate(engines):
             e.ask("serve", "serving", rendezvous=self.rendezvous, replica=i, keep=keep, **(serve or {}))
         out = self.good("connect", "connected", rendezvous=self.rendezvous, replicas=len(engines), **connect)

@@ -49,13 +49,14 @@ class Plain:
     memory of its own that can be paused."""
 
     def __init__(
-        self, config: dict, rank: int, world: int, port: int, experts=False, backend: str = "gloo", pausable=False
-    ):
+        self, config: dict, rank: int, world: int, port: int, address: str = "127.0.0.1", experts=False,
+        backend: str = "gloo", pausable=False,
+    ):  # fmt: skip
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor
 
         if not dist.is_initialized():
-            dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+            dist.init_process_group(backend, init_method=f"tcp://{address}:{port}", rank=rank, world_size=world)
         self.config, self.rank, self.world, self.experts = config, rank, world, experts
         torch.zeros(1, device=DEVICE)  # or the mesh chooses a device by rank
         self.mesh = init_device_mesh(

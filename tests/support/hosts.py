@@ -16,6 +16,8 @@ Each rail is a network and a switch of its own. gloo listens at the NIC that `en
 of two ranks travel on the rail of the one that was connected to. Where each rank's bytes must use its own NIC, as NCCL's do, ranks are
 `apart`: all NICs hang on one switch, and each rank of a host sees only its own (`Host.rank`). All else they share.
 
+Addresses are IPv4, or with `ipv6` IPv6 and nothing else.
+
 Hosts know each other's names (/etc/hosts) and have process ids of their own, so that no process reads another host's memory. They
 share all files, those of /dev/shm too.
 
@@ -43,6 +45,10 @@ from typing import Any
 
 NAMESPACES = {"net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000, "pid_for_children": 0x20000000}
 """Files in /proc/PID/ns, and what `setns` calls them."""
+FLAGS = {"net": "net", "uts": "uts", "mnt": "mount", "pid_for_children": "pid"}
+"""The same, as `nsenter` calls them."""
+ENTERED = os.environ.get("XFER_TEST_HOST_NAMESPACES", ",".join(NAMESPACES)).split(",")
+"""Those that commands enter: "net,uts" where a driver fails with other process ids. They then die with their parents, not with the host."""
 PR_SET_PDEATHSIG = 1
 BUFFER_S, BURST = 0.004, 128 << 10
 """Seconds and bytes of a NIC's buffer, in each direction. A burst holds two of the packets that TCP hands to a NIC at once."""
@@ -95,6 +101,11 @@ class Host:
     def address(self) -> str:
         return self.addresses[0]
 
+    @property
+    def in_url(self) -> str:
+        """`address` as a URL has it."""
+        return f"[{self.address}]" if ":" in self.address else self.address
+
     def env(self, rank: int = 0) -> dict[str, str]:
         """Variables by which gloo and NCCL use the NIC of local rank `rank`."""
         nic = f"nic{rank % (len(self.addresses) // len(self.nets))}"
@@ -102,7 +113,7 @@ class Host:
 
     def command(self, *words: str) -> list[str]:
         """A command that runs `words` on this host, in the caller's folder."""
-        where = [f"--{flag}={file}" for flag, file in zip(("net", "uts", "mount", "pid"), self._files())]
+        where = [f"--{FLAGS[name]}={file}" for name, file in zip(NAMESPACES, self._files()) if name in ENTERED]
         return ["nsenter", *where, f"--wdns={os.getcwd()}", *words]
 
     def enter(self) -> None:
@@ -151,7 +162,7 @@ class _Link:
 
 class Cluster:
     """`hosts` of `ranks` each with a NIC of `mbit` Mbit/s each way; `rails` or `apart`: a NIC of that rate for each rank. `tcp`: the
-    congestion control."""
+    congestion control. `ipv6`: all addresses, instead of IPv4."""
 
     def __init__(
         self,
@@ -162,11 +173,12 @@ class Cluster:
         rails: bool = False,
         apart: bool = False,
         tcp: str = "reno",
+        ipv6: bool = False,
     ):
         if not 1 <= hosts <= 250 or not 1 <= ranks <= 250:  # see _address
             raise ValueError(f"hosts={hosts}, ranks={ranks}: 1 to 250 of each")
         self.ranks, self.rate, self.nics = ranks, mbit * 1e6, ranks if rails or apart else 1
-        self.apart = apart
+        self.apart, self.ipv6 = apart, ipv6
         self.hosts: list[Host] = []
         self._count, self._tcp = hosts, tcp
         self._keepers: list[subprocess.Popen] = []
@@ -196,7 +208,7 @@ class Cluster:
         names = [f"h{i}" for i in range(self._count)]
         known = "".join(f"{self._address(i, 0)} {n}\n" for i, n in enumerate(names))
         with tempfile.NamedTemporaryFile("w", prefix="hosts") as f:
-            f.write(f"127.0.0.1 localhost\n{known}")
+            f.write(f"127.0.0.1 localhost\n::1 localhost\n{known}")
             f.flush()
             begun = [_keeper(n, f.name, self._tcp) for n in ("switch", *names)]
             self._keepers = begun
@@ -218,8 +230,8 @@ class Cluster:
         _batch(self._switch, "ip", lines)
         _batch(self._switch, "tc", [f"qdisc add dev {_port(h, r)} clsact" for h, r in ports])
         for h, r in ports:
-            nic, address = self._nic(r), h.addresses[r]
-            _batch(h.rank(r), "ip", [f"addr add {address}/16 dev {nic}", f"link set {nic} up"])
+            nic, net = self._nic(r), f"{h.addresses[r]}/64 nodad" if self.ipv6 else f"{h.addresses[r]}/16"
+            _batch(h.rank(r), "ip", [f"addr add {net} dev {nic}", f"link set {nic} up"])
         for h, r in ports:
             self._links[h.name, r] = _Link(self.rate)
             self._shape(h, r)
@@ -282,6 +294,8 @@ class Cluster:
         return "nic0" if self.apart else f"nic{rank}"
 
     def _address(self, host: int, nic: int) -> str:
+        if self.ipv6:
+            return f"fd00:1::{host + 1}:{nic + 1}" if self.apart else f"fd00:{nic + 1}::{host + 1}"
         return f"10.1.{host}.{nic + 1}" if self.apart else f"10.{nic + 1}.{host}.1"
 
     # ---- what a plan is told

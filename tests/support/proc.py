@@ -109,7 +109,7 @@ class Child:
             self.proc = forge.start(PYTHON[side], run, environment(**env), ROOT, None, self._log)
         else:
             self.proc = subprocess.Popen(
-                host.command(PYTHON[side], *run), env=environment(**host.env(), **env), cwd=ROOT, text=True,
+                host.command(PYTHON[side], *run), env=environment(**{**host.env(), **env}), cwd=ROOT, text=True,
                 start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
             )  # fmt: skip
         self.events: queue.Queue = queue.Queue()

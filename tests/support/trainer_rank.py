@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import time
 
+import torch
+
 import xfer
 from tests.support.connect import flat_connect
 from tests.support.proc import emit
 from xfer.errors import XferError
+from xfer.trace.slots import local as held
 
 
 class Rank:
@@ -54,6 +57,14 @@ class Rank:
             errors=[f"{type(o.error).__name__}: {o.error}" if o.error else "" for o in r.outcomes],
             per_worker=[list(o.bytes_per_worker) for o in r.outcomes], phases=[dict(o.phases) for o in r.outcomes],
         )  # fmt: skip
+
+    def nudge(self, every: int = 997) -> None:
+        """Flips the lowest bit of each `every`-th element of all tensors, which are in bf16."""
+        for p in self.trainer.parameters.values():
+            held(p).view(torch.int16).view(-1)[::every] ^= 1
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        emit("nudged")
 
     def close(self) -> None:
         if self.session is not None:
