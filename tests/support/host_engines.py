@@ -1,4 +1,4 @@
-"""Real vLLMs on emulated hosts (hosts.py), refitted by trainers on other hosts: the bytes go over NCCL's sockets on GPUs, over gloo on CPUs.
+"""Real vLLMs on emulated hosts (hosts.py), refitted by trainers on other hosts, over NCCL's sockets on GPUs, gloo on CPUs.
 
 Trainers are on hosts 0 and 1, engines of one worker on hosts 2 and 3. Each host sees all GPUs and uses one; hosts share GPUs where there
 are fewer. Hosts have names and process ids of their own, so neither xfer nor NCCL takes two ranks for ranks of one machine.
