@@ -239,7 +239,7 @@ class NcclBench(Bench):
         self.job = gpu_job.Job(folder, self.config, self.cluster.hosts[0].in_url, self.host_of)
         self.faults = folder / "trainers.fault"
         self.made = [self._engine(i) for i in range(2)]
-        env = {**self.env_of(0), "NCCL_HOSTID": "h{rank}", "XFER_FAULT_FILE": str(self.faults)}
+        env = {**gpu_job.NO_HANDLES, **self.env_of(0), "NCCL_HOSTID": "h{rank}", "XFER_FAULT_FILE": str(self.faults)}
         self.job.start_trainers([self._gpu(0), self._gpu(1)], **env)
         self.job.plain()
         for e in self.made:
