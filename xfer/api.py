@@ -60,6 +60,8 @@ class Session:
         deadline_s: float | None = None,
         delta: Literal["auto"] | None = None,
         at_once: int | None = None,
+        stage: bool = False,
+        stage_budget: int | None = None,
     ) -> RefitReport:
         """Move this trainer's current weights into every engine replica.
 
@@ -86,6 +88,13 @@ class Session:
             at_once: Most replicas that are out of service at the same time: the next one is paused when another serves again, and
                 none before all trainers are ready. A replica that is not done when its share of the time to the deadline is over
                 leaves the refit, and the next one begins. Not after `prepare`, which pauses all. Default: all at once.
+            stage: Bring the bytes into scratch of the engines' workers while they serve. Then pause, copy them into live storage
+                from there, commit and resume: an outage of the engine's own calls and a local copy. The scratch is as large as what
+                is written, and stays until `release`, or a refit without `stage` (`scratch_bytes` of the report has its size). An
+                engine that serves nothing yet, or has changed its layout, is paused first as without `stage`. Not on the packed
+                route.
+            stage_budget: Bytes of scratch that each worker may take. Default: what its device has free. A replica whose workers
+                need more takes no part, and its error has the number; its engine goes on serving.
 
         Returns:
             The outcome on each replica, with seconds and bytes.
@@ -103,6 +112,8 @@ class Session:
             deadline_s=deadline_s,
             delta=delta,
             at_once=at_once,
+            stage=stage,
+            stage_budget=stage_budget,
         )
 
     def publish(
@@ -114,6 +125,8 @@ class Session:
         deadline_s: float | None = None,
         delta: Literal["auto"] | None = None,
         at_once: int | None = None,
+        stage: bool = False,
+        stage_budget: int | None = None,
     ) -> RefitReport:
         """Begin a refit and return when this rank is ready: engines read its weights while the next forward and backward run.
 
@@ -135,6 +148,8 @@ class Session:
             deadline_s=deadline_s,
             delta=delta,
             at_once=at_once,
+            stage=stage,
+            stage_budget=stage_budget,
         )
 
     def fence(self) -> float:
@@ -386,6 +401,8 @@ def nccl_xfer_refit(
     deadline_s: float | None = None,
     delta: Literal["auto"] | None = None,
     at_once: int | None = None,
+    stage: bool = False,
+    stage_budget: int | None = None,
 ) -> RefitReport:
     """Call `session.refit(...)`, which documents the arguments, the result and the errors.
 
@@ -398,6 +415,8 @@ def nccl_xfer_refit(
         deadline_s: See there.
         delta: See there.
         at_once: See there.
+        stage: See there.
+        stage_budget: See there.
     """
     return session.refit(
         version=version,
@@ -407,4 +426,6 @@ def nccl_xfer_refit(
         deadline_s=deadline_s,
         delta=delta,
         at_once=at_once,
+        stage=stage,
+        stage_budget=stage_budget,
     )

@@ -29,7 +29,7 @@ from xfer.errors import XferError
 from xfer.kernels.block_fp8 import ScaleRule
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "100"))
-WORKERS, TRAINERS = ("read", "arm", "commit", "look"), ("enter", "drain", "before", "after")
+WORKERS, TRAINERS = ("read", "arm", "commit", "look", "apply"), ("enter", "drain", "before", "after")
 POINTS = (*WORKERS, *TRAINERS, "plan", "link", "moving", "wave", "done", "digest", "checksum")
 FAILURES = st.tuples(
     st.sampled_from(POINTS), st.integers(0, 20), st.sampled_from(["raise", "raise", "raise", "kill", "stop"])
@@ -58,16 +58,32 @@ class Cluster(RuleBasedStateMachine):
         again=st.booleans(),
         delta=st.sampled_from([None, "auto"]),
         at_once=st.sampled_from([None, 1, 2]),
+        stage=st.booleans(),
         seed=st.integers(0, 1 << 20),
     )
     def connect(
-        self, trainers, replicas, workers, pulled, relay, in_step, holds, computes, forms, again, delta, at_once, seed
+        self,
+        trainers,
+        replicas,
+        workers,
+        pulled,
+        relay,
+        in_step,
+        holds,
+        computes,
+        forms,
+        again,
+        delta,
+        at_once,
+        stage,
+        seed,
     ) -> None:
         self.again = again
         self.sim = Simulation(seed).__enter__()
         self.job = Job(
             self.sim, trainers, replicas, workers,
             pulled=pulled, relay=relay, in_step=in_step, holds=holds, computes=computes, forms=forms, delta=delta, at_once=at_once,
+            stage=stage,
         )  # fmt: skip
 
     def who(self, n: int, kinds: str = "tcw") -> str | None:
@@ -150,9 +166,12 @@ class Cluster(RuleBasedStateMachine):
         if n in self.job.free():
             self.job.release(n)
 
-    def they_send_otherwise(self, _: int, __: int) -> None:
-        """All bytes from now on, or what changed."""
-        self.job.delta = None if self.job.delta else "auto"
+    def they_send_otherwise(self, _: int, which: int) -> None:
+        """All bytes from now on, or what changed; staged, or not."""
+        if which % 2:
+            self.job.delta = None if self.job.delta else "auto"
+        else:
+            self.job.stage = not self.job.stage
 
     def a_trainer_changes(self, n: int, which: int) -> None:
         n %= self.job.trainers

@@ -16,7 +16,6 @@ from functools import cache
 from tests.support import cpu_peer, fp8_engine, world
 from tests.support.simulation import Simulation
 from tests.support.world import REFIT, Meets, ToyEngine, ToySource, ToyTaker, World
-from xfer.coordinator.commit import Phase
 from xfer.coordinator.deadlines import CALL_GRACE_S, HOLD_S, TOGETHER_S
 from xfer.direct import trainer, worker  # noqa: F401  # before a simulation replaces the locks of all modules
 from xfer.errors import EngineLost, VerificationError, XferError
@@ -176,11 +175,11 @@ class Job(World):
     def __init__(
         self, sim: Simulation, trainers: int, replicas: int, workers: int, *, pulled: bool = False, relay: bool = False,
         in_step: bool = False, holds: bool = False, computes: bool = False, forms: Sequence[ScaleRule | None] = (None,),
-        delta: str | None = None, at_once: int | None = None, **how
+        delta: str | None = None, at_once: int | None = None, stage: bool = False, **how
     ):  # fmt: skip
         super().__init__(trainers, workers, replicas, DEADLINE_S, host_pull=pulled, relay=relay, drop=("extra",), **how)
         self.sim, self.in_step, self.last = sim, in_step, 0
-        self.forms, self.made, self.delta, self.at_once = forms, [], delta, at_once
+        self.forms, self.made, self.delta, self.at_once, self.stage = forms, [], delta, at_once, stage
         self.turns: set[int] = set()  # replicas whose engines are out of service for a refit
         self.controlled = [""] * replicas  # by replica: the process of its controller
         self.faults: dict[tuple[str, str], str] = {}
@@ -305,7 +304,8 @@ class Job(World):
         self.calls[i] += 1
         version = self.calls[i]
         self.last = max(self.last, version)
-        options = REFIT | dict(version=version, deadline_s=DEADLINE_S, delta=self.delta, at_once=self.at_once) | how
+        usual = dict(delta=self.delta, at_once=self.at_once, stage=self.stage)
+        options = REFIT | dict(version=version, deadline_s=DEADLINE_S) | usual | how
         began, bound = self.sim.now, options["deadline_s"] + CALL_GRACE_S + 0.01
         if (pending := self.sessions[i].pending) is not None:  # it first waits for the outcome of the call before
             bound += max(CALL_GRACE_S, pending.ends - began)
@@ -497,5 +497,5 @@ class Job(World):
         co, refit = self.coordinator, self.coordinator.refit
         assert co.failure is None or any(w.startswith("trainer") for w in self.sim.dead), co.failure
         for part in refit.parts.values() if refit is not None and refit.called else ():
-            known = part.drained or part.readers or part.phase is Phase.ARMING
+            known = part.drained or part.readers or part.may_be_read
             assert known, f"trainers have not been told that nobody reads for replica {part.replica.index}"

@@ -16,7 +16,7 @@ from xfer.coordinator import exports, relays
 from xfer.coordinator import messages as m
 from xfer.coordinator.deadlines import ANSWER_GRACE_S, APART_S, CAUSE_S, SETTLE_GRACE_S, STOP_GRACE_S
 from xfer.coordinator.state import ReplicaPhase, broadcast
-from xfer.errors import DeadlineExceeded, EngineLost, PeerLost, VerificationError, XferError
+from xfer.errors import DeadlineExceeded, EngineLost, PeerLost, RebindError, VerificationError, XferError
 from xfer.plan.checksum import added
 from xfer.plan.relay import ALL_PARTS
 
@@ -32,11 +32,13 @@ STUCK = (
 
 
 UNKNOWN = XferError("no error was recorded")
+VOID = "its storages, or the bytes in them, are not those that it staged for; refit again"
 
 
 class Phase(Enum):
     """Phase of one replica in one refit. `TRANSITIONS` lists the moves between them."""
 
+    STAGING = "staging"
     ARMING = "arming"
     MOVING = "moving"
     COMMITTING = "committing"
@@ -46,7 +48,24 @@ class Phase(Enum):
 
 
 TRANSITIONS: tuple[tuple[Phase, Phase, str], ...] = (
+    (
+        Phase.STAGING,
+        Phase.ARMING,
+        "every rank said Done, so all bytes are in the workers' scratch: Arm to the controller",
+    ),
+    (
+        Phase.STAGING,
+        Phase.ARMING,
+        "its engine serves no whole version, or has to read its layout first: nothing is staged",
+    ),
+    (Phase.STAGING, Phase.ABORTING, "an error or the deadline: Abort to the ranks; the engine goes on serving"),
+    (Phase.STAGING, Phase.OVER, "the replica is not connected, or a process of it is gone"),
     (Phase.ARMING, Phase.MOVING, "all trainers are ready, all workers armed, plan and link up to date: Go"),
+    (
+        Phase.ARMING,
+        Phase.MOVING,
+        "all workers armed, and what they have staged fits: Go to the workers, which apply it",
+    ),
     (
         Phase.MOVING,
         Phase.COMMITTING,
@@ -56,7 +75,7 @@ TRANSITIONS: tuple[tuple[Phase, Phase, str], ...] = (
     (Phase.COMMITTING, Phase.SETTLING, "a worker failed, or STOP_GRACE_S passed: the replica is torn, Settle"),
     (Phase.ARMING, Phase.ABORTING, "an error or the deadline: Abort to the ranks"),
     (Phase.MOVING, Phase.ABORTING, "an error, unequal checksums or the deadline: Abort to the ranks"),
-    (Phase.ABORTING, Phase.SETTLING, "every armed worker has stopped, or STOP_GRACE_S passed: Settle"),
+    (Phase.ABORTING, Phase.SETTLING, "every worker that armed or staged has stopped, or STOP_GRACE_S passed: Settle"),
     (Phase.ABORTING, Phase.OVER, "the same, and the engine was never told of this refit"),
     (Phase.SETTLING, Phase.OVER, "the controller said what its engine serves, or did not in time"),
     (Phase.ARMING, Phase.OVER, "the replica is not connected, or a process of it is gone"),
@@ -76,7 +95,9 @@ class Totals:
     wire_s: float = 0.0
     unpack_s: float = 0.0
     verify_s: float = 0.0
+    apply_s: float = 0.0
     bytes_in: dict[int, int] = field(default_factory=dict)  # worker -> bytes
+    scratch: dict[int, int] = field(default_factory=dict)  # worker -> bytes
     routes: dict[str, m.RouteTaken] = field(default_factory=dict)
     sent: dict[int, int] = field(default_factory=lambda: defaultdict(int))  # worker -> checksum by the trainers
     live: dict[int, int] = field(default_factory=dict)  # worker -> checksum of its live bytes
@@ -85,12 +106,15 @@ class Totals:
     def add(self, client: Client, x: m.Moved) -> None:
         self.pack_s, self.wire_s = max(self.pack_s, x.pack_s), max(self.wire_s, x.wire_s)
         self.unpack_s, self.verify_s = max(self.unpack_s, x.unpack_s), max(self.verify_s, x.verify_s)
+        self.apply_s = max(self.apply_s, x.apply_s)
         for r in x.routes:  # bytes add up, the seconds of the slowest rank count
             old = self.routes.get(r.route, m.RouteTaken(r.route, 0, 0.0))
             self.routes[r.route] = m.RouteTaken(r.route, old.bytes + r.bytes, max(old.seconds, r.seconds))
         sums = [(c.worker, c.total) for c in x.checksums]
         if client.hello.role == "worker":
-            self.bytes_in[client.hello.index] = x.bytes_in
+            worker = client.hello.index
+            self.bytes_in[worker] = self.bytes_in.get(worker, 0) + x.bytes_in
+            self.scratch[worker] = x.scratch_bytes
             self.live.update(sums)
             return
         for worker, value in sums:
@@ -106,10 +130,11 @@ class ReplicaRefit:
     refit: Refit
     replica: Replica
     phase: Phase = Phase.ARMING
-    armed: dict[int, int] = field(default_factory=dict)  # worker -> refit whose bytes it holds (Armed.base)
+    begun: bool = False  # its ranks were told to move bytes
+    staged_at: float = 0.0  # when all bytes were in scratch
+    armed: dict[int, m.Armed] = field(default_factory=dict)  # by worker
     calls: int = 0  # update calls that did not bring its workers together
     astray: set[int] = field(default_factory=set)  # workers that have yet to enter the last of those, and leave it
-    unread: dict[int, m.Armed] = field(default_factory=dict)  # workers that could not read a layout with their catalog
     totals: Totals = field(default_factory=Totals)
     committed: set[int] = field(default_factory=set)
     stopped: dict[int, bool] = field(default_factory=dict)  # worker -> whether live bytes were written
@@ -130,22 +155,39 @@ class ReplicaRefit:
     why_until: float = 0.0  # its error says that a connection closed; the reason may come until then
 
     @property
-    def arming(self) -> bool:
-        return self.phase is Phase.ARMING
+    def waiting(self) -> bool:
+        """Whether its ranks have yet to be told to move bytes."""
+        return self.phase in (Phase.STAGING, Phase.ARMING) and not self.begun
 
     @property
     def moving(self) -> bool:
-        return self.phase is Phase.MOVING
+        """Whether its ranks were told to move bytes, and some may still do."""
+        return self.begun and (self.phase is Phase.STAGING or self.phase is Phase.MOVING and not self.staged_at)
+
+    @property
+    def able_since(self) -> float:
+        """When trainers were ready and all workers armed, or only connected if bytes are staged first; 0.0 if that is not so yet."""
+        ready, staging = self.refit.ready_at, self.phase is Phase.STAGING
+        there = self.replica.joined if staging else len(self.armed) == self.replica.size
+        return max(ready, self.armed_at) if ready and there else 0.0
+
+    @property
+    def may_be_read(self) -> bool:
+        """Whether some worker reads trainers' storages, or may yet in this refit.
+
+        Staged bytes that turn out not to fit are brought anew while all trainers hold their weights.
+        """
+        again = self.begun and self.phase in (Phase.STAGING, Phase.ARMING) and self.refit.holds
+        return self.waiting or again or bool(self.readers)
+
+    @property
+    def unread(self) -> dict[int, m.Armed]:
+        """The workers that could not read a layout with their catalog."""
+        return {w: a for w, a in self.armed.items() if a.unread is not None}
 
     @property
     def over(self) -> bool:
         return self.phase is Phase.OVER
-
-    @property
-    def base(self) -> int:
-        """The refit whose bytes all of its workers hold; 0 if they hold none, or different ones."""
-        held = set(self.armed.values())
-        return held.pop() if len(held) == 1 else 0
 
     def to(self, phase: Phase) -> None:
         """Change the phase. Every change goes through here."""
@@ -181,13 +223,26 @@ class ReplicaRefit:
         if msg.in_step and not self.armed:
             due, calls = co.now + APART_S * 2**self.calls, self.calls
             co.at(due, lambda: self._call_again(calls), of=self.refit)
-        self.armed[worker] = msg.base
-        if msg.unread is not None:
-            self.unread[worker] = msg
-        if len(self.armed) == r.size:
-            self.armed_at = co.now
-            co.mark(f"replica {r.index}: all workers are armed")
+        self.armed[worker] = msg
+        if len(self.armed) < r.size:
+            return
+        self.armed_at = co.now
+        co.mark(f"replica {r.index}: all workers are armed")
+        held = {a.base for a in self.armed.values()}
+        r.base = held.pop() if len(held) == 1 else 0
+        if not self.begun:
             self.refit.advance()
+        elif all(a.staged for a in self.armed.values()):
+            self._apply()
+        elif self.refit.holds:
+            self.begun, self.staged_at, self.totals = False, 0.0, Totals()
+            self.ready_parts, self.told_parts = {}, {}
+            self.refit.moved_on(self)
+            self.refit.advance()
+        else:
+            odd = [f"replica {r.index} worker {w}: {VOID}" for w, a in sorted(self.armed.items()) if not a.staged]
+            void = f"replica {r.index} cannot use the bytes that it has staged; nothing was written"
+            co.fail(self, RebindError(void, odd))
 
     def _call_again(self, calls: int) -> None:
         """Repeat the update call, which did not bring all data-parallel ranks together.
@@ -204,7 +259,6 @@ class ReplicaRefit:
         r.tell(m.CallAgain(number))
         broadcast([r.workers[w] for w in self.armed if w in r.workers], m.CallAgain(number))
         self.armed.clear()
-        self.unread.clear()
 
     def begin(self) -> None:
         """Bytes move from here on. The workers are told here, the trainers by the refit, for all replicas that begin together."""
@@ -212,9 +266,10 @@ class ReplicaRefit:
         self.readers = {
             i: m.Reader(c.label, c.hello.host, c.hello.pid) for i, c in r.workers.items() if i not in r.follows
         }
-        self.to(Phase.MOVING)
-        self.epoch = r.epoch
-        broadcast(r.workers.values(), refit.go([self], tells=relays.tells(refit, self)))
+        self.begun, self.epoch = True, r.epoch
+        kind = m.GoKind.STAGE if self.phase is Phase.STAGING else m.GoKind.MOVE
+        refit.moved_on(self) if kind is m.GoKind.STAGE else self.to(Phase.MOVING)
+        broadcast(r.workers.values(), refit.go([self], tells=relays.tells(refit, self), kind=kind))
         co.mark(f"replica {r.index}: go was sent")
         relays.began(refit, self)
 
@@ -223,6 +278,26 @@ class ReplicaRefit:
         self.totals.bytes_in.setdefault(worker, 0)
         self.readers.pop(worker, None)
         relays.part_ready(self.refit, self, worker, ALL_PARTS)
+        self._stopped()
+
+    def done(self) -> None:
+        """Every rank is done with what it was told last."""
+        if self.phase is Phase.MOVING:
+            self.decide()
+        elif self.phase is Phase.STAGING:
+            co = self.refit.coordinator
+            self.staged_at = co.now
+            co.mark(f"replica {self.replica.index}: all bytes are staged")
+            self.to(Phase.ARMING)
+            self.refit.arm(self.replica)
+
+    def _apply(self) -> None:
+        """All workers are armed, and hold what they have staged: they bring it into live storage."""
+        co, r, refit = self.refit.coordinator, self.replica, self.refit
+        self.to(Phase.MOVING)
+        refit.owed.begin([r], trainers=False)
+        broadcast(r.workers.values(), refit.go([self], kind=m.GoKind.APPLY))
+        co.mark(f"replica {r.index}: go was sent")
 
     def decide(self) -> None:
         """Every rank is done: commit, if the checksums agree."""
@@ -232,6 +307,7 @@ class ReplicaRefit:
             return co.fail(self, error)
         self.verified = refit.verify
         co.refits.had(refit.version)
+        r.base = refit.number if refit.by_changes else 0
         self.decided_at = co.now
         self.to(Phase.COMMITTING)
         co.mark(f"replica {r.index}: decided")
@@ -291,15 +367,17 @@ class ReplicaRefit:
                 return
             co.stop_ranks(r, error)
             r.tell(m.Settle(self.refit.number, True, m.WireError.of(error, "rendezvous")))
-            self.dirty = before is not Phase.ARMING
+            self.dirty = before not in (Phase.STAGING, Phase.ARMING)
             self.to(Phase.OVER)
         elif before is Phase.COMMITTING and by is not None and by.hello.role == "worker":
             self.error, r.relink = error, True
             return self._settle(True)
-        elif before in (Phase.ARMING, Phase.MOVING):
+        elif before in (Phase.STAGING, Phase.ARMING, Phase.MOVING):
             self.dirty, self.error = before is Phase.MOVING, error
             self.to(Phase.ABORTING)
-            if self.told or not r.phase.before_ready:  # else it goes on joining: nothing of this refit has reached it
+            if (
+                self.told or r.joined or not r.phase.before_ready
+            ):  # else it goes on joining: nothing of this refit has reached it
                 r.relink = True
                 if r.phase.opening:
                     r.phase, r.error = ReplicaPhase.FAILED, error  # the next refit plans again
@@ -333,7 +411,8 @@ class ReplicaRefit:
             self.refit.coordinator.fail(self, error, by=client)
 
     def _stopped(self) -> None:
-        if self.phase is Phase.ABORTING and all(w in self.stopped for w in self.armed if w in self.replica.workers):
+        at_work = self.armed.keys() | self.readers.keys()
+        if self.phase is Phase.ABORTING and all(w in self.stopped for w in at_work if w in self.replica.workers):
             self._settle(any(self.stopped.values()))
 
     def _stop_late(self) -> None:
@@ -391,9 +470,9 @@ class ReplicaRefit:
 
     def own_waiting_for(self) -> list[str]:
         r = self.replica
-        if self.phase is Phase.ARMING:
+        if self.waiting or self.phase is Phase.ARMING:
             return self._arming_for()
-        if self.phase is Phase.MOVING:
+        if self.begun and self.phase in (Phase.STAGING, Phase.MOVING):
             ranks, owed = self.refit.coordinator.domain(r), self.refit.owed
             return [self._moving(c) for c in ranks if owed.owes(c, r.index)]
         if self.phase is Phase.COMMITTING:
@@ -409,9 +488,9 @@ class ReplicaRefit:
         who = [
             f"replica {r.index} worker {w}: not armed (its controller is pausing the engine or a request is still running)"
             for w in range(r.size)
-            if w not in self.armed
+            if w not in self.armed and self.phase is Phase.ARMING
         ]
-        if r.in_step and len(self.armed) < r.size:
+        if self.phase is Phase.ARMING and r.in_step and len(self.armed) < r.size:
             who.append(f"replica {r.index}: {STUCK}")
         if r.phase.opening:
             who += [f"{c.label}: {r.phase.value}" for c in sorted(r.pending, key=lambda c: c.label)]
@@ -459,6 +538,7 @@ class ReplicaRefit:
         per_worker = tuple(t.bytes_in[i] for i in sorted(r.workers) if i in t.bytes_in)
         phases = (
             ("arm", max(0.0, self.armed_at - max(refit.began, self.told_at)) if self.armed_at else 0.0),
+            *((("stage", self.staged_at - refit.ready_at), ("apply", t.apply_s)) if self.staged_at else ()),
             ("plan", r.plan_s),
             ("link", r.link_s),
             ("pack", t.pack_s),
@@ -477,7 +557,7 @@ class ReplicaRefit:
             committed=ok and s is not None,
             serving=s is not None and s.serving,
             version=serves,
-            transfer_s=max(0.0, self.decided_at - max(refit.ready_at, self.armed_at)) if self.decided_at else 0.0,
+            transfer_s=self._transfer_s(),
             outage_s=s.outage_s if s else 0.0,
             bytes_moved=sum(per_worker),
             bytes_per_worker=per_worker,
@@ -487,4 +567,12 @@ class ReplicaRefit:
             failure=None if ok else m.WireError.of(self.error or UNKNOWN, "rendezvous"),
             routes=tuple(t.routes[k] for k in sorted(t.routes)),
             readers=tuple(self.readers.values()),
+            scratch_bytes=sum(t.scratch.values()),
         )
+
+    def _transfer_s(self) -> float:
+        """Seconds in which bytes could move: while they were staged, and from armed to the decision."""
+        if not self.decided_at:
+            return 0.0
+        staged = max(0.0, self.staged_at - self.refit.ready_at)
+        return staged + max(0.0, self.decided_at - max(self.refit.ready_at, self.armed_at))

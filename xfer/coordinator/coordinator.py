@@ -230,7 +230,7 @@ class Coordinator:
     def _controller_came(self, client: Client, h: m.Hello, replica: Replica) -> None:
         replica.controller, replica.size, replica.phase, replica.error = client, h.size, ReplicaPhase.JOINING, None
         replica.workers, replica.inventories, replica.version, replica.dirty = {}, {}, None, False
-        replica.wanted, replica.derives = {}, False
+        replica.wanted, replica.derives, replica.scratch, replica.joined, replica.base = {}, False, None, False, 0
         replica.until = self.now + self.options.deadline_s
         self.at(replica.until, lambda: self._check_join(replica))
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from enum import Enum
 from typing import Annotated
 
 import msgspec
@@ -23,7 +24,7 @@ from msgspec import Meta, Struct
 from xfer.errors import ProtocolError, XferError, from_wire
 from xfer.plan.explain import size
 
-WIRE_VERSION = 24
+WIRE_VERSION = 25
 """Sent in the challenge (rendezvous/channel.py), before any message that another version could not decode."""
 MAX_FRAME = 1 << 30
 """Bytes of one control frame. All layouts of a thousand ranks take well below 1 MB."""
@@ -237,7 +238,8 @@ class OpenLink(WireMessage, frozen=True):
     `fresh` False: the last link stands, and only the routes are opened again, since storages moved. `workers`: of the
     replica, for ranks that made no plan (packed route). `relay`: replicas of one layout hand bytes on to each other. `hands`, to
     a worker: for each share of its bytes what the same worker of the replica that brings it lets it read, as `LinkOpen.hand` told
-    it; empty for the share that it brings itself.
+    it; empty for the share that it brings itself. `scratch`, for workers: bytes come into scratch of at most so many bytes; None: into live
+    storage.
     """
 
     replica: Count
@@ -247,6 +249,7 @@ class OpenLink(WireMessage, frozen=True):
     host_pull: bool = False
     relay: bool = False
     hands: Annotated[tuple[Blob, ...], Meta(max_length=4096)] = ()
+    scratch: Bytes64 | None = None
 
 
 class LinkOpen(WireMessage, frozen=True):
@@ -300,7 +303,8 @@ class Enter(WireMessage, frozen=True):
 
     It is sent before anything that may wait for other ranks, so that the coordinator's deadline runs and its error can name
     the ranks that have not called. `version` None: the coordinator numbers the version. `delta`: send what changed, where that is
-    less. `at_once`: most replicas that are out of service at the same time; 0: all.
+    less. `at_once`: most replicas that are out of service at the same time; 0: all. `scratch`: bytes come into scratch of at most so
+    many bytes per worker while engines serve; None: into live storage. `holds`: this rank's weights stay as they are until the outcome.
     """
 
     attempt: Count
@@ -310,6 +314,8 @@ class Enter(WireMessage, frozen=True):
     deadline_s: Seconds
     delta: bool = False
     at_once: Count = 0
+    scratch: Bytes64 | None = None
+    holds: bool = True
 
 
 class Ready(WireMessage, frozen=True):
@@ -359,6 +365,7 @@ class Armed(WireMessage, frozen=True):
     `rebound`: same layout at other addresses. `unread`: why no layout could be made from the catalog of `generation`;
     the trainers may bring a newer catalog in this refit. `in_step`: the replica has data-parallel ranks, which wait for each
     other in every step. `base`: the refit by changes whose bytes I hold, all of them and unchanged since; 0: none.
+    `staged`: all bytes of this refit are in my scratch, and fit the storages that I have now.
     """
 
     attempt: Count
@@ -367,6 +374,7 @@ class Armed(WireMessage, frozen=True):
     unread: WireError | None = None
     in_step: bool = False
     base: Count = 0
+    staged: bool = False
 
 
 class CallAgain(WireMessage, frozen=True):
@@ -378,12 +386,22 @@ class CallAgain(WireMessage, frozen=True):
     attempt: Count
 
 
+class GoKind(Enum):
+    """What a `Go` asks of a worker: to bring all bytes into live storage, to bring them into scratch while its engine serves, or to
+    bring what its scratch has into live storage."""
+
+    MOVE = "move"
+    STAGE = "stage"
+    APPLY = "apply"
+
+
 class Go(WireMessage, frozen=True):
     """Coordinator -> ranks: move version `version` to these replicas now. A rank gets one `Go` for all replicas that begin together.
 
     `epochs`: of the links, in the order of `replicas`. `together`, to trainers on the packed route: the replicas that are fed
     from one gather of the weights. `tells`, to workers: say `PartReady`, since others read from you. `bases`, if trainers asked for
-    changes: of each replica the refit whose bytes all of its workers hold; 0: none.
+    changes: of each replica the refit whose bytes all of its workers hold; 0: none. `kind`:
+    for workers; trainers send the same bytes for MOVE and STAGE.
     """
 
     attempt: Count
@@ -395,6 +413,7 @@ class Go(WireMessage, frozen=True):
     together: Counts = ()
     tells: bool = False
     bases: Counts = ()
+    kind: GoKind = GoKind.MOVE
 
     @property
     def base(self) -> int:
@@ -476,7 +495,8 @@ class RouteTaken(Record, frozen=True):
 class Moved(Record, frozen=True):
     """What one rank did for one replica in a refit. Times are wall seconds.
 
-    `held`, of a trainer in a verified refit: digests of bytes that other trainers hold too (exports.py).
+    `held`, of a trainer in a verified refit: digests of bytes that other trainers hold too (exports.py). `apply_s`: seconds in which a
+    worker brought bytes from its scratch into live storage. `scratch_bytes`: bytes of that scratch.
     """
 
     replica: Count
@@ -489,11 +509,13 @@ class Moved(Record, frozen=True):
     checksums: Annotated[tuple[Checksum, ...], Meta(max_length=65536)] = ()
     routes: Annotated[tuple[RouteTaken, ...], Meta(max_length=8)] = ()
     held: Blob = b""
+    apply_s: Seconds = 0.0
+    scratch_bytes: Bytes64 = 0
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to report: no bytes, no digests, and less than a millisecond."""
-        some = self.bytes_in or self.bytes_out or self.checksums or self.routes or self.held
+        some = self.bytes_in or self.bytes_out or self.checksums or self.routes or self.held or self.scratch_bytes
         return not some and self.pack_s + self.wire_s + self.unpack_s + self.verify_s < 1e-3
 
 
@@ -554,7 +576,7 @@ class Abort(WireMessage, frozen=True):
 
 
 class Stopped(WireMessage, frozen=True):
-    """Worker -> coordinator, after an abort: nothing of this refit will be written any more.
+    """Worker -> coordinator, after an abort, or when it has failed to stage: nothing of this refit will be written any more.
 
     `dirty`: bytes of live storage were written. `drained` False: a kernel of mine may go on reading trainers' storages.
     """
@@ -627,6 +649,7 @@ class ReplicaOutcome(Record, frozen=True):
         failure: The encoded `error`.
         routes: Bytes by route.
         readers: Workers that began to read trainers' storages and did not say that they ended.
+        scratch_bytes: Bytes of scratch that all its workers hold for staged refits.
     """
 
     replica: Count
@@ -643,6 +666,7 @@ class ReplicaOutcome(Record, frozen=True):
     failure: WireError | None = None
     routes: Annotated[tuple[RouteTaken, ...], Meta(max_length=8)] = ()
     readers: Annotated[tuple[Reader, ...], Meta(max_length=65536)] = ()
+    scratch_bytes: Bytes64 = 0
 
     @property
     def error(self) -> XferError | None:

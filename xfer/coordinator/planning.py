@@ -116,7 +116,11 @@ class Planning:
         replica.relink = replica.reopen = False
         co.store.forget(f"r{replica.index}/")
         replica.sources, replica.opened, replica.follows = relays.place(co, replica), {}, set()
-        order = m.OpenLink(replica.index, replica.epoch, fresh, replica.size, o.host_pull, o.relay)
+        if co.refit is not None and co.refit.called:
+            replica.scratch = co.refit.scratch
+        order = m.OpenLink(
+            replica.index, replica.epoch, fresh, replica.size, o.host_pull, o.relay, scratch=replica.scratch
+        )
         broadcast(co.trainers.values(), order)
         for i, c in replica.workers.items():
             c.send(msgspec.structs.replace(order, hands=relays.hands(co, replica, i)))
@@ -155,7 +159,7 @@ class Planning:
 
     def _ready(self, replica: Replica) -> None:
         co = self.coordinator
-        replica.phase = ReplicaPhase.READY
+        replica.phase, replica.joined = ReplicaPhase.READY, True
         ready = m.ReplicaReady(replica.index, replica.epoch, replica.digest)
         broadcast([*co.domain(replica), *([replica.controller] if replica.controller is not None else [])], ready)
         if co.refit is not None:

@@ -47,18 +47,18 @@ class Owed:
         h = client.hello
         return h.index if h.role == "trainer" else self._trainers + h.index
 
-    def begin(self, replicas: Sequence[Replica]) -> None:
-        """All ranks of these replicas are told Go."""
+    def begin(self, replicas: Sequence[Replica], trainers: bool = True) -> None:
+        """All ranks of these replicas are told Go, or their workers only."""
         more = self._trainers + max(r.size for r in replicas) - len(self._owed)
         self._owed += [0] * more
         self._watched += [0] * more
         some = sum(1 << r.index for r in replicas)
-        for i in range(self._trainers):
+        for i in range(self._trainers if trainers else 0):
             self._owed[i] |= some
         for r in replicas:
             for i in range(self._trainers, self._trainers + r.size):
                 self._owed[i] |= 1 << r.index
-        self._watched[0] |= some
+        self._watched[0 if trainers else self._trainers] |= some
 
     def owes(self, client: Client, replica: int) -> bool:
         i = self.rank(client)
@@ -103,20 +103,32 @@ class Refit:
         deadline_s: seconds until it is aborted, from now or, if it is prepared, from the first call.
         prepared: it is armed before any trainer has called.
         at_once: most replicas that it takes out of service at the same time; 0: all.
+        staged: bytes come into scratch before engines are armed, where they can.
     """
 
-    def __init__(self, coordinator: Coordinator, number: int, deadline_s: float, prepared: bool, at_once: int = 0):
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        number: int,
+        deadline_s: float,
+        prepared: bool,
+        at_once: int = 0,
+        staged: bool = False,
+    ):
         self.coordinator, self.number, self.turns = coordinator, number, Turns(self, at_once)
         self.entered: dict[int, m.Enter] = {}
         self.drained: dict[int, m.Ready] = {}
         self.drained_s = 0.0  # seconds of the slowest trainer
         self.parts: dict[int, ReplicaRefit] = {}
-        self.arming: dict[int, ReplicaRefit] = {}  # those of `parts` in that phase
+        self.waiting: dict[int, ReplicaRefit] = {}  # those of `parts` that have not begun
         self.open = 0  # how many of `parts` are not over
         self.began = coordinator.now
         self.version: Label = None
         self.verify = False
         self.delta = False
+        self.holds = True  # no trainer changes its weights before the outcome
+        self.scratch: int | None = None  # see `Enter.scratch`
+        self._first = Phase.STAGING if staged else Phase.ARMING
         self.ready_at = 0.0  # when the last trainer was ready
         self.called = False  # by some trainer, whose call this refit uses up whatever becomes of it
         self.abandoned = False  # nobody called in time: a trainer that calls now gets the next refit
@@ -137,7 +149,7 @@ class Refit:
     def start(self) -> None:
         co = self.coordinator
         for r in co.replicas.values():
-            self.parts[r.index] = self.arming[r.index] = ReplicaRefit(self, r)
+            self.parts[r.index] = self.waiting[r.index] = ReplicaRefit(self, r, self._first)
             r.stage(co.now)
             r.plan_s = r.link_s = 0.0
         self.open = self._undrained = len(self.parts)
@@ -163,11 +175,19 @@ class Refit:
     @property
     def moves(self) -> bool:
         """Whether bytes of some replica may move."""
-        return any(p.phase is not Phase.ARMING and not p.over for p in self.parts.values())
+        return any(not p.waiting and not p.over for p in self.parts.values())
+
+    @property
+    def by_changes(self) -> bool:
+        """Whether sources may send only what changed. A scratch that others read needs all bytes."""
+        return self.delta and (self.scratch is None or not self.coordinator.options.relay)
 
     def moved_on(self, part: ReplicaRefit) -> None:
-        """A replica changed its phase."""
-        self.arming.pop(part.replica.index, None)
+        """A replica changed its phase, or was told to move bytes."""
+        if part.waiting:
+            self.waiting[part.replica.index] = part
+        else:
+            self.waiting.pop(part.replica.index, None)
         self.open -= part.over
         self.coordinator.soon(lambda: self._note_drained(part))  # not now: trainers hear Go first
         if part.over and self.turns.at_once:
@@ -203,7 +223,7 @@ class Refit:
         self.called = True
         if not self.entered:
             self.version = co.refits.next_label() if msg.version is None else msg.version
-            self.verify, self.delta = msg.verify, msg.delta
+            self.verify, self.delta, self.scratch = msg.verify, msg.delta, msg.scratch
             if msg.at_once != self.turns.at_once:
                 why = f"at_once={msg.at_once}: prepare() has paused all engines for this refit; nothing was moved"
                 co.fail(
@@ -216,6 +236,7 @@ class Refit:
             for part in self.parts.values():  # a replica of a prepared refit may be over by now
                 self._note_drained(part)
         self.entered[client.hello.index] = msg
+        self.holds = self.holds and msg.holds
         self._asked.add(_asked(msg))
         # Checked at each call: a rank with a shorter deadline than the first one's would give up before all have called.
         if len(self._asked) > 1:
@@ -253,7 +274,7 @@ class Refit:
 
     def _put_aside(self, wanted: int) -> None:
         """Go on without replicas whose engines are still not back from an earlier refit, if the callers want no more than the others."""
-        late = [p for p in self.arming.values() if p.replica.unsettled]
+        late = [p for p in self.waiting.values() if p.replica.unsettled]
         if sum(not p.over for p in self.parts.values()) - len(late) < wanted:
             return
         for part in late:
@@ -308,8 +329,8 @@ class Refit:
             if self.owed.owes(client, x.replica):
                 parts[x.replica].totals.add(client, x)
         for part in [parts[r] for r in self.owed.done(client, msg.replicas)]:
-            if part.phase is Phase.MOVING:
-                part.decide()
+            if part.phase in (Phase.STAGING, Phase.MOVING):
+                part.done()
                 self._changed(part)
         if worker:
             self._changed(parts[h.replica])
@@ -319,13 +340,13 @@ class Refit:
         co = self.coordinator
         if co.refit is not self or not self.all_ready:
             return
-        reading = [p for p in self.arming.values() if p.replica.derives and p.armed and not p.replica.complete]
+        reading = [p for p in self.waiting.values() if p.replica.derives and p.armed and not p.replica.complete]
         if reading and co.now < self.ready_at + TOGETHER_S:
             return  # a timer is set; these workers may ask for one more catalog, which cannot be made while bytes move
         held = co.now < self._go_at and not co.options.gathers
-        if held and not all(len(p.armed) == p.replica.size for p in self.turns.now(self.arming.values())):
+        if held and not all(p.able_since for p in self.turns.now(self.waiting.values())):
             return  # a timer is set
-        able = [part for part in list(self.arming.values()) if self._able(part)]
+        able = [part for part in list(self.waiting.values()) if self._able(part)]
         if not able or not self._all_there(able):
             return
         begun = relays.can_begin(self, able)
@@ -337,16 +358,22 @@ class Refit:
             together = tuple(part.replica.index for part in begun) if co.options.gathers else ()
             broadcast([co.trainers[i] for i in sorted(co.trainers, reverse=True)], self.go(begun, together))
 
-    def go(self, parts: Sequence[ReplicaRefit], together: tuple[int, ...] = (), tells: bool = False) -> m.Go:
+    def go(
+        self,
+        parts: Sequence[ReplicaRefit],
+        together: tuple[int, ...] = (),
+        tells: bool = False,
+        kind: m.GoKind = m.GoKind.MOVE,
+    ) -> m.Go:
         replicas, epochs = tuple(p.replica.index for p in parts), tuple(p.epoch for p in parts)
         left = max(1.0, self.until - self.coordinator.now)
-        bases = tuple(p.base for p in parts) if self.delta else ()
-        return m.Go(self.number, replicas, epochs, self.version, self.verify, left, together, tells, bases)
+        bases = tuple(p.replica.base for p in parts) if self.by_changes else ()
+        return m.Go(self.number, replicas, epochs, self.version, self.verify, left, together, tells, bases, kind)
 
     def _able(self, part: ReplicaRefit) -> bool:
         """Whether bytes of this replica may move now. If a plan or a link is out of date, ask for a new one."""
         co, r = self.coordinator, part.replica
-        if part.phase is not Phase.ARMING or not r.size or len(part.armed) < r.size:
+        if not part.waiting or not r.size or not self._staged_first(part) and len(part.armed) < r.size:
             return False
         # Trainers have said what they export now. A worker whose catalog is older is reading the newer one.
         if now := [a.unread for a in part.unread.values() if a.unread is not None and a.generation == co.generation]:
@@ -358,13 +385,22 @@ class Refit:
                 co.planning.plan(r)
         elif relays.held_up_by(self, part) is not None:
             relays.look_again(self, part)
-        elif r.relink or r.reopen:
+        elif r.relink or r.reopen or r.scratch != self.scratch:
             co.planning.relink(r, fresh=r.relink)
         elif r.phase is ReplicaPhase.READY and relays.out_of_place(co, r):
             co.planning.relink(r, fresh=False)
         else:
             return r.phase is ReplicaPhase.READY
         return False
+
+    def _staged_first(self, part: ReplicaRefit) -> bool:
+        """Whether bytes of this replica come into scratch before its engine is armed. If they cannot, arm it now: its engine serves
+        no whole version, is not back from an earlier refit, or has to read its layout anew, which it does when it is armed."""
+        r = part.replica
+        if part.phase is Phase.STAGING and (r.dirty or r.unsettled or not r.complete and not r.phase.before_ready):
+            part.to(Phase.ARMING)
+            self.arm(r)
+        return part.phase is Phase.STAGING
 
     def _all_there(self, able: list[ReplicaRefit]) -> bool:
         """Whether replicas that can begin do so now: no other one can still come, or they have waited long enough.
@@ -374,10 +410,10 @@ class Refit:
         """
         co = self.coordinator
         gathers = co.options.gathers
-        if len(able) == len(self.turns.now(self.arming.values())) or not (gathers or co.hold_s):
+        if len(able) == len(self.turns.now(self.waiting.values())) or not (gathers or co.hold_s):
             return True
         if gathers:
-            self._go_at = max(self.ready_at, *(part.armed_at for part in able)) + TOGETHER_S
+            self._go_at = max(part.able_since for part in able) + TOGETHER_S
         elif not self._go_at:
             self._go_at = co.now + co.hold_s
         if co.now < self._go_at:
@@ -396,7 +432,7 @@ class Refit:
             return
         self.abandoned = not self.called
         for part in list(self.parts.values()):
-            if part.phase in (Phase.ARMING, Phase.MOVING):
+            if part.phase in (Phase.STAGING, Phase.ARMING, Phase.MOVING):
                 version = "?" if self.version is None else repr(self.version)
                 late = f"refit of version {version} to replica {part.replica.index} ended at its deadline of {self.deadline_s:.1f} s"
                 self.coordinator.fail(part, DeadlineExceeded(late, [f"waiting for {w}" for w in part.waiting_for()]))
@@ -411,14 +447,8 @@ class Refit:
             self.finish_if_over()
 
     def _note_drained(self, part: ReplicaRefit) -> None:
-        """Tell trainers when no worker of a replica reads their storages, nor will. An arming replica may, however late it joins."""
-        if (
-            not self.called
-            or part.drained
-            or part.phase is Phase.ARMING
-            or part.readers
-            or self.coordinator.refit is not self
-        ):
+        """Tell trainers when no worker of a replica reads their storages, nor will. One that waits may, however late it joins."""
+        if not self.called or part.drained or part.may_be_read or self.coordinator.refit is not self:
             return
         co, part.drained = self.coordinator, True
         self._undrained -= 1
@@ -453,9 +483,9 @@ class Refit:
         return not self.parts[replica.index].over
 
     def has_told(self, replica: Replica) -> bool:
-        """Whether its engine was told of this refit, and so has joined before."""
+        """Whether its processes have joined before, and hear what becomes of this refit."""
         part = self.parts[replica.index]
-        return part.told and not part.over
+        return (part.told or replica.joined) and not part.over
 
     def trainers_waited_for(self) -> list[str]:
         trainers = range(self.coordinator.options.trainers)
@@ -486,13 +516,11 @@ class Refit:
             return "training"
         if h.index not in self.drained:
             return "draining"
-        moving = any(
-            part.phase is Phase.MOVING and self.owed.owes(client, part.replica.index) for part in self.parts.values()
-        )
+        moving = any(part.moving and self.owed.owes(client, part.replica.index) for part in self.parts.values())
         return "moving" if moving else "waiting"
 
 
-_EQUAL = ("version", "verify", "min_replicas", "deadline_s", "delta", "at_once")
+_EQUAL = ("version", "verify", "min_replicas", "deadline_s", "delta", "at_once", "scratch")
 """Arguments that must be equal on all trainers."""
 _asked = attrgetter(*_EQUAL)
 

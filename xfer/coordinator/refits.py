@@ -90,7 +90,7 @@ class RefitQueue:
             outcome = self._too_late(msg)
             self.use_up(outcome)
             return client.send(outcome)
-        self._begin(msg.attempt, left, at_once=msg.at_once)
+        self._begin(msg.attempt, left, at_once=msg.at_once, staged=msg.scratch is not None)
         # If nobody called in time, the refit's outcome is about to come, and the trainer calls again.
         if co.refit is not None and not co.refit.abandoned:
             co.refit.enter(client, msg)
@@ -147,10 +147,12 @@ class RefitQueue:
 
     # ---- beginnings and ends
 
-    def _begin(self, number: int, deadline_s: float, prepared: bool = False, at_once: int = 0) -> None:
+    def _begin(
+        self, number: int, deadline_s: float, prepared: bool = False, at_once: int = 0, staged: bool = False
+    ) -> None:
         co = self.coordinator
         if co.refit is None:
-            co.refit = Refit(co, number, deadline_s, prepared, at_once)
+            co.refit = Refit(co, number, deadline_s, prepared, at_once, staged)
             co.refit.start()
 
     def use_up(self, outcome: m.Outcome) -> None:

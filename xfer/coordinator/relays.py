@@ -56,7 +56,7 @@ def place(co: Coordinator, replica: Replica) -> tuple[tuple[int, int], ...]:
     if not replica.rings:
         return next((((r.index, r.offered),) for r in near if r.index < replica.index), alone)
     known = {r.index: r.offered for r in near} | {replica.index: 0}
-    if begun := [r for r in near if co.refit is not None and not co.refit.parts[r.index].arming]:
+    if begun := [r for r in near if co.refit is not None and not co.refit.parts[r.index].waiting]:
         ring = [i for i, _ in begun[-1].sources]
         return tuple((i, known[i]) for i in ring) if {r.index for r in begun}.issuperset(ring) else alone
     return tuple(sorted(known.items()))
@@ -113,12 +113,12 @@ def _others(co: Coordinator, replica: Replica) -> Iterator[Replica]:
             continue
         if refit is not None and i in refit.parts and replica.index in refit.parts:
             part, waiting = refit.parts[i], refit.parts[replica.index]
-            if refit.turns.waits(part):
+            if part.waiting and refit.turns.waits(part):
                 continue
-            late = part.arming and len(part.armed) < r.size
+            late = part.waiting and not part.able_since
             if part.error is not None or late and (r.unsettled or _waited(refit, waiting) >= TOGETHER_S):
                 continue
-            if not part.arming and part.epoch != r.epoch:  # another engine by now, without this version
+            if not part.waiting and part.epoch != r.epoch:  # another engine by now, without this version
                 continue
         yield r
 
@@ -136,9 +136,9 @@ def held_up_by(refit: Refit, part: ReplicaRefit) -> ReplicaRefit | None:
         if r.index > mine.index and not mine.rings:
             continue  # in a chain, only replicas of lower numbers are read
         if _offers(r):
-            if not mine.rings and not other.arming and _alike(r, mine):
+            if not mine.rings and not other.waiting and _alike(r, mine):
                 return None
-        elif other.arming and (r.phase.opening or r.phase is ReplicaPhase.READY):
+        elif other.waiting and (r.phase.opening or r.phase is ReplicaPhase.READY):
             if not r.phase.opening and r.index > mine.index and not _offers(mine):
                 continue  # both have to open their routes again: one of them is the first
             known = not (r.stale or mine.stale) and r.phase is not ReplicaPhase.PLANNING
@@ -158,7 +158,7 @@ def can_begin(refit: Refit, able: Sequence[ReplicaRefit]) -> list[ReplicaRefit]:
 
     def follows(part: ReplicaRefit, other: ReplicaRefit) -> bool:
         a, b = ([i for i, _ in p.replica.sources] for p in (part, other))
-        return (other in some or not other.arming) and len(a) == len(b) and (a == b or len(a) == 1)
+        return (other in some or not other.waiting) and len(a) == len(b) and (a == b or len(a) == 1)
 
     some = list(able)
     while len(left := [p for p in some if all(follows(p, o) for o in _sources(refit, p))]) < len(some):
@@ -168,22 +168,21 @@ def can_begin(refit: Refit, able: Sequence[ReplicaRefit]) -> list[ReplicaRefit]:
 
 def ahead(refit: Refit, part: ReplicaRefit) -> ReplicaRefit | None:
     """For reports: return a replica that keeps this one from beginning although all of its workers are armed."""
-    if len(part.armed) < part.replica.size or not refit.coordinator.options.relay:
+    if not part.able_since or not refit.coordinator.options.relay:
         return None
-    return next((o for o in _sources(refit, part) if o.arming), None) or held_up_by(refit, part)
+    return next((o for o in _sources(refit, part) if o.waiting), None) or held_up_by(refit, part)
 
 
 def look_again(refit: Refit, part: ReplicaRefit) -> None:
     """Set a timer, since this replica waits for another one `TOGETHER_S` at most."""
     if not part.waits and _waited(refit, part) < TOGETHER_S:
         part.waits = True
-        refit.coordinator.at(max(refit.ready_at, part.armed_at) + TOGETHER_S, refit.advance)
+        refit.coordinator.at((part.able_since or refit.coordinator.now) + TOGETHER_S, refit.advance)
 
 
 def _waited(refit: Refit, part: ReplicaRefit) -> float:
     """Return the seconds since this replica could have begun by itself."""
-    ready = refit.ready_at and part.armed_at
-    return refit.coordinator.now - max(refit.ready_at, part.armed_at) if ready else 0.0
+    return refit.coordinator.now - part.able_since if part.able_since else 0.0
 
 
 def tells(refit: Refit, part: ReplicaRefit) -> bool:

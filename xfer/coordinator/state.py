@@ -120,6 +120,9 @@ class Replica:
     opened: dict[int, m.LinkOpen] = field(default_factory=dict)  # worker -> its answer to the last OpenLink
     hands: dict[int, bytes] = field(default_factory=dict)  # worker -> what other replicas may read of it
     offered: int = 0  # the epoch in which `hands` changed
+    scratch: int | None = None  # bytes of scratch into which its routes bring bytes; None: into live storage
+    joined: bool = False  # it was ready since its controller came
+    base: int = 0  # the refit by changes whose bytes all of its workers hold, as far as they have said; 0: none
     sources: tuple[
         tuple[int, int], ...
     ] = ()  # by share of its bytes, the replica that brings it, and that one's `offered`

@@ -37,22 +37,22 @@ class Turns:
     def waits(self, part: ReplicaRefit) -> bool:
         """Whether this replica waits until another one's turn ends."""
         taken = [p for p in self._refit.parts.values() if p.told and not p.over and p not in self._late]
-        return bool(self.at_once) and part.arming and not part.told and len(taken) >= self.at_once
+        return bool(self.at_once) and part.phase is Phase.ARMING and not part.told and len(taken) >= self.at_once
 
     def may_begin(self, part: ReplicaRefit) -> bool:
         """Whether the replica may be told to pause its engine."""
         return not self.at_once or self._refit.all_ready and not self.waits(part)
 
-    def now(self, arming: Iterable[ReplicaRefit]) -> list[ReplicaRefit]:
+    def now(self, waiting: Iterable[ReplicaRefit]) -> list[ReplicaRefit]:
         """Return those of these replicas that do not wait for their turn."""
-        return [p for p in arming if not self.waits(p)]
+        return [p for p in waiting if not self.waits(p)]
 
     def began(self, part: ReplicaRefit) -> None:
         """A replica was told to pause its engine: its turn begins."""
         if not self.at_once:
             return
         refit, co = self._refit, self._refit.coordinator
-        left = 1 + sum(p.arming and not p.told for p in refit.parts.values())
+        left = 1 + sum(p.phase in (Phase.STAGING, Phase.ARMING) and not p.told for p in refit.parts.values())
         seconds = max(0.0, refit.until - co.now) / math.ceil(left / self.at_once)
         co.at(co.now + seconds, lambda: self._end(part, seconds), of=refit)
 
@@ -63,6 +63,7 @@ class Turns:
         self._late.add(part)
         if part.phase in (Phase.ARMING, Phase.MOVING):
             late = f"replica {part.replica.index} was not done when its turn of {seconds:.1f} s ended"
-            part.fail(DeadlineExceeded(late, [f"waiting for {w}" for w in part.waiting_for()]))
+            why = DeadlineExceeded(late, [f"waiting for {w}" for w in part.waiting_for()])
+            refit.coordinator.fail(part, why)
         refit.arm_all()
         refit.finish_if_over()

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import msgspec
 import torch
 
 from xfer.coordinator import messages as m
@@ -32,6 +33,7 @@ from xfer.transport.changes import HeldBytes
 from xfer.transport.group import Link
 from xfer.transport.p2p import WAVE_BYTES
 from xfer.transport.relay_place import Relay, offer_of
+from xfer.transport.scratch import Held, Scratch
 
 logger = logging.getLogger("xfer")
 
@@ -104,14 +106,18 @@ class DirectPlane:
         self._routed: routes.Routed | None = None
         self._bound = -1  # binding generation of the routes
         self._stream: torch.cuda.Stream | None = None
-        self._offer: tuple[int, str, Any] | None = None  # of these storages (binding generation) by this plan
+        self._offer: tuple[object, str, Any] | None = None  # of these storages by this plan
+        self._scratch: Scratch | None = None  # on a worker, where bytes are staged
+        self._held: tuple[int, int, int, Held] | None = (
+            None  # what is staged: of this attempt, for this binding, on this base
+        )
         self._lock = threading.Lock()
 
     # ---- from other threads
 
     @property
     def extra_bytes(self) -> int:
-        return self._routed.extra_bytes if self._routed is not None else 0
+        return self._scratch_bytes + (self._routed.extra_bytes if self._routed is not None else 0)
 
     @property
     def read_by_others(self) -> bool:
@@ -138,6 +144,12 @@ class DirectPlane:
 
     def expect(self, go: m.Go) -> None:
         pass
+
+    def holds(self, attempt: int, base: int) -> bool:
+        held, current = self._held, self.side.inventory == self._planned_from
+        if held is None or not current or held[:2] != (attempt, self.side.roots()[0]):
+            return False
+        return not held[3].needs_base or held[2] == base
 
     def part_ready(self, ready: m.PartReady) -> None:
         routed = self._routed
@@ -173,7 +185,7 @@ class DirectPlane:
 
     def make_plan(self, inputs: m.PlanInputs, stop: Stop) -> PlanFacts:
         self.close()
-        self._offer = None
+        self._offer = self._held = None
         self.inputs, self._deadline_s, shelf = inputs, inputs.deadline_s, self.party.shelf
         self.part, inventories = shelf.plan(
             inputs, self.joint_rank, self.side.catalog, self.options(inputs), self.cache, stop.stopped
@@ -219,6 +231,7 @@ class DirectPlane:
     def open(self, order: m.OpenLink, stop: Stop) -> m.LinkOpen:
         prefix = f"r{self.replica}/e{order.epoch}/"
         store = RendezvousStore(self.party.questions, prefix, self._deadline_s, stop.stopped)
+        self._held = None
         old = self._close_routes()  # held until all destinations have unmapped: it keeps this rank's old storages alive
         if order.fresh:
             self.close()
@@ -244,15 +257,19 @@ class DirectPlane:
                 where=self.party.label,
             )
         rank, labels, device = self.joint_rank, facts.labels, self.side.device
+        scratch = self._scratch = self._scratch_for(order, part, roots)
+        roots = roots if scratch is None else scratch.roots
         exchange = routes.exchange_over_store(store, rank, len(labels), "routes")
         peers = device.type != "cpu" or order.host_pull
         relay = Relay(order.hands, self._say_part_ready, self._offered(part, roots)) if order.relay else None
         ways = routes.find_ways(
             part.program, len(labels), device, roots, exchange, labels, allow_peer=peers, relay=relay
         )
-        if ways.wired and device.type == "cuda" and self.side.role == "trainer" and self._stream is None:
-            # This thread uses the stream from now on. On the default stream each lane would wait for all others, and the
-            # trainer's work for all lanes. A rank whose bytes are all pulled needs no stream: the first one costs a memory pool.
+        beside = ways.wired and self.side.role == "trainer" or scratch is not None
+        if beside and device.type == "cuda" and self._stream is None:
+            # This thread uses the stream from now on. On the default stream each lane would wait for all others, and the work of
+            # the trainer, or of an engine that serves meanwhile, for all lanes. A trainer whose bytes are all pulled needs no stream:
+            # the first one costs a memory pool.
             self._stream = torch.cuda.Stream(device)
             torch.cuda.set_stream(self._stream)
         try:
@@ -264,7 +281,7 @@ class DirectPlane:
             with self._lock:
                 self._link = link = link or routes.NoLink(rank, len(labels), device, labels)
             stop.check()
-            routed = ways.over(link, roots)
+            routed = ways.over(link, roots, scratch=scratch)
         except BaseException:
             ways.close()
             raise
@@ -279,16 +296,25 @@ class DirectPlane:
             self.side.opened(self.replica, part, self._bound)
         stop.check()  # a `stop` that was called meanwhile saw no routes
 
+    def _scratch_for(self, order: m.OpenLink, part: PlanPart, live: Sequence[torch.Tensor]) -> Scratch | None:
+        """Return the scratch into which a worker's bytes come, the one that it has if that serves."""
+        old, self._scratch = self._scratch, None
+        if order.scratch is None or self.side.role == "trainer":
+            return None
+        if old is not None and old.serves(part.program, live, order.scratch):
+            return old
+        return Scratch(part.program, live, order.scratch, self.party.label, old)
+
     def _offered(self, part: PlanPart, roots: Sequence[torch.Tensor]) -> Any:
         """Return the offer of a worker's storages to other replicas. It stays the same as long as the storages do."""
         if self.side.role == "trainer":
             return None
-        known = self._offer
-        if known is None or known[:2] != (self._bound, part.digest) or known[2].stale():
+        known, which = self._offer, self._bound if self._scratch is None else [t.data_ptr() for t in roots]
+        if known is None or known[:2] != (which, part.digest) or known[2].stale():
             kind, number = routes.PEERS.get(self.side.device.type), part.trainers + part.workers + self.replica
             if kind is None:
                 return None
-            known = self._bound, part.digest, offer_of(kind, part.program, roots, number, self.side.device)
+            known = which, part.digest, offer_of(kind, part.program, roots, number, self.side.device)
             self._offer = known
         return known[2]
 
@@ -299,6 +325,9 @@ class DirectPlane:
 
     def run(self, go: m.Go, stop: Stop, until: float, progress: Progress) -> m.Moved:
         stop.check()
+        return self._apply(go, stop) if go.kind is m.GoKind.APPLY else self._move(go, stop, until, progress)
+
+    def _move(self, go: m.Go, stop: Stop, until: float, progress: Progress) -> m.Moved:
         routed, side, part = self._routed, self.side, self.part
 
         def moved(wave: int, nbytes: int) -> None:
@@ -317,20 +346,52 @@ class DirectPlane:
                 where=self.party.label,
                 drained=False,
             )
-        side.before()
+        self._held = None
+        if go.kind is m.GoKind.MOVE:
+            side.before()
         faults.point(side.role, side.index, "moving")
         if routed.place is not None:
             routed.place.steps.begin(go.attempt, until, stop.stopped, go.tells)
         base = HeldBytes(go.base, int(part.digest[:15], 16), side.remembered(go.base)) if go.base else None
         stats = routed.run(until, stop.stopped, moved, side.gate(go, part, routed), base)
-        began = time.perf_counter()
         mark(self.party.label, "bytes have moved")
         stop.check()
-        sums, held = side.after(go, part)
-        return m.Moved(
-            self.replica, stats.bytes_in, stats.bytes_out, stats.pack_s, stats.wire_s, stats.unpack_s,
-            time.perf_counter() - began, sums, self._by_route(routed), held,
+        if (held := routed.held(base is not None)) is not None:
+            self._held = go.attempt, self._bound, go.base, held
+        rest = m.Moved(self.replica) if go.kind is m.GoKind.STAGE else self._finish(go, stop, part)
+        return msgspec.structs.replace(
+            rest, bytes_in=stats.bytes_in, bytes_out=stats.bytes_out, pack_s=stats.pack_s, wire_s=stats.wire_s,
+            unpack_s=stats.unpack_s, routes=self._by_route(routed), scratch_bytes=self._scratch_bytes,
         )  # fmt: skip
+
+    def _apply(self, go: m.Go, stop: Stop) -> m.Moved:
+        """Bring what is staged into live storage."""
+        if self.part is None or self._held is None or self._held[:2] != (go.attempt, self.side.roots()[0]):
+            raise PlanMismatch("this worker does not hold the bytes of this refit", where=self.party.label)
+        self.side.before()
+        faults.point(self.side.role, self.side.index, "apply")
+        return self._finish(go, stop, self.part)
+
+    def _finish(self, go: m.Go, stop: Stop, part: PlanPart) -> m.Moved:
+        """Bring what is held into live storage, if anything is, and do what follows the last byte."""
+        held, self._held = self._held, None
+        began = time.perf_counter()
+        if held is not None:
+            held[3].apply()
+            if self._stream is not None:
+                self._stream.synchronize()
+            mark(self.party.label, "bytes are applied")
+            stop.check()
+        applied = time.perf_counter()
+        sums, shared = self.side.after(go, part)
+        return m.Moved(
+            self.replica, verify_s=time.perf_counter() - applied, checksums=sums, held=shared,
+            apply_s=applied - began if held is not None else 0.0, scratch_bytes=self._scratch_bytes,
+        )  # fmt: skip
+
+    @property
+    def _scratch_bytes(self) -> int:
+        return self._scratch.extra_bytes if self._scratch is not None else 0
 
     def _by_route(self, routed: routes.Routed) -> tuple[m.RouteTaken, ...]:
         r, wire = routed.report, "nccl" if self.side.device.type == "cuda" else "gloo"
@@ -343,7 +404,9 @@ class DirectPlane:
     def unmap(self) -> None:
         self._close_routes()
 
-    close_routes = unmap
+    def close_routes(self) -> None:
+        self._close_routes()
+        self._scratch = None  # what is staged keeps it until it is applied
 
     def _close_routes(self) -> routes.Routed | None:
         """Unmap other ranks' memory, in the background if the device still reads it.

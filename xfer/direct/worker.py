@@ -121,7 +121,7 @@ class DirectWorker:
     def gate(self, go: m.Go, plan: PlanPart, routed: Routed) -> EarlySums | None:
         if self._early is not None and self._early[0] is not routed:
             self._early = None  # otherwise it would keep the buffers of closed routes
-        if routed.pull is not None and go.verify and self._early is None:
+        if routed.pull is not None and routed.scratch is None and go.verify and self._early is None:
             rest = routed.program.rows
             others = rest[rest["dst"] == plan.program.rank]
             within = routed.place is None and routed.near

@@ -106,6 +106,9 @@ class PackedPlane:
     def expect(self, go: m.Go) -> None:
         pass
 
+    def holds(self, attempt: int, base: int) -> bool:
+        return False
+
     def part_ready(self, ready: m.PartReady) -> None:
         pass
 

@@ -65,6 +65,7 @@ class Arguments:
         seconds: Seconds from the call to the deadline.
         delta: Whether to send only what changed, where that is less.
         at_once: Most replicas that are out of service at the same time; 0: all.
+        scratch: Most bytes of scratch that a worker may take for a staged refit; None: the refit is not staged.
     """
 
     version: int | str | None
@@ -74,6 +75,7 @@ class Arguments:
     seconds: float
     delta: bool = False
     at_once: int = 0
+    scratch: int | None = None
 
 
 def checked_call(
@@ -84,23 +86,29 @@ def checked_call(
     deadline_s: object,
     delta: object,
     at_once: object,
+    stage: object,
+    stage_budget: object,
     replicas: int,
     default_s: float,
     used: Labels,
+    route: str,
 ) -> Arguments:
     """Check the arguments of `nccl_xfer_refit`.
 
     Args:
-        version: See `nccl_xfer_refit`, as for the next six.
+        version: See `nccl_xfer_refit`, as for the next eight.
         verify: See there.
         wait: See there.
         min_replicas: See there.
         deadline_s: See there.
         delta: See there.
         at_once: See there.
+        stage: See there.
+        stage_budget: See there.
         replicas: Number of replicas of the session.
         default_s: Deadline if `deadline_s` is None.
         used: Labels of earlier refits.
+        route: Name of the session's route.
 
     Raises:
         XferError: Some arguments cannot work; it names all of them.
@@ -120,6 +128,17 @@ def checked_call(
     turns = 0 if at_once is None else whole(at_once)
     if at_once is not None:
         bad += wrong_whole("at_once", at_once, 1)
+    budget = LARGEST_NUMBER if stage_budget is None else whole(stage_budget)
+    if stage not in (False, True):
+        bad.append(f"stage={stage!r}: true or false")
+    elif stage and route != "direct":
+        bad.append(
+            "stage=True: the packed route loads whole tensors into live weights and stages nothing; use xfer.Direct()"
+        )
+    elif stage_budget is not None and not stage:
+        bad.append(f"stage_budget={stage_budget!r}: it is for stage=True")
+    if budget is None or not 0 < budget <= LARGEST_NUMBER:
+        bad.append(f"stage_budget={stage_budget!r}: bytes that each worker may take, at least 1")
     want = replicas if min_replicas is None else whole(min_replicas)
     if want is None or not 0 <= want <= replicas:
         bad.append(
@@ -130,7 +149,9 @@ def checked_call(
         bad += wrong_seconds("deadline_s", deadline_s)
     if bad or want is None or limit is None or turns is None or not isinstance(wait, str):
         raise XferError("nccl_xfer_refit() was called with arguments that cannot work", bad)
-    return Arguments(label, verified, wait, want, limit, delta == "auto", min(turns, replicas))
+    return Arguments(
+        label, verified, wait, want, limit, delta == "auto", min(turns, replicas), budget if stage else None
+    )
 
 
 def wrong_seconds(name: str, value: object) -> list[str]:

@@ -140,7 +140,7 @@ class DataPlane(Protocol):
         """Note that a `Go` has arrived. Called before `run`, in the order of arrival, which is the same on all ranks."""
 
     def run(self, go: m.Go, stop: Stop, until: float, progress: Progress) -> m.Moved:
-        """Move the bytes of one refit.
+        """Move the bytes of one refit: do what `go.kind` says.
 
         Args:
             go: The order; its attempt and options.
@@ -150,6 +150,14 @@ class DataPlane(Protocol):
 
         Returns:
             The facts to send with `Done`.
+        """
+
+    def holds(self, attempt: int, base: int) -> bool:
+        """Whether all bytes of this attempt are in scratch here, and fit this worker's storages as they are now.
+
+        Args:
+            attempt: Number of the attempt.
+            base: The refit by changes whose bytes this worker's storages hold; 0: none.
         """
 
     def part_ready(self, ready: m.PartReady) -> None:

@@ -238,6 +238,8 @@ class Lane:
                     self._handle(message)
             except Exception as e:
                 self._failed(message, e, refused)
+                if isinstance(message, m.Go) and message.kind is m.GoKind.STAGE:  # no `receive` runs that would say it
+                    self.party.try_send(m.Stopped(self.replica, message.attempt, False, self.plane.drained))
             finally:
                 with self._lock:
                     self._moves -= isinstance(message, m.Go)

@@ -153,9 +153,8 @@ class RefitCall:
         try:
             mark(self.label, "called")
             faults.point("trainer", session.index, "enter")
-            self.party.send(
-                m.Enter(self.number, call.version, call.verify, call.want, call.seconds, call.delta, call.at_once)
-            )
+            args = call.version, call.verify, call.want, call.seconds, call.delta, call.at_once, call.scratch
+            self.party.send(m.Enter(self.number, *args, holds=call.wait == "commit"))
             self._entered = True
             if (drain := self._drained()) is not None:
                 mark(self.label, "drained")

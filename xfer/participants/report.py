@@ -1,6 +1,7 @@
 """The report of a refit: versions, bytes, and seconds on three clocks that are never mixed.
 
-transfer   last trainer ready and all workers armed -> decision        (coordinator's clock; a new plan and link are part of it)
+transfer   last trainer ready and all workers armed -> decision        (coordinator's clock; a new plan and link are part of it;
+           staged: last trainer ready -> all bytes in scratch, and all workers armed -> decision)
 outage     pause sent -> resume acknowledged, as requests see it        (controller's clock)
 call       entry of nccl_xfer_refit -> return                           (trainer's clock)
 """
@@ -71,6 +72,11 @@ class RefitReport:
         return sum(o.bytes_moved for o in self.outcomes)
 
     @property
+    def scratch_bytes(self) -> int:
+        """Bytes of scratch that all workers hold for staged refits."""
+        return sum(o.scratch_bytes for o in self.outcomes)
+
+    @property
     def transfer_s(self) -> float:
         """Seconds on the transfer clock of the slowest replica."""
         return max((o.transfer_s for o in self.outcomes), default=0.0)
@@ -117,6 +123,7 @@ class RefitReport:
             out |= {
                 "transfer_s": self.transfer_s, "outage_s": self.outage_s, "bytes": float(self.bytes), "gb_per_s": self.gb_per_s,
                 "committed": float(self.committed), "replicas": float(len(self.outcomes)),
+                "scratch_bytes": float(self.scratch_bytes),
             }  # fmt: skip
         if self.fence_s:
             out["fence_s"] = self.fence_s

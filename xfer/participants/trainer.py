@@ -170,7 +170,7 @@ class TrainerSession:
         self._until, self._open = time.monotonic() + self.deadline_s, False
         self._catalog: Catalog | None = None
         self.generation = 0
-        self._relay = options.relay
+        self._relay, self._route = options.relay, options.route
         self.pending: RefitCall | None = None
         self._before: RefitReport | None = None  # report of a pending call, until the next report includes it
         self._busy = Entry(f"trainer {source.rank}")
@@ -333,14 +333,16 @@ class TrainerSession:
         deadline_s: float | None = None,
         delta: str | None = None,
         at_once: int | None = None,
+        stage: bool = False,
+        stage_budget: int | None = None,
     ) -> RefitReport:
         """See `xfer.nccl_xfer_refit`."""
         with self._busy.alone("nccl_xfer_refit()"):
             try:
                 self._finish_pending()
                 call = checked_call(
-                    version, verify, wait, min_replicas, deadline_s, delta, at_once,
-                    replicas=self.replicas, default_s=self.deadline_s, used=self._labels,
+                    version, verify, wait, min_replicas, deadline_s, delta, at_once, stage, stage_budget,
+                    replicas=self.replicas, default_s=self.deadline_s, used=self._labels, route=self._route,
                 )  # fmt: skip
             except XferError as e:
                 # The failed call uses up an attempt here and, by this message, on the other ranks: numbers stay equal.

@@ -295,7 +295,8 @@ class WorkerSession:
         rebound = lane.plane.moved()
         base = self.side.base() if self.adapter.holds == "whole" else 0
         mark(party.label, "looked at its storages: armed")
-        party.send(m.Armed(attempt, self._generation, rebound, unread, self._in_step, base))
+        staged = lane.plane.holds(attempt, base)
+        party.send(m.Armed(attempt, self._generation, rebound, unread, self._in_step, base, staged))
         while True:
             message = party.take(
                 due + STOP_GRACE_S,

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from xfer.errors import PlanMismatch
@@ -54,10 +55,15 @@ class Changes:
 
     Args:
         program: As of P2P, for this and what follows.
-        roots: The storages that messages are received into.
+        roots: The storages that changes are written to.
         src_roots: The storages that messages are sent from.
         link: Carries the messages.
         step_bytes: See `steps`.
+        kept: Compact messages are kept, in place of being written when they come.
+
+    Attributes:
+        patches: The compact messages of the last run that were kept, each with the rows by which it is written.
+        whole: The rows of all other messages of that run.
     """
 
     def __init__(
@@ -67,11 +73,14 @@ class Changes:
         src_roots: Sequence[torch.Tensor],
         link: Link,
         step_bytes: int,
+        kept: bool = False,
     ):
         self._program, self._roots, self._src_roots, self._link = program, roots, src_roots, link
-        self._step_bytes = step_bytes
+        self._step_bytes, self._kept = step_bytes, kept
+        self.patches: list[tuple[Patch, torch.Tensor]] = []
+        self.whole = program.rows[:0]
         self._sends: list[list[_Compared]] | None = None
-        self._patches: list[list[Patch]] = []
+        self._patches: list[list[tuple[Patch, np.ndarray]]] = []
         self._pair: tuple[torch.Tensor, ...] = ()
 
     @property
@@ -84,7 +93,7 @@ class Changes:
             whole = steps(self._program, self._step_bytes, 1 << 62)  # the same steps, with all rows in the buffer
             self._sends = [[_Compared(p, self._src_roots) for p in s.sends] for s in whole]
             labels = self._link.labels
-            self._patches = [[Patch(p.rows, self._roots, labels[p.peer]) for p in s.receives] for s in whole]
+            self._patches = [[(Patch(p.rows, self._roots, labels[p.peer]), p.rows) for p in s.receives] for s in whole]
             most = max((c.nbytes for some in self._sends for c in some), default=0)
             self._pair = tuple(torch.empty(most, dtype=torch.uint8, device=self._link.device) for _ in range(2))
         return self._sends
@@ -115,20 +124,28 @@ class Changes:
             sent.append([c.message(base.before, self._pair) for c in some])
         seconds = time.perf_counter() - began
         told = self._exchange(base, usual, sent, deadline)
-        buffers = self._buffers(usual, told, depth)
-        out = []
+        buffers = self._buffers(usual, told, 0 if self._kept else depth)
+        out, came = [], [self._program.rows[:0]]
+        self.patches = []
         for k, step in enumerate(usual):
             at, receives = 0, []
-            for part, patch in zip(step.receives, self._patches[k], strict=True):
+            for part, (patch, rows) in zip(step.receives, self._patches[k], strict=True):
                 size = told[part.peer].pop(0)
                 if size == WHOLE:
                     receives.append(part)
+                    came.append(rows)
+                    continue
+                if self._kept:
+                    buffer = torch.empty(size, dtype=torch.uint8, device=self._link.device)
+                    receives.append(_compact(part, buffer))
+                    self.patches += [(patch, buffer)] if size else []
                     continue
                 buffer = buffers[k % depth][at : at + size]
                 at += _up(size)
                 receives.append(_compact(part, buffer, patch))
             sends = [p if m is None else _compact(p, m) for p, m in zip(step.sends, sent[k], strict=True)]
             out.append(made_step(step.wave, sends, receives))
+        self.whole = np.concatenate(came)
         return out, seconds
 
     def _exchange(

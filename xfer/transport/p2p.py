@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from xfer.errors import DeadlineExceeded, PlanMismatch, XferError
@@ -22,6 +23,7 @@ from xfer.plan.program import Program
 from xfer.transport.bound import BESIDE_WIRE, BoundStep, PeerBytes, Tally, bound_step
 from xfer.transport.changes import Changes, HeldBytes
 from xfer.transport.group import Aborted, Link, Pending
+from xfer.transport.scratch import Held, Scratch
 from xfer.transport.steps import steps
 
 DEPTH = 2
@@ -88,6 +90,7 @@ class P2P:
         program: The program of this rank.
         roots: Flat uint8 tensors over the storages of this rank's inventory, in its order.
         src_roots: The storages from which this rank sends, if it is source and destination with two inventories.
+        scratch: `roots` are its storages, and what a run has brought is applied to live storage later.
         step_bytes, direct_bytes: See `steps`; equal on all ranks. None: `STEP_BYTES` and `DIRECT_BYTES`.
 
     Raises:
@@ -102,6 +105,7 @@ class P2P:
         roots: Sequence[torch.Tensor],
         *,
         src_roots: Sequence[torch.Tensor] | None = None,
+        scratch: Scratch | None = None,
         step_bytes: int | None = None,
         direct_bytes: int | None = None,
     ):
@@ -130,7 +134,10 @@ class P2P:
         bound = [self._local, self._fills, *(p.copy[0] for s in self._steps for p in (*s.sends, *s.receives) if p.copy)]
         self._buffer_bytes = sum(b.numel() for b in (*self._out, *self._in)) + sum(b.scratch_bytes for b in bound)
         self._tally = Tally.of(self._steps, link)
-        self._changes = Changes(program, roots, src_roots, link, step_bytes or STEP_BYTES[kind])
+        written = roots if scratch is None else scratch.live
+        self._changes = Changes(
+            program, written, src_roots, link, step_bytes or STEP_BYTES[kind], kept=scratch is not None
+        )
         link.warm(sorted({p.peer for s in plan for p in (*s.sends, *s.receives)}))
 
     @property
@@ -173,6 +180,11 @@ class P2P:
                 e.violations = tuple(blamed) or e.violations
                 e.message += f" (wave {run.wave} of {self.program.waves})"
             raise
+
+    def held(self, scratch: Scratch, pulled: np.ndarray) -> Held:
+        """Return what the last run, which was by changes, has brought into `scratch`. `pulled`: rows that came by another route."""
+        here = [self.program.local(), self.program.fills(), pulled]
+        return Held(scratch, np.concatenate([*here, self._changes.whole]), self._changes.patches)
 
     def drained(self) -> bool:
         """Whether all work that the last run launched has left the device. It may wait for an abort that has not ended."""

@@ -31,6 +31,7 @@ from xfer.transport.group import ABORT_S, Link, wait_for_stream
 from xfer.transport.links import open_group
 from xfer.transport.p2p import P2P, STEP_BYTES, TransferStats
 from xfer.transport.relay_place import Relay, RelayPlace
+from xfer.transport.scratch import Held, Scratch
 
 Exchange = Callable[[bytes, Iterable[int]], dict[int, bytes]]
 """Publishes this rank's bytes and returns those of the given ranks. All ranks call it in the same order."""
@@ -135,6 +136,7 @@ class Routed:
         plan: Bytes by route of every run.
         pulled: Rows that this rank pulls.
         place: Its place among those that hand bytes on, or None. Call `place.steps.begin` before each run.
+        scratch: Into which runs bring their bytes; None: into live storage.
     """
 
     def __init__(
@@ -148,9 +150,10 @@ class Routed:
         pulled: np.ndarray,
         roots: Sequence[torch.Tensor],
         place: RelayPlace | None = None,
+        scratch: Scratch | None = None,
     ):
         self.link, self.p2p, self.pull, self.mapping, self.export, self.plan = link, p2p, pull, mapping, export, plan
-        self.pulled, self._roots, self.place = pulled, roots, place
+        self.pulled, self._roots, self.place, self.scratch = pulled, roots, place, scratch
         self.report = RouteReport(0, 0.0, 0, 0.0)
         self._gated: tuple[Any, Any] = None, None  # a gate, and the pull that was bound for it
         self._running = pull
@@ -177,6 +180,12 @@ class Routed:
     def program(self) -> Program:
         """The rows that go by p2p, and the fills."""
         return self.p2p.program
+
+    def held(self, by_changes: bool) -> Held | None:
+        """What the last run has brought into scratch. `by_changes`: it had a base."""
+        if self.scratch is None:
+            return None
+        return self.p2p.held(self.scratch, self.pulled) if by_changes else Held(self.scratch)
 
     def stale(self) -> list[str]:
         """One line for each storage of this rank that others have mapped and that has moved, or is new memory at the old address. If there
@@ -388,16 +397,17 @@ class Ways:
         roots: Sequence[torch.Tensor],
         *,
         src_roots=None,
+        scratch: Scratch | None = None,
         **p2p_options: int,
     ) -> Routed:
-        """Binds both routes. Collective when p2p has new pairs to connect."""
+        """Binds both routes. Collective when p2p has new pairs to connect. `scratch`: whose storages `roots` are."""
         pull, place = None, self.place
         if place is not None:
             pull = place.pull(self.mapping)
         elif len(self.pulled):
             pull = PEERS[link.device.type].Pull(self.pulled, self.mapping, roots)
-        p2p = P2P(link, self.rest, roots, src_roots=src_roots, **p2p_options)
-        return Routed(link, p2p, pull, self.mapping, self.export, self.plan, self.pulled, roots, place)
+        p2p = P2P(link, self.rest, roots, src_roots=src_roots, scratch=scratch, **p2p_options)
+        return Routed(link, p2p, pull, self.mapping, self.export, self.plan, self.pulled, roots, place, scratch)
 
     def close(self) -> None:
         """Unmaps everything, if routes were not opened after all."""

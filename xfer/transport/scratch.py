@@ -1,0 +1,157 @@
+"""Scratch into which bytes come while an engine serves, and their way from there into its live storage.
+
+A destination whose routes end in scratch runs the same program as any other, with storages of its own in place of the live ones. So
+bytes may be sent, pulled or handed on. What has come is `Held`, and is applied by local copies of the rows that the program writes;
+all other bytes of live storage stay. A compact message (changes.py) is not unpacked: it is applied as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from xfer.errors import Unsupported, out_of_memory
+from xfer.kernels import BoundRows, bind
+from xfer.kernels.changes import Patch
+from xfer.plan import intervals
+from xfer.plan.program import DTYPE_CODE, ITEM, MAX_DIMS, ROW, Program
+from xfer.plan.relay import handed_on
+
+UINT8 = DTYPE_CODE["uint8"]
+
+
+class Scratch:
+    """Storages of the sizes of those live ones that a program writes.
+
+    Args:
+        program: The program of this rank.
+        live: Its storages, flat uint8.
+        budget: Most bytes that the scratch may take.
+        where: This rank, for errors.
+        before: The scratch that this one replaces; its storages are used again if they fit.
+
+    Attributes:
+        live: As given.
+        roots: Flat uint8, in the order of `live`; empty where the program writes nothing.
+        nbytes: Their bytes.
+
+    Raises:
+        Unsupported: The scratch does not fit in the budget, or in the memory that the device has free.
+    """
+
+    def __init__(self, program: Program, live: Sequence[torch.Tensor], budget: int, where: str, before: Scratch | None):
+        self.live, self._program = list(live), program
+        rows = program.rows[program.rows["dst"] == program.rank]
+        written = set(rows["dst_root"].tolist())
+        sizes = [t.numel() if i in written else 0 for i, t in enumerate(live)]
+        self.nbytes = sum(sizes)
+        device = live[0].device if len(live) else torch.device("cpu")
+        _refuse(self.nbytes, budget, "stage_budget allows", where)
+        if before is not None and [t.numel() for t in before.roots] == sizes:
+            self.roots: list[torch.Tensor] = before.roots
+        else:
+            _refuse(self.nbytes, _free(device), f"{device} has free", where)
+            self.roots = _storages(sizes, device, where)
+        self._whole = bind(_joined(rows), self.live, "local", src_roots=self.roots)
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes of the scratch and of kernels' tables."""
+        return self.nbytes + self._whole.scratch_bytes
+
+    def serves(self, program: Program, live: Sequence[torch.Tensor], budget: int) -> bool:
+        """Whether it is what a new one with these arguments would be."""
+        same = (
+            program is self._program
+            and len(live) == len(self.live)
+            and all(map(torch.Tensor.is_set_to, live, self.live))
+        )
+        return same and self.nbytes <= budget
+
+    def copies(self, whole: np.ndarray | None) -> BoundRows:
+        """Return the copies of these rows into live storage; None: of all rows."""
+        if whole is None:
+            return self._whole
+        return bind(handed_on(whole, self._program.rank), self.live, "local", src_roots=self.roots)
+
+
+class Held:
+    """What one run has brought, before it is in live storage.
+
+    Args:
+        scratch: Where its whole messages and pulled rows are.
+        whole: These rows; None: all rows of the program.
+        patches: Its compact messages, and the rows of each, bound to live storage.
+    """
+
+    def __init__(
+        self, scratch: Scratch, whole: np.ndarray | None = None, patches: Sequence[tuple[Patch, torch.Tensor]] = ()
+    ):
+        self._copies, self._patches = scratch.copies(whole), patches
+        self._scratch = scratch  # stays allocated until this is applied
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether it is right only on top of the bytes that sources compared with."""
+        return bool(self._patches)
+
+    def apply(self) -> None:
+        """Bring it into live storage. On CUDA the current stream does that."""
+        self._copies.copy()
+        for patch, message in self._patches:
+            patch.apply(message)
+
+
+def _joined(rows: np.ndarray) -> np.ndarray:
+    """Return rows that copy the same bytes within this rank, joined where they lie side by side."""
+    own = handed_on(rows, int(rows["dst"][0]) if len(rows) else 0)
+    parts = []
+    for root in np.unique(own["dst_root"]):
+        some = own[own["dst_root"] == root]
+        found = intervals.runs(some["dst_offset"], some["extent"], some["dst_strides"], ITEM[some["dst_dtype"]])
+        start, stop = intervals.union(found.start, found.stop)
+        if len(start) > len(some):  # runs that stay apart: boxes are fewer
+            parts.append(some)
+            continue
+        runs = np.zeros(len(start), ROW)
+        runs["tensor"], runs["src"], runs["dst"] = -1, some["dst"][0], some["dst"][0]
+        runs["src_dtype"] = runs["dst_dtype"] = UINT8
+        runs["src_root"] = runs["dst_root"] = root
+        runs["src_offset"] = runs["dst_offset"] = start
+        runs["extent"][:] = 1
+        runs["extent"][:, MAX_DIMS - 1] = stop - start
+        runs["src_strides"][:, MAX_DIMS - 1] = runs["dst_strides"][:, MAX_DIMS - 1] = 1
+        parts.append(runs)
+    return np.concatenate(parts) if parts else own
+
+
+def _storages(sizes: Sequence[int], device: torch.device, where: str) -> list[torch.Tensor]:
+    try:
+        return [torch.empty(n, dtype=torch.uint8, device=device) for n in sizes]
+    except (RuntimeError, MemoryError) as e:
+        if not out_of_memory(e):
+            raise
+        raise _too_large(sum(sizes), str(e).partition("\n")[0], where) from e
+
+
+def _free(device: torch.device) -> int:
+    """Bytes that a device can give; a host's memory is not asked for."""
+    if device.type != "cuda":
+        return 1 << 62
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
+
+
+def _refuse(nbytes: int, most: int, says: str, where: str) -> None:
+    if nbytes > most:
+        raise _too_large(nbytes, f"{says} {most:,}", where)
+
+
+def _too_large(nbytes: int, why: str, where: str) -> Unsupported:
+    return Unsupported(
+        f"a staged refit takes {nbytes:,} bytes of scratch on this worker; nothing was moved",
+        [f"{where}: {why}", "give the engine less memory (gpu_memory_utilization), or refit without stage=True"],
+        where=where,
+    )
