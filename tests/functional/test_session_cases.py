@@ -22,7 +22,7 @@ from xfer.coordinator.state import Client, ReplicaPhase
 from xfer.direct import sums
 from xfer.direct import trainer as direct_trainer
 from xfer.direct.plane import DirectPlane
-from xfer.errors import DeadlineExceeded, PeerLost, PlanMismatch, RefitFailed, Unsupported, XferError
+from xfer.errors import DeadlineExceeded, PeerLost, PlanMismatch, RebindError, RefitFailed, Unsupported, XferError
 from xfer.kernels.block_fp8 import ScaleRule
 from xfer.participants import computing
 from xfer.participants.controller import ControllerPhase
@@ -1334,3 +1334,140 @@ def test_ranks_with_parts_of_a_block_agree_by_every_catalog_in_any_order(seed):
             assert job.commits(verify=True) == [True, True]
             assert job.coordinator.generation == generation + 1
         assert job.commits() == [True, True]
+
+
+# ---- staged refits
+
+
+def staged(job: Job, replica: int = 0) -> Callable[[], bool]:
+    """All bytes are in the workers' scratch, and the engine has yet to pause."""
+    return lambda: (refit := job.coordinator.refit) is not None and bool(refit.parts[replica].staged_at)
+
+
+def paused(job: Job, replica: int = 0) -> int:
+    return job.engines[replica].log.count("pause")
+
+
+@pytest.mark.parametrize("pulled", [False, True])
+@pytest.mark.parametrize("action", ["raise", "kill", "stop"])
+@pytest.mark.parametrize("victim", ["trainer 1", "worker"])
+@pytest.mark.parametrize("point", ["link", "moving", "done"])
+def test_a_refit_that_fails_while_it_is_staged_does_not_reach_the_engine(point, victim, action, pulled):
+    """It is never paused, serves its old version on, and is whole. With a worker that fails the other replica goes on."""
+    trains = victim != "worker"
+    if trains and pulled and point != "link" or not trains and action == "kill":
+        pytest.skip("this trainer moves nothing; the engine dies with its worker")
+    with after_one_refit(replicas=2, pulled=pulled, stage=True) as job:
+        assert job.commits() == [True, True]
+        who, pauses = victim if trains else job.engines[0].worker(1), [paused(job, r) for r in range(2)]
+        began, failed = job.sim.now, {0, 1} if trains else {0}
+        job.faults[who, point] = action
+        if point == "link":
+            job.sources[1].turn()
+        call(job, deadline_s=8.0, min_replicas=0 if trains else 1)
+        ends = job.ended()
+        assert (who, point) not in job.faults, "that point was not passed"
+        assert job.sim.now - began <= (SOON_S / 2 if action != "stop" else 8.0 + deadlines.CALL_GRACE_S + 0.02)
+        for end in ends:
+            if isinstance(end, XferError):  # the worker may still read the trainers' memory
+                assert trains or action == "stop" and pulled and not end.drained, end
+            else:
+                assert not all(o.committed for o in end.outcomes) and (trains or end.outcomes[1].committed), says(end)
+                assert all(o.committed or o.version == 2 and not o.dirty for o in end.outcomes), end
+                failed = {o.replica for o in end.outcomes if not o.committed}
+        for r in failed:
+            engine, controller = job.engines[r], job.controllers[r]
+            assert (
+                paused(job, r) == pauses[r] and not engine.paused and engine.label == "2" and controller.error is None
+            )
+            assert [t.held(3) for t in engine.takers] == [2, 2]
+
+
+@SEEDS
+@pytest.mark.parametrize("who", ["trainer 1", "worker", "controller"])
+@pytest.mark.parametrize("action", ["kill", "stop"])
+def test_a_process_that_dies_or_hangs_between_staging_and_commit_leaves_a_whole_engine(seed, who, action):
+    with after_one_refit(seed, replicas=2, stage=True) as job:
+        name = {"worker": job.engines[0].worker(1), "controller": job.controlled[0]}.get(who, who)
+        call(job, deadline_s=8.0, min_replicas=0)
+        job.sim.until(staged(job))
+        job.stop(name) if action == "stop" else job.die(name)
+        began = job.sim.now
+        ends = job.ended()
+        assert job.sim.now - began <= 8.0 + deadlines.CALL_GRACE_S + 0.02
+        for end in ends if who != "trainer 1" else ():
+            assert not isinstance(end, XferError), end
+            assert [o.committed for o in end.outcomes] == [False, True], says(end)
+        job.sim.stopped.clear()
+        job.sim.wait(deadlines.SETTLE_GRACE_S)
+        for e in job.engines:
+            versions = {t.held(2) for t in e.takers}
+            assert e.dead or versions in ({1}, {2}) and not any(t.locked for t in e.takers)
+
+
+@SEEDS
+@pytest.mark.parametrize("change", ["moves", "turns"])
+@pytest.mark.parametrize("wait", ["commit", "sources"])
+def test_staged_bytes_for_storages_that_an_engine_has_no_longer_are_brought_anew_or_refused(seed, change, wait):
+    """Anew while all trainers hold their weights. Others may have changed them: then the engine keeps its old version."""
+    with after_one_refit(seed, stage=True) as job:
+        taker = job.engines[0].takers[1]
+        taker.changes = change  # it is seen when the worker arms
+        call(job, wait=wait)
+        job.ended()
+        for session in job.sessions:
+            if wait == "commit":
+                assert session.version == 2
+            else:
+                with pytest.raises(RebindError, match="cannot use the bytes that it has staged"):
+                    session.settle()
+        job.sim.quiet()
+        engine = job.engines[0]
+        assert not engine.paused and {t.held(2) for t in engine.takers} == {2 if wait == "commit" else 1}
+
+
+@SEEDS
+def test_a_delta_that_is_staged_for_other_bytes_than_the_engine_has_is_brought_whole(seed):
+    """Something else writes weights while they are staged."""
+    with after_one_refit(seed, stage=True, delta="auto") as job:
+        job.commits()
+        call(job)
+        job.sim.until(staged(job))
+        taker = job.engines[0].takers[0]
+        for t in taker.live.values():
+            t.fill_(3.0)
+        (end, _) = job.ended()
+        assert end.committed == 1 and taker.held(3) == 3
+
+
+def test_a_scratch_above_the_budget_costs_only_its_replica_and_says_how_large_it_would_be():
+    with after_one_refit(replicas=2) as job:
+        needs = sum(t.numel() * 2 for t in job.engines[0].takers[0].live.values())
+        pauses = paused(job)
+        call(job, stage=True, stage_budget=needs - 1)
+        for end in job.ended():
+            assert isinstance(end, Unsupported) and f"takes {needs:,} bytes of scratch" in str(end), end
+            assert f"stage_budget allows {needs - 1:,}" in str(end)
+        assert paused(job) == pauses and not any(e.paused for e in job.engines)
+        assert job.commits(stage=True, stage_budget=needs) == [True, True]
+        assert job.ends[0, 3].scratch_bytes == 4 * needs
+        assert job.commits() == [True, True] and not job.ends[0, 4].scratch_bytes
+
+
+@SEEDS
+def test_release_returns_scratch_and_what_is_staged_is_applied_all_the_same(seed):
+    """Trainers release their weights while the engine has yet to pause."""
+    with after_one_refit(seed, stage=True) as job:
+        engine = job.engines[0]
+        pause, engine.pause = engine.pause, lambda seconds: (job.sim.wait(1.0), pause(seconds))
+        call(job, wait="sources")
+        job.ended()
+        job.sim.until(staged(job))
+        assert not engine.paused
+        for i in range(job.trainers):
+            job.release(i)
+        job.sim.block(lambda: not job.running)
+        job.level()
+        assert {t.held(2) for t in engine.takers} == {2}
+        planes = [s._lane_.plane for s in engine.sessions]
+        assert not any(p.extra_bytes for p in planes)
