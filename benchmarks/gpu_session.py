@@ -1,7 +1,7 @@
 """Time whole refits between GPU processes: real sessions, a real vLLM, full-size shapes, random weights.
 
     python -m benchmarks.gpu_session [--model 4b|30b|toy] [--trainers plain|megatron|nothing|packed|mapped|one]
-        [--tp 2] [--replicas 1] [--ranks N] [--layers N] [--repeats 12] [--offline] [--out FILE]
+        [--tp 2] [--replicas 1] [--ranks N] [--layers N] [--repeats 12] [--offline] [--staged] [--sent] [--out FILE]
 
 --replicas engines (vLLM's AsyncLLM, or its LLM with --offline) run on the first --tp GPUs each, trainers on the next GPUs, or
 on the engines' GPUs where there are no more. There are --ranks trainer ranks, or as many as engine workers. Trainers of 30b
@@ -11,6 +11,8 @@ Prints the copy engines' time for the same bytes between the same GPUs, measured
 (benchmarks.gpu_floor); the clocks of xfer's reports (transfer, outage, call); vLLM's own round trips with an empty update; the
 cost of verification; and device memory by cudaMemGetInfo around everything that xfer opens. Before and after the timed refits
 every byte of the engines is compared with what vLLM's own loader makes of the same weights (for Megatron: of Bridge's export).
+With --staged, refits of all bytes and of 1 % of the elements, each blocking and staged, beside the no-op round trips and a copy of the
+same bytes within a worker's GPU. --sent: trainers' memory cannot be mapped, so NCCL carries all bytes; a GPU for each rank.
 
 --trainers:
   plain          tensors cut as Megatron-Core cuts them
@@ -40,7 +42,7 @@ import torch
 
 from benchmarks.lib import command
 from examples.common import toy
-from tests.support.gpu_job import BLOCK_FP8, Job, config
+from tests.support.gpu_job import BLOCK_FP8, NO_HANDLES, Job, config
 
 QWEN3_4B = dict(
     vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
@@ -99,6 +101,8 @@ class Bench:
                 self.say(f"{name}, {k} ms", middle([1e3 * r["scalars"][k] for r in reports]))
         for k in (
             "arm_s",
+            "stage_s",
+            "apply_s",
             "verify_s",
             "drain_s",
             "pause_s",
@@ -155,6 +159,8 @@ class Bench:
                 if args.trainers == "one":
                     self.floor([torch.cuda.device_count() - 1], [0])
                     return self.one(job)
+                if args.staged:
+                    self.copy_rate()
                 if args.trainers in ("plain", "megatron"):
                     self.floor(self.trainers_on(), sum(self.places(), []))
                 engines = [
@@ -181,7 +187,7 @@ class Bench:
 
     def light(self, job: Job, engines, gpus: list[int]) -> None:
         """Start plain trainers with the weights of seed 1, and wait for the engines."""
-        job.start_trainers(gpus)
+        job.start_trainers(gpus, **(NO_HANDLES if self.args.sent else {}))
         job.plain(experts=self.experts)
         for engine in engines:
             self.say("engine started, s", f"{engine.started(400)['seconds']:.0f}")
@@ -215,9 +221,11 @@ class Bench:
             self.raw[name] = noop
         self.timed(job, "verified", verify=True)
         self.timed(job, "refit again")
+        if self.args.staged:
+            self.staged(job, noop)
         for engine in engines:
             engine.ask("scramble", "scrambled", seed=3)
-        job.refit(2, verify=True)
+        job.refit(2, verify=True, stage=self.args.staged)
         for engine in engines:
             self.judge(engine, config=self.config, seed=2)
         if self.experts:
@@ -234,6 +242,42 @@ class Bench:
         job.refit(verify=True)
         self.judge(engine, config=self.config, seed=1)
         print(job.trainers[0].tail(3))
+
+    def staged(self, job: Job, noop: list[dict]) -> None:
+        """All bytes and what changed, each blocking and staged. `noop`: round trips of the no-op backend, ms."""
+        reports = {}
+        for name, how in (
+            ("dense, blocking", {}),
+            ("dense, staged", dict(stage=True)),
+            ("1 % changed, blocking", dict(delta="auto", change=0.01)),
+            ("1 % changed, staged", dict(delta="auto", change=0.01, stage=True)),
+        ):
+            reports[name] = self.timed(job, name, pause=0.1, **how)[-1]
+            self.say(f"{name}, scratch, bytes", int(reports[name]["scalars"]["scratch_bytes"]))
+        trips = statistics.median(r["all"] for r in noop)
+        self.say("no-op round trips, ms", f"{trips:.2f}")
+        nbytes = reports["dense, staged"]["scalars"]["bytes"] / self.tp / self.args.replicas
+        copy = nbytes / self.raw["copy_gb_per_s"] / 1e6
+        self.say("a copy within a worker's GPU, ms", f"{copy:.2f}")
+        for name, goal in (("dense, staged", trips + 1.1 * copy), ("1 % changed, staged", trips + 3.0)):
+            outage = statistics.median(1e3 * r["scalars"]["outage_s"] for r in self.raw[name])
+            self.say(f"{name}, outage ms, and the goal", f"{outage:.2f}, {goal:.2f}")
+
+    def copy_rate(self) -> None:
+        """GB/s of a copy from memory of one GPU to memory of the same GPU, before anything else runs there."""
+        source = torch.zeros(4 << 30, dtype=torch.uint8, device="cuda:0")
+        into, took = torch.empty_like(source), []
+        for _ in range(6):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            into.copy_(source)
+            end.record()
+            end.synchronize()
+            took.append(begin.elapsed_time(end))
+        self.raw["copy_gb_per_s"] = source.numel() / min(took) / 1e6
+        self.say("a copy within a GPU, GB/s", f"{self.raw['copy_gb_per_s']:.0f}")
+        del source, into
+        torch.cuda.empty_cache()
 
     def nothing(self, job: Job, engines) -> None:
         self.light(job, engines, self.trainers_on())
@@ -337,6 +381,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--repeats", type=int, default=12)
     p.add_argument("--fp8", action="store_true", help="the engine serves block FP8, and bf16 trainers quantize")
     p.add_argument("--eager", action="store_true", help="no CUDA graphs, no torch.compile: starts faster")
+    p.add_argument(
+        "--staged", action="store_true", help="staged refits beside blocking ones, of all bytes and of changes"
+    )
+    p.add_argument("--sent", action="store_true", help="trainers' memory cannot be mapped: NCCL carries all bytes")
     p.add_argument("--offline", action="store_true", help="vLLM's LLM instead of AsyncLLM")
     p.add_argument("--work", default="", help="folder for checkpoints and logs")
     p.add_argument("--out", default="", help="write all figures there, JSON")
@@ -348,6 +396,8 @@ def main() -> None:
     args = p.parse_args()
     if args.trainers == "megatron" and (args.replicas > 1 or args.ranks):
         p.error("--trainers megatron is of one engine, with as many ranks")
+    if (args.staged or args.sent) and args.trainers != "plain":
+        p.error("--staged and --sent go with --trainers plain")
     if args.trainers in ("one", "packed", "mapped", "nothing") and args.model == "30b":
         p.error("--model 30b goes with --trainers plain or megatron")
     if args.trainers == "one" and torch.cuda.device_count() < 2:

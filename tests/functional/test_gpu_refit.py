@@ -174,6 +174,50 @@ def test_refits_are_bit_exact_and_tokens_follow(case: Case, tmp_path):
             assert check(job, engines, 2, job.refit(2, verify=True), case.route) == second
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(c, id=c.name)
+        for c in (
+            Case("pulled, one GPU for both", "qwen3", (0,), ((0,),)),
+            Case("sent, as on two hosts", "qwen3", (1,), ((0,),), **UNMAPPED_APART),
+            Case("a relay chain", "qwen3", (1,), ((0,), (1,)), EAGER, route="peer+relay", connect=dict(relay=True)),
+        )
+    ],
+)
+def test_staged_refits_are_bit_exact(case: Case, tmp_path):
+    """All bytes, and what changed. A change is taken back by the next refit, so that every byte is known."""
+    if case.needs > GPUS and not case.shares:
+        pytest.skip(f"needs {case.needs} GPUs")
+    with Job(tmp_path, config(case.family)) as job:
+        engines = [
+            job.engine(f"engine{i}", list(on), env=case.engine_env, **case.engine) for i, on in enumerate(case.replicas)
+        ]
+        job.start_trainers(list(case.trainers), **case.env)
+        job.plain(case.group)
+        for e in engines:
+            e.started()
+        job.meet(engines, **case.connect)
+        how = dict(verify=True, stage=True)
+        first = check(job, engines, 1, job.refit(1, **how), case.route)
+        for e in engines:
+            e.ask("scramble", "scrambled", seed=5)
+        report = job.refit(2, **how)
+        second = check(job, engines, 2, report, case.route)
+        assert first != second and {"stage_s", "apply_s"} <= report["scalars"].keys()
+        assert report["scalars"]["scratch_bytes"] >= report["bytes"]
+        for e in engines if not case.engine.get("eager") else ():
+            assert not e.ask("deaf", "heard")["deaf"], "captured graphs read other memory than refits write"
+        whole = job.refit(**how, delta="auto")["bytes"]
+        job.good("change", "changed", share=0.01)
+        changed = job.refit(**how, delta="auto")
+        back = job.refit(2, **how, delta="auto")
+        assert check(job, engines, 2, back, case.route) == second
+        if case.route == "nccl":
+            assert changed["verified"] and max(changed["bytes"], back["bytes"]) < whole / 4
+        assert check(job, engines, 1, job.refit(1, verify=True), case.route) == first
+
+
 def test_experts_that_a_backend_repacks_are_refused_by_name(tmp_path):
     """Marlin's repacking is an operator of its own, of which no trace knows where it moves bytes."""
     with Job(tmp_path, config("qwen3_moe", **FP8_MOE)) as job:

@@ -63,6 +63,7 @@ class Plain:
             "cuda", (world,)
         )  # nothing of DTensor's communicates here, so the group may be gloo's
         self.memory: list[Pausable] | None = [] if pausable else None
+        self.changes = 0
         self.parameters = self.own_experts(toy.specs(config)) if experts else {}
         for name, shape, dtype in toy.specs(config):
             if experts and expert(name) is not None:
@@ -101,6 +102,16 @@ class Plain:
         self.seed = seed
         for name, p in self.parameters.items():
             held(p).copy_(self.local(toy.tensor(name, tuple(p.shape), p.dtype, seed, DEVICE), name))
+        torch.cuda.synchronize()
+
+    def change(self, share: float) -> None:
+        """The lowest bit of this share of the elements, anywhere; of copies on other ranks the same ones."""
+        self.changes += 1
+        for name, p in self.parameters.items():
+            bits = held(p).view(-1).view(torch.int16)
+            seed = torch.Generator(DEVICE).manual_seed(self.changes * 1_000_003 + sum(map(ord, name)))
+            at = torch.randint(len(bits), (max(1, int(share * len(bits))),), generator=seed, device=DEVICE).unique()
+            bits[at] ^= 1
         torch.cuda.synchronize()
 
     def export(self, folder: str) -> None:
@@ -265,11 +276,18 @@ class Rank(trainer_rank.Rank):
             self.session.release()
         emit("remade", same=self.trainer.remake(give_back), of=len(self.trainer.parameters))
 
-    def refit(self, times: int = 1, pause: float = 0.0, **how) -> None:
-        """times: refits, each after `pause` seconds; the reports of all, and the last one's fields."""
+    def change(self, share: float) -> None:
+        self.trainer.change(share)
+        emit("changed")
+
+    def refit(self, times: int = 1, pause: float = 0.0, change: float = 0.0, **how) -> None:
+        """times: refits, each after `pause` seconds and a change of this share of the elements; the reports of all, and the last one's
+        fields."""
         reports = []
         for _ in range(times):
             time.sleep(pause)
+            if change:
+                self.trainer.change(change)
             reports.append(self.refitted(**how))
         plan = "" if self._watch.on else self.session.explain()  # which has a line for some tensors
         emit("refitted", reports=reports, plan=plan, **reports[-1])

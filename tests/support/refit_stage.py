@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from examples.common.ports import free_port
-from tests.support.proc import Child, Children, Family, stop_all
+from tests.support.proc import PATIENCE, Child, Children, Family, stop_all
+
+HANG_S = 3.0 * PATIENCE
+"""Seconds of a fault "hang"."""
 
 
 class Stage:
@@ -22,6 +25,9 @@ class Stage:
         module: What the ranks run, of tests.support.
         trainer_env: Environment of trainers.
         engine_env: Environment of engines.
+
+    Attributes:
+        faults: File from which engines' workers read faults (xfer/participants/faults.py).
     """
 
     token = "end to end token"
@@ -35,7 +41,9 @@ class Stage:
         **engine_env: str,
     ):
         self.family, self.starts = Family(work), 0
-        self.module, self.world, self.engine_env = module, world, engine_env
+        self.faults = work / "engine.fault"
+        self.module, self.world = module, world
+        self.engine_env = {"XFER_FAULT_FILE": str(self.faults), "XFER_FAULT_HANG_S": str(HANG_S), **engine_env}
         self.trainer_env = {"XFER_TOKEN": self.token, **(trainer_env or {})}
         self.start()
 
