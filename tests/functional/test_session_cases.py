@@ -6,6 +6,7 @@ the rest to a seed. Afterwards all that died or was stopped comes again, and the
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -1204,13 +1205,22 @@ def test_trainer_0_leaves_an_engine_that_was_armed_in_service(seed, armed):
 def test_what_became_of_a_refit_whose_caller_did_not_wait_is_heard_by_the_next_call(seed, wait):
     with after_one_refit(seed, replicas=2) as job:
         job.engines[1].fail["pause"] = RuntimeError("engine 1 is broken")
+        job.engines[0].takers[0].run_recipes = lambda: job.sim.wait(0.1)
+        whole = job.ended()[0].flatten().keys()
         call(job, wait=wait, min_replicas=1)
-        job.ended()
+        unknown = {f"xfer/{k}" for k in ("transfer_s", "outage_s", "bytes", "gb_per_s", "committed", "replicas")}
+        assert all(r.pending and r.before is None and not unknown & r.flatten().keys() for r in job.ended())
         job.sim.wait(300.0)  # an optimizer step that takes longer than the deadline and its grace
         call(job)
         for end in job.ended():
             assert (end.committed, end.before.committed, end.before.version) == (2, 1, 2), end
             assert "engine 1 is broken" in says(end.before)
+            told = end.flatten()
+            assert (told["xfer/committed"], told["xfer/before/committed"], told["xfer/before/replicas"]) == (2, 1, 2)
+            assert whole <= told.keys() and "xfer/before/transfer_s" in told
+            assert all(k.replace("/", "_").isidentifier() for k in told), "some loggers take no other names"
+            assert pickle.loads(pickle.dumps(end)).before.version == 2
+        assert all(end.before is None for end in job.all())
         job.engines[1].fail["pause"] = RuntimeError("engine 1 is broken")
         for t in job.engines[1].takers:
             t.run_recipes = lambda: job.sim.wait(0.1)

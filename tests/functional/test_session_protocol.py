@@ -4,9 +4,6 @@ The engine and the trainers are small stand-ins (tests/support/world.py). Orders
 test_session_cases.py, in a simulation. Deaths: test_session_deaths.py.
 """
 
-import pickle
-import threading
-
 import numpy as np
 import pytest
 import torch
@@ -100,26 +97,6 @@ def test_a_rank_that_owns_nothing_takes_part():
     with World(trainers=2, sources=[Nothing(i, 2) for i in range(2)]) as w:
         for version in (1, 2):
             w.commits(version)
-
-
-def test_what_became_of_a_refit_whose_caller_did_not_wait_stands_in_the_next_report():
-    with World(trainers=2, replicas=2) as w:
-        first, returned = w.commits(1), threading.Event()
-        w.engines[0].takers[0].installs_after(returned)
-        w.engines[1].fail["pause"] = RuntimeError("engine 1 is broken")
-        out = w.refit(2, wait="sources", min_replicas=1)
-        returned.set()
-        unknown = {f"xfer/{k}" for k in ("transfer_s", "outage_s", "bytes", "gb_per_s", "committed", "replicas")}
-        assert all(r.pending and r.before is None for r in out) and not unknown & out[0].flatten().keys()
-        for report in w.refit(3):
-            assert (report.committed, report.before.committed, report.before.version) == (2, 1, 2), report
-            assert "engine 1 is broken" in str(report.before.outcomes[1].error)
-            told = report.flatten()
-            assert (told["xfer/committed"], told["xfer/before/committed"], told["xfer/before/replicas"]) == (2, 1, 2)
-            assert first.flatten().keys() <= told.keys() and "xfer/before/transfer_s" in told
-            assert all(k.replace("/", "_").isidentifier() for k in told), "some loggers take no other names"
-            assert pickle.loads(pickle.dumps(report)).before.version == 2
-        assert good(w.refit(4)).before is None
 
 
 # ---- arguments and labels
