@@ -103,7 +103,8 @@ def test_a_trainer_that_is_stopped_in_mid_transfer_is_named_in_time_and_goes_on(
 
 
 def test_an_engine_that_listens_where_nobody_reaches_it_fails_alone_in_time(b):
-    """At its loopback interface. With the right one it is refitted."""
+    """At its loopback interface. Over gloo it is right all the same if it is the one that dials, which the ports decide. With the right
+    interface it is refitted."""
     of_ipv4(b)
     b.whole = False
     b.replace_engine(1, **NOWHERE)
@@ -111,8 +112,11 @@ def test_an_engine_that_listens_where_nobody_reaches_it_fails_alone_in_time(b):
     seed = b.other()
     b.begin(seed, deadline_s=SHORT, min_replicas=1)
     for said in b.answers(within=SHORT + GRACE_S):
-        assert said["kind"] == "refitted" and said["committed"] == [True, False], said
-        assert said["errors"][1].startswith(LATE) and "replica 1" in said["errors"][1], said
+        assert said["kind"] == "refitted" and said["committed"][0], said
+        if said["committed"][1]:
+            assert b.transport == "gloo" and b.holds(1, seed), said
+        else:
+            assert said["errors"][1].startswith(LATE) and "replica 1" in said["errors"][1], said
     assert b.holds(0, seed)
     b.replace_engine(1)
     b.connected(b.meet())
