@@ -84,7 +84,7 @@ class Session:
             delta: "auto" sends of each message only the elements that changed since the last refit that the replica committed,
                 if that is less, and else all of it. The engine ends up with the same bytes. This rank keeps a copy of what it
                 sent, until `release` (`extra_bytes` of the report has its size). Bytes that workers pull from a trainer's
-                memory on their own host are not affected, nor is the packed route. Default: send all bytes, keep no copy.
+                memory on their own host are not affected. The packed route refuses it. Default: send all bytes, keep no copy.
             at_once: Most replicas that are out of service at the same time: the next one is paused when another serves again, and
                 none before all trainers are ready. A replica that is not done when its share of the time to the deadline is over
                 leaves the refit, and the next one begins. Not after `prepare`, which pauses all. Default: all at once.

@@ -67,6 +67,17 @@ def test_after_a_release_no_rank_holds_buffers_or_storages_and_the_next_refit_fi
             right(w, v)
 
 
+def test_deltas_are_refused_by_a_route_that_sends_all_bytes():
+    with PackedWorld(trainers=1, workers=1) as w:
+        good(w.refit(1))
+        with pytest.raises(e.XferError) as caught:
+            w.sessions[0].refit(delta="auto", wait="step")
+        assert [line.split(": ")[0] for line in caught.value.violations] == ["wait='step'", "delta='auto'"]
+        assert "publish()" in caught.value.violations[0] and "xfer.Direct()" in caught.value.violations[1]
+        good(w.refit(2))
+        right(w, 2)
+
+
 def test_buffers_are_not_released_before_all_replicas_have_loaded_from_them(monkeypatch):
     """Trainer 1's call has returned, and it releases its weights while a slow replica is about to map trainer 0's buffers."""
     with PackedWorld(trainers=2, workers=1, replicas=2, colocated=True, limit=1 << 20) as w:

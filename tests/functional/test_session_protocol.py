@@ -106,6 +106,7 @@ BAD = [
     *(dict(deadline_s=v) for v in (-1.0, 0, float("inf"), float("nan"))),
     *(dict(min_replicas=v) for v in (-1, 2)),
     dict(wait="decision"),
+    dict(delta="all"),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -38,6 +39,21 @@ def xfer(*arguments: str):
     done = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "300", "XFER_TOKEN": "a token for tests"})
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
     return done
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["doctor"], ["status", WHERE], ["plan", "--trainer", "qwen3-4b world=1", "--engine", "tp=1"]],
+    ids=" ".join,
+)
+def test_a_command_without_torch_says_in_one_line_what_to_install(words):
+    run = "import sys; sys.modules['torch'] = None; sys.argv[0] = 'xfer'; from xfer.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", run, *words], capture_output=True, text=True, timeout=60, cwd=ROOT,
+        env={**os.environ, "XFER_TOKEN": "a token for tests"},
+    )  # fmt: skip
+    assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1, done.stderr
+    assert "needs torch" in done.stderr and "pip install torch" in done.stderr
 
 
 class Client:

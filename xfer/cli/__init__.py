@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -25,6 +26,8 @@ from xfer.cli.plan import HELP, plain, plan_refit, say, write_text, wrong_files
 if TYPE_CHECKING:
     from xfer.coordinator import messages as m
 
+_NEEDED = ("torch", "numpy", "msgspec")
+"""Requirements of xfer that commands import when they are called."""
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -222,4 +225,9 @@ def version() -> None:
 
 def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    app()
+    try:
+        app()
+    except ModuleNotFoundError as e:
+        if e.name not in _NEEDED:
+            raise
+        sys.exit(f"xfer: this command needs {e.name}, which is not installed in {sys.prefix}: pip install {e.name}")

@@ -25,8 +25,8 @@ earlier would not stop the call in the engine, and its end would stay unknown.""
 _AGAIN_S = 0.5
 DRAFTERS_ASKED = (0, 28)
 """The first vLLM whose workers say whether they have a drafter."""
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Ignores `http_proxy`: `init` carries the job's token, which http:// sends in clear."""
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Of requests to servers of engines. It ignores `http_proxy`: `init` carries the job's token, which http:// sends in clear."""
 
 
 class HttpEngine(Handle):
@@ -143,7 +143,7 @@ class HttpEngine(Handle):
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data=data, headers=self._headers, method=method)
         try:
-            with _OPENER.open(request, timeout=_STRAGGLER_S) as reply:
+            with OPENER.open(request, timeout=_STRAGGLER_S) as reply:
                 text = reply.read()
         except urllib.error.HTTPError as e:
             detail = e.read(2000).decode(errors="replace")

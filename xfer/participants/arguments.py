@@ -122,9 +122,13 @@ def checked_call(
     except Exception:
         bad.append(f"verify={verify!r}: true or false")
     if wait not in ("commit", "sources", "ready"):
-        bad.append(f'wait={wait!r}: "commit" or "sources"')
+        bad.append(f'wait={wait!r}: "commit" or "sources"; publish() waits until this rank is ready ("ready")')
     if delta not in (None, "auto"):
         bad.append(f'delta={delta!r}: None or "auto"')
+    elif delta is not None and route != "direct":
+        bad.append(
+            f"delta={delta!r}: this route always sends all bytes; leave delta out, or connect(route=xfer.Direct())"
+        )
     turns = 0 if at_once is None else whole(at_once)
     if at_once is not None:
         bad += wrong_whole("at_once", at_once, 1)

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping
 from typing import Any, Literal
 
+from xfer.engines.remote import OPENER
 from xfer.errors import EngineLost, Unsupported, XferError
 from xfer.sglang.plugin import text_of
 
@@ -22,8 +23,6 @@ PauseMode = Literal["retract", "abort"]
 """What a refit does with running requests, as in SGLang: "retract" computes their prefix again under the new weights and goes on,
 "abort" ends them. "in_place" would go on with a KV cache of old weights."""
 _STRAGGLER_S = 24 * 3600.0
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Requests go straight to the server, whatever proxy the environment names."""
 
 
 class _Forwarder(ABC):
@@ -142,7 +141,7 @@ class SGLangServer(_Forwarder):
     def _send(self, method: str, route: str, data: bytes | None) -> Any:
         request = urllib.request.Request(f"{self._url}/{route}", data=data, headers=self._headers, method=method)
         try:
-            with _OPENER.open(request, timeout=_STRAGGLER_S) as reply:
+            with OPENER.open(request, timeout=_STRAGGLER_S) as reply:
                 text = reply.read().decode()
         except urllib.error.HTTPError as e:
             raise _Declined(e.code, e.read(2000).decode(errors="replace")) from None

@@ -19,7 +19,7 @@ from xfer.trace.settle import Ledger, settle
 from xfer.trace.traced import Traced
 from xfer.trace.watch import PythonData, Watch, framework_line, missing_values, storage_key
 
-PACKED = "connect(route=xfer.Packed()) needs no layout"
+PACKED = "with vLLM, connect(route=xfer.Packed()) needs no layout"
 """Advice in errors about layouts that cannot be read."""
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 Step = tuple[torch.nn.Module, Callable[[], object]]
