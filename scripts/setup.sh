@@ -3,7 +3,7 @@
 # different transformers. Their versions are those of xfer/tested.py.
 #   .venvs/trainer   torch, megatron-core, megatron-bridge, xfer; also ruff and mypy
 #   .venvs/engine    torch, vllm (its CPU build here), xfer
-#   .venvs/rl        verl and TRL, for xfer/integrations; sees the engine's packages too
+#   .venvs/rl        verl, TRL and SkyRL, for xfer/integrations; sees the engine's packages too
 #   .venvs/docs      mkdocs and its plug-ins, to build the site; neither torch nor xfer
 # Does nothing when they are up to date. All are made at the same time; logs in .venvs/*.log.
 #   scripts/setup.sh [all | trainer engine rl docs]
@@ -70,12 +70,13 @@ make_engine() {
   $pip uninstall -y torchvision torchaudio torchcodec
   $pip install -e .
 }
-make_rl() { # what verl and TRL import, beside the engine's packages: their metadata asks for other releases of vLLM and torch
+make_rl() { # what verl, TRL and SkyRL import, beside the engine's packages: their metadata asks for other releases of vLLM and torch
   "$PYTHON" -m venv --clear .venvs/rl
   local site
   site=$(.venvs/rl/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   echo "${site/\/rl\//\/engine\/}" >"$site/engine.pth"
   .venvs/rl/bin/pip --disable-pip-version-check -q install --no-deps verl==0.9.1 trl==1.16.0 ray==2.60.0 \
+    skyrl==0.3.0 skyrl-gym==0.4.0 jaxtyping wadler-lindig \
     accelerate peft datasets pandas pyarrow dill multiprocess xxhash python-dateutil pytz tzdata tensordict==0.10.0 pyvers \
     importlib_metadata zipp orjson hydra-core omegaconf antlr4-python3-runtime==4.9.3 codetiming torchdata pylatexenc msgpack
   # verl looks for a distribution called vllm, and finds the CPU build's under another name.

@@ -71,7 +71,7 @@ run trainer "$jobs" "not engine and not rl and not gpu$and_slow" $where
 echo "== engine environment: $(versions engine)"
 # One after the other: an engine keeps two processors busy, and one that is to answer every second does not beside another.
 run engine 0 "engine and not gpu$and_slow" $where
-echo "== RL frameworks: $(.venvs/rl/bin/pip list 2>/dev/null | grep -E '^(verl|trl) ' | paste -sd , | tr -s ' ')"
+echo "== RL frameworks: $(.venvs/rl/bin/pip list 2>/dev/null | grep -E '^(verl|trl|skyrl) ' | paste -sd , | tr -s ' ')"
 run rl 0 "rl and not gpu$and_slow" $where
 echo "scripts/test.sh: $((SECONDS / 60)) min $((SECONDS % 60)) s, status $status"
 exit $status

@@ -9,7 +9,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from examples.grpo.client import DIRECT
@@ -23,6 +26,8 @@ ON_CPU = {
     "VLLM_CPU_CI_ENV": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TOKENIZERS_PARALLELISM": "false",
 }  # fmt: skip
 """Environment of engines on CPUs, and of what starts them."""
+START_S = 300.0
+"""Longest wait for a server."""
 
 
 def checksums(folder: str | Path, dtype: str = "bfloat16", python: str = sys.executable) -> dict[str, str]:
@@ -32,6 +37,34 @@ def checksums(folder: str | Path, dtype: str = "bfloat16", python: str = sys.exe
         stdout=subprocess.PIPE, check=True,
     )  # fmt: skip
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+
+
+@contextmanager
+def start_server(folder: Path, port: int, *flags: str) -> Iterator[str]:
+    """Run `vllm serve` with the backend xfer and yield its URL when it answers; it ends with the block."""
+    words = f"--model {folder} --host 127.0.0.1 --port {port} --dtype bfloat16 --enforce-eager --max-model-len 128"
+    words += " --block-size 32 --num-gpu-blocks-override 64"
+    module = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    given = [*words.split(), *flags, "--weight-transfer-config", '{"backend": "xfer"}']
+    server = subprocess.Popen([*module, *given], env={**os.environ, **ON_CPU, "VLLM_SERVER_DEV_MODE": "1"})
+    url, until = f"http://127.0.0.1:{port}", time.monotonic() + START_S
+    try:
+        while not _answers(f"{url}/health"):
+            if server.poll() is not None or time.monotonic() > until:
+                raise RuntimeError(f"the server of {folder} did not start: exit code {server.poll()}")
+            time.sleep(0.5)
+        yield url
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with DIRECT.open(url, timeout=5):
+            return True
+    except OSError:
+        return False
 
 
 def held(url: str) -> dict[str, str]:

@@ -11,22 +11,11 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
-import subprocess
-import sys
 from pathlib import Path
 
 from examples.common.ports import free_port
-from examples.integrations.exact import ON_CPU, checksums, held, require_equal
+from examples.integrations.exact import ON_CPU, checksums, held, require_equal, start_server
 from examples.integrations.toy_model import DIGITS, write_model
-
-
-def start_server(folder: Path, port: int) -> subprocess.Popen:
-    """`vllm serve` as TRL's guide starts it, but with the backend xfer."""
-    flags = f"--model {folder} --host 127.0.0.1 --port {port} --dtype bfloat16 --enforce-eager --max-model-len 128"
-    flags += " --block-size 32 --num-gpu-blocks-override 64 --logprobs-mode processed_logprobs --max-logprobs -1"
-    words = [*flags.split(), "--weight-transfer-config", '{"backend": "xfer"}']
-    module = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    return subprocess.Popen([*module, *words], env={**os.environ, **ON_CPU, "VLLM_SERVER_DEV_MODE": "1"})
 
 
 def main() -> None:
@@ -38,12 +27,8 @@ def main() -> None:
     os.environ.setdefault("XFER_TOKEN", secrets.token_hex(16))
     folder, port = args.work.absolute() / "model", free_port()
     write_model(folder)
-    server = start_server(folder, port)
-    try:
-        saved = train(args, folder, f"http://127.0.0.1:{port}")
-    finally:
-        server.terminate()
-        server.wait(60)
+    with start_server(folder, port, "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1") as url:
+        saved = train(args, folder, url)
     if saved[0][1] == saved[-1][1]:
         raise RuntimeError("training changed nothing, so the later refits prove nothing")
     for step, (at, sums) in enumerate(saved):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import inspect
-import os
 from pathlib import Path
 
 import ray
@@ -25,38 +24,21 @@ from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutCo
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.replica import get_rollout_replica_class
 
-from examples.integrations.exact import ENGINE, ON_CPU, checksums, held, require_equal
+from examples.integrations.exact import ENGINE, checksums, held, require_equal
 from examples.integrations.toy_model import write_model
+from examples.integrations.toy_trainer import ToyTrainer, ray_of_toys
 
 RANKS = 2
 BACKEND = CheckpointEngineConfig(backend="xfer", custom_backend_module="xfer.integrations.verl")
 
 
-class CpuEngine:
-    """As much of verl's FSDP engine as a sync of weights uses, with FSDP2 on gloo."""
+class CpuEngine(ToyTrainer):
+    """As much of verl's FSDP engine as a sync of weights uses."""
 
     is_param_offload_enabled = False
 
-    def __init__(self, folder: str):
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-        from transformers import AutoModelForCausalLM
-
-        self.module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-        for layer in self.module.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(self.module, mesh=mesh)
-        self.optimizer = torch.optim.Adam(self.module.parameters(), lr=1e-2)
-
     def get_per_tensor_param(self):
-        return ((name, p.full_tensor()) for name, p in self.module.named_parameters()), None
-
-    def train(self) -> None:
-        tokens = torch.randint(3, 100, (2, 16))
-        self.module(input_ids=tokens, labels=tokens).loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        return self.whole(), None
 
 
 class Actor(ActorRolloutRefWorker):
@@ -78,10 +60,7 @@ class Actor(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save(self, folder: str) -> None:
-        """Write the weights as a bf16 checkpoint."""
-        whole = {name: p.to(torch.bfloat16) for name, p in self.engine.get_per_tensor_param()[0]}
-        if torch.distributed.get_rank() == 0:
-            self.engine.module.save_pretrained(folder, state_dict=whole)
+        self.engine.save(folder)
 
 
 async def run(work: Path, syncs: int) -> None:
@@ -129,18 +108,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path(".verl"))
     parser.add_argument("--syncs", type=int, default=2)
     args = parser.parse_args()
-    # Ray hands out GPUs that no host has, so that nothing finds one.
-    os.environ.update(ON_CPU, CUDA_VISIBLE_DEVICES=",".join(str(900 + i) for i in range(RANKS + 1)))
-    given = {
-        **ON_CPU,
-        "VLLM_SERVER_DEV_MODE": "1",
-        "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    }
-    ray.init(address="local", include_dashboard=False, num_cpus=16, num_gpus=RANKS + 1, runtime_env={"env_vars": given})
-    try:
+    with ray_of_toys(gpus=RANKS + 1):
         asyncio.run(run(args.work.absolute(), args.syncs))
-    finally:
-        ray.shutdown()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/integrations").glob("*.md"))]
 YOURS = {
     *"model_chunks other_chunks bridge batches train_step loss_of loss log folder net model matrices others optimizer".split(),
-    *"trainer session".split(),
+    *"trainer session policy policy_generation".split(),
 }
 """What a reader has already, under names that say so."""
 

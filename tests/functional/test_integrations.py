@@ -5,8 +5,11 @@ slow tests run each example with a real vLLM.
 """
 
 import asyncio
+import contextlib
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -210,7 +213,158 @@ def test_trl_trainers_that_cannot_work_are_refused(generation):
         generation(Trained(), started(), mode="colocate")
 
 
+@pytest.fixture
+def skyrl(monkeypatch):
+    """The adapter, on SkyRL's own interface, with a process group of one rank."""
+    pytest.importorskip("skyrl")
+    from examples.integrations.skyrl_imports import importable
+
+    with importable():
+        from xfer.integrations import skyrl as module
+
+    monkeypatch.setattr(module.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield module
+    torch.distributed.destroy_process_group()
+
+
+def test_skyrl_syncs_weights_twice_by_its_own_interface(skyrl):
+    """As SkyRL's `Worker.init_weight_sync_state` and `broadcast_to_inference_engines` call it."""
+    module, engine = filled(Trained()), started()
+    begun = []
+
+    class Extractor(skyrl.weight_sync.WeightExtractor):
+        model, weight_prefix = module, ""
+
+        def extract_weights(self, dtype):
+            begun.append(dtype)
+            yield
+
+        def get_weight_metadata(self, dtype):
+            return {"names": [], "dtype_names": [], "shapes": []}
+
+    class Base:
+        """SkyRL's worker from `get_transfer_strategy_cls` to the sender."""
+
+        async def init_weight_sync_state(self, client, cfg):
+            choose = skyrl.weight_sync.get_transfer_strategy_cls
+            strategy = choose(weight_sync_backend="nccl", colocate_all=cfg.colocate_all)
+            assert issubclass(strategy, skyrl.weight_sync.WeightTransferStrategy)
+            info = strategy.create_init_info(cfg, inference_world_size=2)
+            assert info.for_servers(2, 1, dp_size=1) == []
+            self._weight_transfer_sender = strategy.create_sender(init_info=info, inference_client=client)
+            self.weight_extractor = Extractor()
+
+    class Policy(skyrl.RefitByXfer, Base):
+        xfer_verify = True
+        xfer_connect = {"route": xfer.Direct(narrow=["*"], cache_dir=None), "deadline_s": 30.0}
+
+    policy, client = Policy(), SimpleNamespace(server_urls=[engine])
+    cfg = SimpleNamespace(data_parallel_size=1, enable_pd=False, colocate_all=False)
+    asyncio.run(policy.init_weight_sync_state(client, cfg))
+    sender = policy._weight_transfer_sender
+    try:
+        for version in (1, 2):
+            filled(module)
+            asyncio.run(sender.send_chunks(policy.weight_extractor.extract_weights(torch.bfloat16)))
+            assert holds(engine, module.gate.weight) and int(sender.report.version) == version
+    finally:
+        sender.teardown()
+    assert begun == [], "SkyRL's own gather of whole tensors was begun"
+    assert skyrl.weight_sync.get_transfer_strategy_cls("nccl", False) is skyrl.weight_sync.BroadcastTransferStrategy
+    for wrong in ({"data_parallel_size": 2}, {"enable_pd": True}, {"colocate_all": True}):
+        with pytest.raises(Unsupported, match="SkyRL"):
+            asyncio.run(Policy().init_weight_sync_state(client, SimpleNamespace(**{**vars(cfg), **wrong})))
+
+
+class Actor:
+    """A Ray actor that runs in this process: `__ray_call__` calls a function with its object."""
+
+    def __init__(self, **given):
+        self.me = SimpleNamespace(**given)
+        self.__ray_call__ = SimpleNamespace(remote=lambda function: function(self.me))
+
+
+@pytest.fixture
+def nemo_rl(monkeypatch):
+    """The adapter, on NeMo-RL's interface or the stand-in's, without Ray's transport."""
+    from examples.integrations import nemo_rl_interface
+
+    nemo_rl_interface.install()
+    from xfer.integrations import nemo_rl as module
+
+    monkeypatch.setattr(module.ray, "get", lambda answers: answers)
+    monkeypatch.setattr(module.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    return module
+
+
+def nemo_job(engines: list[Engine], module: torch.nn.Module, **cfg):
+    leaders = [Actor(llm=e) for e in engines]
+    workers = [a for leader in leaders for a in (leader, Actor())]  # two workers each, as with tp2
+    group = SimpleNamespace(
+        workers=workers, dp_size=len(engines), get_dp_leader_worker_idx=lambda i: 2 * i
+    )  # fmt: skip
+    generation = SimpleNamespace(worker_group=group, cfg={"backend": "vllm", "colocated": {"enabled": False}, **cfg})
+    policy = SimpleNamespace(worker_group=SimpleNamespace(workers=[Actor(model=module, cpu_offload=False)]))
+    return policy, generation
+
+
+def test_nemo_rl_syncs_weights_twice(nemo_rl):
+    """As NeMo-RL's setup and `refit_policy_generation` call it."""
+    from nemo_rl.weight_sync.interfaces import WeightSynchronizer
+
+    module, engines, phases = filled(Trained()), [started(), started()], []
+    policy, generation = nemo_job(engines, module)
+    connect = {"route": xfer.Direct(narrow=["*"], cache_dir=None)}
+    sync = nemo_rl.XferWeightSynchronizer(policy, generation, verify=True, deadline_s=30.0, connect=connect)
+    assert isinstance(sync, WeightSynchronizer) and sync.is_stale
+    with pytest.raises(xfer.XferError, match="before init_communicator"):
+        sync.sync_weights()
+    sync.init_communicator()
+    timer = SimpleNamespace(time=lambda phase: phases.append(phase) or contextlib.nullcontext())
+    try:
+        for version in (1, 2):
+            filled(module)
+            metrics = sync.sync_weights(timer=timer)
+            assert all(holds(e, module.gate.weight) for e in engines) and not sync.is_stale
+            assert int(sync.report.version) == version and metrics["xfer/bytes"] > 0
+        with pytest.raises(Unsupported, match="kv_scales"):
+            sync.sync_weights(kv_scales={"a": 1.0})
+    finally:
+        sync.shutdown()
+    assert phases == ["prepare_for_generation/transfer_and_update_weights"] * 2
+
+
+@pytest.mark.parametrize("cfg", [{"backend": "sglang"}, {"colocated": {"enabled": True}}])
+def test_nemo_rl_generations_that_cannot_be_refitted_are_refused(nemo_rl, cfg):
+    with pytest.raises(Unsupported, match="a generation of NeMo-RL"):
+        nemo_rl.XferWeightSynchronizer(*nemo_job([started()], Trained(), **cfg))
+
+
+@pytest.mark.parametrize("worker", [{"lora_enabled": True}, {"cpu_offload": True}])
+def test_nemo_rl_workers_that_cannot_refit_are_refused(nemo_rl, worker):
+    with pytest.raises(Unsupported, match="a DTensor policy worker of NeMo-RL"):
+        nemo_rl.trainer_of(SimpleNamespace(model=Trained(), **worker))
+
+
+def test_the_stand_in_for_nemo_rl_has_the_interface_of_a_checkout():
+    """NeMo-RL is on no package index. XFER_NEMO_RL names a folder with its source."""
+    from examples.integrations import nemo_rl_interface
+
+    source = Path(os.environ.get("XFER_NEMO_RL", "")) / "nemo_rl/weight_sync/interfaces.py"
+    if not os.environ.get("XFER_NEMO_RL"):
+        pytest.skip("XFER_NEMO_RL names no checkout of NVIDIA-NeMo/RL")
+    assert nemo_rl_interface.abstract_methods(source) == nemo_rl_interface.abstract_methods(
+        Path(nemo_rl_interface.__file__)
+    )
+
+
 EXAMPLES = {
+    "nemo_rl_sync": [
+        f"sync {i}, replica {r}: 19 parameters of the engine are bit-exact" for i in (1, 2) for r in (0, 1)
+    ],
+    "ray_async": [f"refit {i}, replica {r}: 19 parameters of the engine are bit-exact" for i in (1, 2) for r in (0, 1)],
+    "skyrl_sync": [f"sync {i}: 19 parameters of the engine are bit-exact" for i in (1, 2)],
     "trl_grpo": [f"refit {i}: 19 parameters of the engine are bit-exact" for i in (1, 2)],
     "verl_sync": [f"sync {i}: 19 parameters of the engine are bit-exact" for i in (1, 2)],
 }

@@ -24,13 +24,10 @@ from trl.generation.vllm_generation import VLLMGeneration, is_peft_model
 
 import xfer
 from xfer.errors import Unsupported
+from xfer.integrations.common import LazySession
 
 if TYPE_CHECKING:
     import torch
-
-    from xfer.api import Session
-
-Tensors = Callable[[], Mapping[str, "torch.Tensor"]]
 
 
 @contextmanager
@@ -58,12 +55,12 @@ def refits(
     Raises:
         Unsupported: A trainer in this block uses vllm_mode="colocate", DeepSpeed ZeRO-3 or FSDP1.
     """
-    options.setdefault("route", xfer.Direct(narrow=["*"]))
 
     def init(generation: VLLMGeneration) -> None:
         _init(generation)
         of = partial(tensors, generation.model) if tensors else partial(named_tensors, generation)
-        link = _LazySession(of, rendezvous, token, {**options, "engines": [_url(generation)]})
+        made = partial(xfer.TensorTrainer, of)
+        link = LazySession(made, rendezvous, token, {**options, "engines": [_url(generation)]})
         generation.sync_weights = partial(_sync, generation, link, verify)
         generation.xfer = link
 
@@ -93,26 +90,6 @@ class _Ungathered:
         return self._parameter
 
 
-class _LazySession:
-    """One rank's session, connected at the first use."""
-
-    def __init__(self, tensors: Tensors, rendezvous: str, token: str | None, options: Mapping[str, Any]):
-        self._args, self._options = (tensors, rendezvous, token), options
-        self._session: Session | None = None
-
-    @property
-    def session(self) -> Session:
-        if self._session is None:
-            tensors, rendezvous, token = self._args
-            self._session = xfer.connect(xfer.TensorTrainer(tensors), rendezvous, token, **self._options)
-        return self._session
-
-    def close(self) -> None:
-        """Leave the rendezvous; the server keeps serving. Every rank calls it after training."""
-        if self._session is not None:
-            self._session.close()
-
-
 def _init(generation: VLLMGeneration) -> None:
     """What `VLLMGeneration._init_vllm` does in server mode, without a communicator of NCCL."""
     wrong = []
@@ -137,7 +114,7 @@ def _url(generation: VLLMGeneration) -> str:
     return generation.server_base_url or f"http://{generation.server_host}:{generation.server_port}"
 
 
-def _sync(generation: VLLMGeneration, link: _LazySession, verify: bool) -> None:
+def _sync(generation: VLLMGeneration, link: LazySession, verify: bool) -> None:
     """Refit; every rank calls it in place of `sync_weights`. xfer resets the engine's caches by itself.
 
     With PEFT, adapters are merged in place for the time of the refit, as TRL does.

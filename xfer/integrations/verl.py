@@ -16,10 +16,9 @@ removed, all sides connect anew.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import sys
 from collections.abc import AsyncGenerator, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +27,11 @@ from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 from verl.single_controller.base import Worker
 from verl.utils.device import get_device_name
 from verl.utils.model import convert_weight_keys
-from verl.utils.net_utils import get_free_port
 
 import xfer
 from xfer.api import DEADLINE_S
 from xfer.errors import Unsupported, XferError
+from xfer.integrations.common import ANY_CAST, Invitation, make_invitation
 from xfer.trainers.dtensor import checkpoint_name
 
 if TYPE_CHECKING:
@@ -43,11 +42,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class VerlJob:
+class VerlJob(Invitation):
     """Where the ranks of one job meet, and which replicas take part, by verl's numbers."""
 
-    rendezvous: str
-    token: str
     replicas: tuple[int, ...]
 
 
@@ -80,34 +77,29 @@ class XferCheckpointEngine(CheckpointEngine):
     ):
         self.worker = _constructing_worker()
         self.is_master, self.verify, self.keep, self.deadline_s = is_master, verify, tuple(keep), deadline_s
-        self.connect = {"route": xfer.Direct(narrow=["*"]), **(connect or {})}
+        self.connect = {"route": ANY_CAST, **(connect or {})}
         self.job: VerlJob | None = None
         self.session: Session | None = None
         self.controller: xfer.Controller | None = None
-        self._offer: dict[str, str] | None = None
+        self._invitation: dict[str, str] | None = None
 
     def prepare(self) -> dict[str, Any]:
         """Return the address and token of trainer rank 0, and the number of the replica of which this is the first worker."""
         adapter = getattr(self.worker, "server_adapter", None)
         if adapter is not None:
             return {"replica": adapter.replica_rank if adapter.rollout_rank == 0 else None}
-        if self.is_master and self._offer is None:
-            host = ray.util.get_node_ip_address().strip("[]")
-            where = f"[{host}]" if ":" in host else host
-            self._offer = {
-                "rendezvous": f"tcp://{where}:{get_free_port(host)[0]}",
-                "token": secrets.token_hex(16),
-            }
-        return self._offer or {}
+        if self.is_master and self._invitation is None:
+            self._invitation = asdict(make_invitation(ray.util.get_node_ip_address()))
+        return self._invitation or {}
 
     @classmethod
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         """Tell every worker where to meet, and the first worker of each replica which one it serves."""
-        offer = next(m for m in metadata[:actor_wg_world_size] if m)
+        invitation = next(m for m in metadata[:actor_wg_world_size] if m)
         firsts = [m["replica"] for m in metadata[actor_wg_world_size:]]
-        job = VerlJob(**offer, replicas=tuple(sorted(r for r in firsts if r is not None)))
+        job = VerlJob(**invitation, replicas=tuple(sorted(r for r in firsts if r is not None)))
         trainers: dict[str, list[Any]] = {
             "job": [job] * actor_wg_world_size,
             "serves": [None] * actor_wg_world_size,
