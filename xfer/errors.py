@@ -202,6 +202,7 @@ def out_of_memory(e: BaseException) -> bool:
 
 
 _BY_NAME = {c.__name__: c for c in list(globals().values()) if isinstance(c, type) and issubclass(c, XferError)}
+NAMES = tuple(_BY_NAME)
 
 
 def from_wire(kind: str, message: str, violations: Iterable[str], where: str) -> XferError:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from xfer.errors import Unsupported
+from xfer.errors import NAMES, Unsupported
 from xfer.participants.observers import EngineFinished, TrainerFinished
 from xfer.participants.observers import observe as observe
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0)
 """Upper bounds of the histograms' buckets, in seconds: from a pull on one host to a missed deadline."""
+OUTCOMES = ("committed", "partial", "failed")
 REPLICA_STATES = ("current", "behind", "torn", "away")
 """State of a replica after a refit: it serves the new version; an earlier one; it holds bytes that must not be served; it serves
 nothing."""
@@ -81,6 +82,8 @@ def observe_prometheus(registry: CollectorRegistry | None = None) -> Callable[[]
 
     def trainer(ended: TrainerFinished) -> None:
         rank, report = str(ended.rank), ended.report
+        begin_at_zero(refits, rank, OUTCOMES)
+        begin_at_zero(errors, rank, NAMES)
         refits.labels(rank, outcome_of(ended)).inc()
         if ended.error is not None:
             errors.labels(rank, type(ended.error).__name__).inc()
@@ -101,6 +104,7 @@ def observe_prometheus(registry: CollectorRegistry | None = None) -> Callable[[]
 
     def engine(ended: EngineFinished) -> None:
         replica = str(ended.replica)
+        begin_at_zero(engine_refits, replica, ("committed", "failed"))
         engine_refits.labels(replica, "committed" if ended.committed else "failed").inc()
         if ended.serving:
             outage.labels(replica).observe(ended.outage_s)
@@ -198,6 +202,12 @@ def trace_spans(provider: Any = None) -> Callable[[], None]:
         span("xfer.refit", now - ended.seconds, now, attributes)
 
     return observe(told)
+
+
+def begin_at_zero(counter: Any, of: str, values: Iterable[str]) -> None:
+    """Show the series of a rank or replica before they count: Prometheus sees no increase in a series that begins at 1."""
+    for value in values:
+        counter.labels(of, value)
 
 
 def outcome_of(ended: TrainerFinished) -> str:

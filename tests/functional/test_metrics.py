@@ -7,8 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
+import shutil
+import subprocess
 import threading
+import time
+import urllib.parse
 import urllib.request
 from pathlib import Path
 
@@ -165,6 +170,49 @@ def test_a_scrape_shows_what_the_reports_say_and_the_dashboard_asks_for(job):
         end()
     with pytest.raises(OSError):
         scraped(port)
+
+
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="no Prometheus server on this machine")
+def test_prometheus_answers_every_query_of_the_dashboard_without_nan(job, tmp_path):
+    """Refits are rarer than the rate interval, as in training, and the only failures are the first of their series."""
+    from xfer import metrics
+
+    port, at, second = free_port(), f"127.0.0.1:{free_port()}", 1.0
+    target = {"job_name": "xfer", "scrape_interval": "1s", "static_configs": [{"targets": [f"127.0.0.1:{port}"]}]}
+    (tmp_path / "prometheus.yml").write_text(json.dumps({"scrape_configs": [target]}))
+
+    def answers(query: str, **span: float) -> list[float]:
+        query = query.replace("$job", ".*").replace("$__rate_interval", "3s")
+        where = f"http://{at}/api/v1/query_range?" + urllib.parse.urlencode({"query": query, "step": second, **span})
+        with urllib.request.urlopen(where, timeout=10) as page:
+            return [float(v) for series in json.load(page)["data"]["result"] for _, v in series["values"]]
+
+    end = metrics.serve(port, "127.0.0.1")
+    flags = [
+        f"--config.file={tmp_path}/prometheus.yml",
+        f"--storage.tsdb.path={tmp_path}/data",
+        f"--web.listen-address={at}",
+    ]
+    server = subprocess.Popen(["prometheus", *flags], stderr=subprocess.DEVNULL)
+    try:
+        job.listen()
+        began = time.time()
+        for broken in ((), (), (1,), (0, 1)):
+            job.breaks(*broken)
+            with contextlib.suppress(errors.XferError):
+                job.session.refit(min_replicas=1)
+            time.sleep(5 * second)
+        span = {"start": began, "end": time.time()}
+        for panel in json.loads(DASHBOARD.read_text())["panels"]:
+            for t in panel["targets"]:
+                found = answers(t["expr"], **span)
+                assert found and not any(map(math.isnan, found)), (panel["title"], t["expr"], found)
+            if "last hour" in panel["title"]:
+                assert found[0] == 0 and found[-1] > 1.5, "both refits that were not whole are seen"
+    finally:
+        server.kill()
+        server.wait()
+        end()
 
 
 def test_spans_of_one_refit_have_its_attempt_and_an_outage_is_its_calls_in_a_row(job):
