@@ -196,6 +196,8 @@ def main() -> int:
     finally:
         for p in procs:
             p.stop()
+    if not console.is_terminal:
+        console.print()  # there the table ends without a line break
     if args.svg:
         picture = Console(record=True, width=108, file=open(os.devnull, "w"))
         picture.print(show.table())
