@@ -121,6 +121,7 @@ class Direct:
             site=site.to_bytes() if site is not None else b"",
             host_pull=self.host_pull,
             relay=self.relay and options.replicas > 1,
+            first_copies=options.replicas > 1,
         )
 
     def side(self, source: Source, drop: Sequence[str]) -> NewTrainerSide:

@@ -25,7 +25,7 @@ from xfer.cli import app
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks/RESULTS.md"]
 STARTS = r"(xfer|python|torchrun|pip|export|srun|docker|kubectl|bash|pre-commit|\S*\.venvs/\S+|(scripts|examples|tests)/\S+\.sh)"
 COMMAND = re.compile(rf"([A-Z_]+=\S+ )*{STARTS}( |$)")
-OUTPUT = ("trainer   on entry", "trainer   storages hold", "listening at tcp://")
+OUTPUT = ("trainer   on entry", "trainer   storages hold", "coord.    the joiner's layouts", "listening at tcp://")
 """First lines of indented blocks that are neither commands nor Python: protocols, and lines of a log."""
 PROSE = re.compile(r"xfer simulate$|scripts/bench_NAME\.py|python -m benchmarks\.<name>|\S*\.venvs/\S+python$")
 """Between backticks, but no commands: those that are not there, and patterns."""

@@ -98,6 +98,20 @@ def test_one_replica_becomes_three_and_two_during_ten_refits_and_each_serves_who
     assert job.refits().committed == 3, "its number is free for another engine"
 
 
+def test_a_joiner_is_served_by_another_engine_while_the_trainer_is_inside_a_step(job):
+    job.joins(0)
+    job.refits(2)
+    with torch.no_grad():  # as an optimizer does in a step; the trainer calls nothing from here on
+        for p in job.trained.parameters():
+            p.fill_(99.0)
+    for replica, workers in ((1, 2), (2, 1)):  # also one of another layout
+        job.joins(replica, Engine(workers))
+        engine, controller = job.engines[replica]
+        assert controller.wait_version(timeout_s=SOON_S) == 2
+        assert holds(engine) == {2} and controller.error is None
+    assert job.refits(2).committed == 3
+
+
 def test_a_job_trains_on_without_any_replica_if_it_asks_for_none_and_says_so_if_it_needs_one(job):
     assert job.refits(2).committed == 0
     with pytest.raises(EngineLost, match="0 of 3 replicas committed, 1 wanted"):

@@ -143,7 +143,7 @@ def test_a_process_that_is_stopped_between_refits_is_named_at_the_deadline(who, 
 @SEEDS
 @pytest.mark.parametrize("now", [ReplicaPhase.PLANNING, ReplicaPhase.LINKING])
 def test_a_refit_that_fails_while_a_replica_joins_leaves_it_joining(seed, now):
-    with after_one_refit(seed, replicas=2) as job:
+    with after_one_refit(seed, replicas=2, first_copies=False) as job:
         job.again(1)
         job.sim.until(phase(job, 1, now))
         epoch = job.coordinator.replicas[1].epoch
@@ -201,7 +201,7 @@ def test_trainers_whose_layouts_all_change_while_a_replica_links_cost_it_one_lin
 
 @SEEDS
 def test_trainers_that_do_not_agree_what_to_gather_end_the_refit_and_not_a_link(seed):
-    with after_one_refit(seed, replicas=2, computes=True) as job:
+    with after_one_refit(seed, replicas=2, first_copies=False, computes=True) as job:
         job.again(1)
         job.sim.until(phase(job, 1, ReplicaPhase.LINKING))
         last = job.coordinator.replicas[1]
@@ -260,7 +260,7 @@ def test_a_layout_change_that_is_told_after_its_refit_is_over_is_not_forgotten(s
 @pytest.mark.parametrize("pulled", [False, True])
 def test_a_trainer_that_gives_up_on_a_silent_coordinator_leaves_links_of_joiners_alone(seed, pulled):
     """It once stopped them without a word, so that the workers of the replica that joined could never take part."""
-    with after_one_refit(seed, replicas=2, pulled=pulled) as job:
+    with after_one_refit(seed, replicas=2, first_copies=False, pulled=pulled) as job:
         job.again(1)
         job.sim.until(phase(job, 1, ReplicaPhase.LINKING))
         epoch = job.coordinator.replicas[1].epoch
@@ -347,7 +347,7 @@ def test_a_trainer_that_failed_before_it_told_of_changed_exports_tells_them_late
 
 @SEEDS
 def test_a_replica_that_could_not_be_linked_costs_the_others_nothing_when_storages_move(seed):
-    with after_one_refit(seed, replicas=2, pulled=True) as job:
+    with after_one_refit(seed, replicas=2, first_copies=False, pulled=True) as job:
         job.faults[job.engines[1].worker(0), "link"] = "raise"
         job.again(1)
         job.sim.quiet()

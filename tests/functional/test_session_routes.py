@@ -231,7 +231,7 @@ def test_release_needs_nothing_of_a_replica_that_has_not_come():
 
 def test_a_release_that_was_given_up_while_a_replica_was_planned_closes_nothing_of_a_later_refit(monkeypatch):
     plan, post, go_on, asked = Lane._plan, Lane.post, threading.Event(), []
-    with World(trainers=1, workers=1, replicas=2) as w:
+    with World(trainers=1, workers=1, replicas=2, first_copies=False) as w:
         w.commits(1)
         w.leave(1)
         monkeypatch.setattr(Lane, "_plan", lambda lane, x: (lane._role == "trainer" or go_on.wait(60), plan(lane, x)))

@@ -428,6 +428,16 @@ class Job(World):
         self._leave(replica)
         self.controllers[replica] = self.serve(self.engines[replica], replica)
 
+    def leaves(self, replica: int) -> None:
+        """The owner of an engine stops it, in good order."""
+        self.hurt.add(replica)
+        self._leave(replica)
+        engine = self.engines[replica]
+        for i, s in enumerate(engine.sessions):
+            with self.sim.process(engine.worker(i)):
+                s.close()
+        engine.dead = True
+
     def _leave(self, replica: int) -> None:
         if self.controlled[replica] not in self.sim.dead:
             self.controllers[replica].close()
@@ -458,7 +468,7 @@ class Job(World):
         def run() -> None:
             try:
                 self.sessions[i].release()
-                free = self.sim.dead or not cpu_peer.MAPPED
+                free = self.sim.dead or self.coordinator.copies or not cpu_peer.MAPPED
                 self.sim.must(free, "a trainer may free its weights, and others have mapped them")
                 self.sources[i].move()
             except XferError as e:

@@ -397,6 +397,7 @@ class World:
     cache_dir: str | None = None
     host_pull: bool = False
     relay: bool = False
+    first_copies: bool = True
     drop: tuple[str, ...] = ()
     wait: bool = True
     fabric: Site | None = None
@@ -416,6 +417,8 @@ class World:
             if isinstance(r, BaseException):
                 self.close()
                 raise r
+        if not self.first_copies:  # replicas that join get their first weights from the trainers
+            self.coordinator.options = replace(self.coordinator.options, first_copies=False)
         return self
 
     def serve(self, engine, replica: int) -> Controller:

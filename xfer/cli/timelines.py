@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from xfer.coordinator.messages import FIRST_COPIES
 from xfer.errors import XferError
 
 _log = logging.getLogger("xfer")
@@ -119,7 +120,7 @@ class Typical:
 def typical(moments: Iterable[Moment], skip: int = 0) -> dict[str, list[Typical]]:
     """Summarize all refits but the first `skip`, by host and in order. If a refit has a moment twice, these are two moments."""
     found = list(moments)
-    wanted = sorted({x.attempt for x in found})[skip:]
+    wanted = sorted({x.attempt for x in found if x.attempt < FIRST_COPIES})[skip:]
     out: dict[str, dict[tuple[str, str, int], list[float]]] = {}
     for attempt in wanted:
         for host, some in of_attempt(found, attempt).items():
@@ -137,9 +138,10 @@ def typical(moments: Iterable[Moment], skip: int = 0) -> dict[str, list[Typical]
 
 
 def of_attempt(moments: Iterable[Moment], attempt: int | None = None) -> dict[str, list[Moment]]:
-    """Return the moments of one attempt, by default the last, by host and in order. Each host has its own clock."""
+    """Return the moments of one attempt, by default the last refit, by host and in order. Each host has its own clock."""
     found = list(moments)
-    attempt = max((x.attempt for x in found), default=0) if attempt is None else attempt
+    if attempt is None:
+        attempt = max((x.attempt for x in found if x.attempt < FIRST_COPIES), default=0)
     out: dict[str, list[Moment]] = {}
     for x in sorted(found):
         if x.attempt == attempt:

@@ -21,6 +21,7 @@ from xfer.plan.checksum import added
 from xfer.plan.relay import ALL_PARTS
 
 if TYPE_CHECKING:
+    from xfer.coordinator.first_copy import FirstCopy
     from xfer.coordinator.refit import Refit
     from xfer.coordinator.state import Client, Replica
 
@@ -99,11 +100,12 @@ class Totals:
     bytes_in: dict[int, int] = field(default_factory=dict)  # worker -> bytes
     scratch: dict[int, int] = field(default_factory=dict)  # worker -> bytes
     routes: dict[str, m.RouteTaken] = field(default_factory=dict)
-    sent: dict[int, int] = field(default_factory=lambda: defaultdict(int))  # worker -> checksum by the trainers
+    sent: dict[int, int] = field(default_factory=lambda: defaultdict(int))  # worker -> checksum by the sources
     live: dict[int, int] = field(default_factory=dict)  # worker -> checksum of its live bytes
     held: dict[int, bytes] = field(default_factory=dict)  # trainer -> digests of bytes that others hold too
 
-    def add(self, client: Client, x: m.Moved) -> None:
+    def add(self, client: Client, x: m.Moved, source: bool) -> None:
+        """Add what a rank reports. `source`: it has the weights, and is no worker of this replica."""
         self.pack_s, self.wire_s = max(self.pack_s, x.pack_s), max(self.wire_s, x.wire_s)
         self.unpack_s, self.verify_s = max(self.unpack_s, x.unpack_s), max(self.verify_s, x.verify_s)
         self.apply_s = max(self.apply_s, x.apply_s)
@@ -111,7 +113,7 @@ class Totals:
             old = self.routes.get(r.route, m.RouteTaken(r.route, 0, 0.0))
             self.routes[r.route] = m.RouteTaken(r.route, old.bytes + r.bytes, max(old.seconds, r.seconds))
         sums = [(c.worker, c.total) for c in x.checksums]
-        if client.hello.role == "worker":
+        if not source:
             worker = client.hello.index
             self.bytes_in[worker] = self.bytes_in.get(worker, 0) + x.bytes_in
             self.scratch[worker] = x.scratch_bytes
@@ -125,9 +127,9 @@ class Totals:
 
 @dataclass(eq=False)
 class ReplicaRefit:
-    """One replica in one refit."""
+    """One replica in one refit, or in its first copy (first_copy.py), which then takes the place of the refit."""
 
-    refit: Refit
+    refit: Refit | FirstCopy
     replica: Replica
     phase: Phase = Phase.ARMING
     begun: bool = False  # its ranks were told to move bytes
@@ -204,6 +206,7 @@ class ReplicaRefit:
         """Tell the controller, unless its replica is still joining: it would not listen, and is told when the replica is ready."""
         r = self.replica
         free = r.controller is not None and not r.unsettled and not r.phase.before_ready
+        free = free and r.first in (None, self.refit)
         if self.phase is Phase.ARMING and not self.told and free:
             self.told, self.told_at = True, self.refit.coordinator.now
             r.tell(m.Arm(self.refit.number, self.refit.armed_s))
@@ -260,6 +263,31 @@ class ReplicaRefit:
         broadcast([r.workers[w] for w in self.armed if w in r.workers], m.CallAgain(number))
         self.armed.clear()
 
+    def able(self) -> bool:
+        """Whether bytes of this replica may move now. If a plan or a link is out of date, ask for a new one."""
+        refit, r, co = self.refit, self.replica, self.refit.coordinator
+        if r.first not in (None, refit):
+            return False
+        if not self.waiting or not r.size or not refit.staged_first(self) and len(self.armed) < r.size:
+            return False
+        # Trainers have said what they export now. A worker whose catalog is older is reading the newer one.
+        if now := [a.unread for a in self.unread.values() if a.unread is not None and a.generation == co.generation]:
+            co.fail(self, now[0].error())
+        elif r.phase.before_ready:
+            pass
+        elif r.stale:
+            if co.can_plan(r):
+                co.planning.plan(r)
+        elif relays.held_up_by(refit, self) is not None:
+            relays.look_again(refit, self)
+        elif r.relink or r.reopen or r.scratch != refit.scratch:
+            co.planning.relink(r, fresh=r.relink)
+        elif r.phase is ReplicaPhase.READY and relays.out_of_place(co, r):
+            co.planning.relink(r, fresh=False)
+        else:
+            return r.phase is ReplicaPhase.READY
+        return False
+
     def begin(self) -> None:
         """Bytes move from here on. The workers are told here, the trainers by the refit, for all replicas that begin together."""
         co, r, refit = self.refit.coordinator, self.replica, self.refit
@@ -295,7 +323,7 @@ class ReplicaRefit:
         """All workers are armed, and hold what they have staged: they bring it into live storage."""
         co, r, refit = self.refit.coordinator, self.replica, self.refit
         self.to(Phase.MOVING)
-        refit.owed.begin([r], trainers=False)
+        refit.apply_begins(r)
         broadcast(r.workers.values(), refit.go([self], kind=m.GoKind.APPLY))
         co.mark(f"replica {r.index}: go was sent")
 
@@ -305,7 +333,8 @@ class ReplicaRefit:
         if bad := [*self._checksum_violations(), *self._holder_violations()] if refit.verify else []:
             error = VerificationError(f"replica {r.index}: version {refit.version!r} was not committed", bad)
             return co.fail(self, error)
-        self.verified = refit.verify
+        self.verified = r.verified = refit.verify
+        r.committed = refit.order
         co.refits.had(refit.version)
         r.base = refit.number if refit.by_changes else 0
         self.decided_at = co.now
@@ -473,8 +502,7 @@ class ReplicaRefit:
         if self.waiting or self.phase is Phase.ARMING:
             return self._arming_for()
         if self.begun and self.phase in (Phase.STAGING, Phase.MOVING):
-            ranks, owed = self.refit.coordinator.domain(r), self.refit.owed
-            return [self._moving(c) for c in ranks if owed.owes(c, r.index)]
+            return [self._moving(c) for c in self.refit.coordinator.domain(r) if self.refit.owes(c, r.index)]
         if self.phase is Phase.COMMITTING:
             return [f"replica {r.index} worker {w}: installing" for w in range(r.size) if w not in self.committed]
         return [f"replica {r.index} controller: resuming"] if self.phase is Phase.SETTLING else []
@@ -517,9 +545,9 @@ class ReplicaRefit:
         return f"{c.label}: still moving{far}{behind}"
 
     def _checksum_violations(self) -> list[str]:
-        r, sent, live = self.replica, self.totals.sent, self.totals.live
+        r, sent, live, source = self.replica, self.totals.sent, self.totals.live, self.refit.source
         return [
-            f"replica {r.index} worker {w}: trainers sent checksum {sent.get(w, 0):016x}, its live bytes have {live.get(w, 0):016x}; "
+            f"replica {r.index} worker {w}: {source} sent checksum {sent.get(w, 0):016x}, its live bytes have {live.get(w, 0):016x}; "
             "the replica stays paused until a refit succeeds"
             for w in range(r.size)
             if w not in live or live[w] != sent.get(w, 0)

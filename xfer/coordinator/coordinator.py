@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from xfer import logs
-from xfer.coordinator import failures, relays
+from xfer.coordinator import failures, first_copy, relays
 from xfer.coordinator import messages as m
 from xfer.coordinator.commit import ReplicaRefit
 from xfer.coordinator.deadlines import hold_s
@@ -39,7 +39,7 @@ from xfer.coordinator.state import (
     hello_violations,
 )
 from xfer.coordinator.status import Rejected, here, status, waited_for
-from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolError, XferError
+from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, PlanMismatch, ProtocolError, XferError
 from xfer.trace.catalog import Catalog
 
 logger = logging.getLogger("xfer")
@@ -71,6 +71,8 @@ class Coordinator:
         self.trainer_inventories: dict[int, bytes] = {}  # trainer -> digest of its layout
         self.silence = Silence()
         self.refit: Refit | None = None  # the running one
+        self.copies: dict[int, first_copy.FirstCopy] = {}  # by number, those that are not over
+        self.copied = 0  # how many first copies have begun
         self.failure: XferError | None = None  # a trainer is gone: no later refit can succeed
         self.met: set[int] = set()  # trainers that have been connected
         self.clients: set[Client] = set()  # those that were welcomed
@@ -144,8 +146,14 @@ class Coordinator:
     # ---- membership
 
     def domain(self, replica: Replica) -> list[Client]:
-        """Return the ranks of a replica in joint rank order: trainers, then its workers."""
-        return [self.trainers[i] for i in sorted(self.trainers)] + [replica.workers[i] for i in sorted(replica.workers)]
+        """Return the ranks of a replica in joint rank order: trainers, or the workers of its donor, then its workers."""
+        return self.sources(replica) + [replica.workers[i] for i in sorted(replica.workers)]
+
+    def sources(self, replica: Replica) -> list[Client]:
+        """Return the ranks from which a replica gets its weights, in their order."""
+        if replica.first is not None:
+            return replica.first.sources
+        return [self.trainers[i] for i in sorted(self.trainers)]
 
     def _take(self, event: Event) -> None:
         if isinstance(event, Received):
@@ -177,7 +185,7 @@ class Coordinator:
                 replica = msg.replica  # type: ignore[union-attr]  # these kinds have one
                 if replica not in self.replicas and kind is not m.Failed:
                     raise ProtocolError(f"{client.label} speaks of replica {replica}, which does not exist")
-                if h.role == "worker" and replica != h.replica:
+                if h.role == "worker" and replica not in self._speaks_for(client):
                     raise ProtocolError(f"{client.label} speaks for replica {replica}")
             if kind in _OF_MEMBERS and not self._is_member(client):
                 return None  # its replica was lost, and another process may have its number by now
@@ -185,6 +193,11 @@ class Coordinator:
         except ProtocolError as e:
             client.send(m.Refused(m.WireError.of(e, "rendezvous")))
             client.close()
+
+    def _speaks_for(self, client: Client) -> set[int]:
+        """The replicas of which a worker is a rank, or has been one: its own, and those to which it has given first weights."""
+        own = client.hello.replica
+        return {own, *(self.replicas[own].gave_to if own in self.replicas else ())}
 
     def _is_member(self, client: Client) -> bool:
         h = client.hello
@@ -231,6 +244,8 @@ class Coordinator:
         replica.controller, replica.size, replica.phase, replica.error = client, h.size, ReplicaPhase.JOINING, None
         replica.workers, replica.inventories, replica.version, replica.dirty = {}, {}, None, False
         replica.wanted, replica.derives, replica.scratch, replica.joined, replica.base = {}, False, None, False, 0
+        replica.tried = replica.verified = False
+        replica.committed, replica.gave_to = 0, set()
         replica.until = self.now + self.options.deadline_s
         self.at(replica.until, lambda: self._check_join(replica))
 
@@ -325,7 +340,7 @@ class Coordinator:
 
     def fail(
         self,
-        scope: Coordinator | Refit | ReplicaRefit | Replica,
+        scope: Coordinator | Refit | ReplicaRefit | first_copy.FirstCopy | Replica,
         error: XferError,
         by: Client | None = None,
         gone: bool = False,
@@ -336,7 +351,8 @@ class Coordinator:
 
         Args:
             scope: This coordinator: the job, with the running refit and all later ones. A refit: the parts of all replicas
-                that are not decided; or one of these parts. A replica: its joining, plan or link, and its part in the refit.
+                that are not decided; or one of these parts. A first copy, unless it is decided. A replica: its joining, plan or
+                link, and its part in the refit or its first copy.
             by: the process that reported the error.
             gone: a process of the replica is gone. It takes no part until a new controller joins with its number.
             left: the trainer that the job has lost left on purpose.
@@ -346,16 +362,19 @@ class Coordinator:
             self.failure = self.failure or error
             if refit is not None:
                 self.fail(refit, error)
+            first_copy.end_all(self, error)
             for r in self.replicas.values():
                 if r.phase.opening:
                     self.stop_ranks(r, error)
             broadcast(self.clients, m.Failed(m.WireError.of(error, "rendezvous"), left=left))
         elif isinstance(scope, Replica):
             self._end(scope, error, by, gone)
-        elif refit is not None:
+        elif isinstance(scope, first_copy.FirstCopy):
+            scope.end(error, by)
+        else:
             for part in scope.parts.values() if isinstance(scope, Refit) else [scope]:
                 part.end(error, by)
-            self.soon(refit.finish_if_over)
+                self.soon(part.refit.finish_if_over)
 
     def _end(self, r: Replica, error: XferError, by: Client | None, gone: bool) -> None:
         """Replica `r` cannot go on: one of its processes is gone, or it got no plan or link, or a process cannot join."""
@@ -363,18 +382,24 @@ class Coordinator:
         part = refit.parts[r.index] if refit is not None else None
         if before is ReplicaPhase.LOST:
             return
+        if r.first is not None and not gone:
+            return self.fail(r.first, error, by)
         if gone:
             r.phase, r.error = ReplicaPhase.LOST, error
             if refit is not None and part is not None:
                 part.end(error, gone=True)
                 self.soon(refit.finish_if_over)
+            if r.first is not None:
+                r.first.end(error, gone=True)
+            lost = PeerLost(f"replica {r.index}, which gave the weights, is lost", [str(error)])
+            first_copy.end_all(self, lost, donor=r)
             relays.left(self, r)
             waiting, unheard = r.processes(), part is None  # else the outcome tells the trainers
         else:
             r.phase, r.error = ReplicaPhase.FAILED, error
             unheard = part is None or part.over
             if before.opening:  # processes that were told of the refit have joined, and hear of the abort
-                waiting = [] if refit is not None and refit.has_told(r) else r.processes()
+                waiting = [] if r.joined else r.processes()
             else:  # workers of a ready replica have joined: they would take this message for the end of a later refit
                 some = r.processes() if before is ReplicaPhase.JOINING else [r.controller]
                 waiting = [c for c in some if c is not None and c is not by]
@@ -391,7 +416,8 @@ class Coordinator:
 
     def stop_ranks(self, replica: Replica, error: XferError) -> None:
         """Stop the ranks that plan, link or move for this replica. Freeing a blocked one breaks the link for good."""
-        number = self.refit.number if self.refit is not None else 0
+        running = replica.first or self.refit
+        number = running.number if running is not None else 0
         abort = m.Abort(replica.index, number, replica.epoch, m.WireError.of(error, "rendezvous"))
         broadcast(self.domain(replica), abort)
 
@@ -431,8 +457,7 @@ class Coordinator:
         if self.catalog is not None:  # the new one is made when all trainers are ready
             self.trainer_inventories.pop(h.index, None)
             self.respecified.add(client)
-            for r in self.replicas.values():
-                r.stale = True
+            self._trainers_changed()
         elif len(self.specs) == self.options.trainers:
             try:
                 self.make_catalog()
@@ -465,6 +490,7 @@ class Coordinator:
         refuse_untrained({name for _, names in told.values() for name in names}, self.options.drop)
         if self.catalog is not None and union.digest() == self.catalog.digest() and not anew:
             return False
+        first_copy.end_all(self, PlanMismatch("an engine wants weights in another form"))
         self.catalog, self.generation = union, self.generation + 1
         self.trainer_inventories.clear()
         for r in self.replicas.values():
@@ -491,25 +517,33 @@ class Coordinator:
             self.plan_if_complete(r)
         else:
             self.trainer_inventories[h.index] = msg.inventory
-            for r in self.replicas.values():
-                r.stale = True
+            self._trainers_changed()
             if refit is None or refit.all_ready:  # else other layouts may change, too
                 self.plan_complete()
         if refit is not None:
             refit.shared.agree()
             refit.advance()
 
+    def _trainers_changed(self) -> None:
+        """What trainers export, or its layout, has changed. Plans with a donor stand."""
+        for r in self.replicas.values():
+            r.stale = r.stale or r.first is None
+
+    def can_plan(self, replica: Replica) -> bool:
+        """Whether the layouts of all ranks of a replica are known."""
+        known = replica.first is not None or len(self.trainer_inventories) == self.options.trainers
+        return replica.complete and known
+
     def note_moves(self, client: Client, msg: m.Ready | m.Armed) -> None:
         """Note storages that have moved and links that broke, whatever becomes of the refit: a rank reports them once."""
         if msg.rebound:
-            for r in (
-                self.replicas.values() if client.hello.role == "trainer" else [self.replicas[client.hello.replica]]
-            ):
-                r.reopen = True
+            trainer = client.hello.role == "trainer"
+            for r in self.replicas.values() if trainer else [self.replicas[client.hello.replica]]:
+                r.reopen = r.reopen or r.first is None or not trainer
                 if client.hello.role == "worker":
                     r.hands = {}
         for i in getattr(msg, "broken", ()):
-            if i in self.replicas:
+            if i in self.replicas and self.replicas[i].first is None:
                 self.replicas[i].relink = True
 
     def settle_catalog(self) -> None:
@@ -529,7 +563,9 @@ class Coordinator:
     def plan_if_complete(self, replica: Replica) -> None:
         """Plan a replica that joins, or that is making a plan which became stale, once all layouts that it needs are known."""
         if replica.phase is ReplicaPhase.JOINING or (replica.stale and replica.phase.opening):
-            if replica.complete and len(self.trainer_inventories) == self.options.trainers:
+            if replica.phase is ReplicaPhase.JOINING and replica.complete:
+                first_copy.begin(self, replica)
+            if self.can_plan(replica):
                 self.planning.plan(replica)
 
     def plan_complete(self) -> None:
@@ -547,9 +583,13 @@ class Coordinator:
             self.refit.arm(replica)
             self.refit.advance()
 
+    def _running(self, number: int) -> Refit | first_copy.FirstCopy | None:
+        """Return the refit or the first copy of this number, if it is not over."""
+        return self.refit if self.refit is not None and self.refit.number == number else self.copies.get(number)
+
     def _armed(self, client: Client, msg: m.Armed) -> None:
-        if self.refit is not None and msg.attempt == self.refit.number:
-            return self.refit.handle(client, msg)
+        if (running := self._running(msg.attempt)) is not None:
+            return running.handle(client, msg)
         # That refit is over. A controller that was closed since may have called the worker into it, and the worker would hold
         # the engine until that refit's deadline. Epoch 0: nothing of a later refit is stopped.
         self.note_moves(client, msg)
@@ -557,8 +597,8 @@ class Coordinator:
         client.send(m.Abort(client.hello.replica, msg.attempt, 0, over))
 
     def _for_refit(self, client: Client, msg: m.Done | m.PartReady | m.Committed | m.Stopped | m.Settled) -> None:
-        if self.refit is not None and msg.attempt == self.refit.number:  # else the answer comes too late
-            self.refit.handle(client, msg)
+        if (running := self._running(msg.attempt)) is not None:  # else the answer comes too late
+            running.handle(client, msg)
 
     def _progress(self, client: Client, msg: m.Progress) -> None:
         client.progress = msg
@@ -593,7 +633,10 @@ _RULES: dict[type[m.WireMessage], tuple[tuple[str, ...], _Handler]] = {
     m.Committed: (_WORKER, Coordinator._for_refit),
     m.Stopped: (_WORKER, Coordinator._for_refit),
     m.Settled: (_CONTROLLER, Coordinator._settled),
-    **{kind: (_DOMAIN, lambda co, client, msg: co.store.handle(client, msg)) for kind in get_args(StoreCall)},
+    **{
+        kind: (_DOMAIN, lambda co, client, msg: co.store.handle(client, msg, co._speaks_for(client)))
+        for kind in get_args(StoreCall)
+    },
 }
 """By message: the roles that may send it, and its handler. All other messages are sent by the coordinator only."""
 

@@ -30,7 +30,12 @@ def heard(co: Coordinator, client: Client, msg: m.Failed) -> None:
         return co.refits.refuse(msg.attempt, error)
     if whole:
         return _whole(co, client, msg, error)
-    replica = co.replicas[msg.replica if trainer else client.hello.replica]
+    replica = co.replicas[msg.replica if client.hello.role in ("trainer", "worker") else client.hello.replica]
+    first = replica.first
+    if (first is None and not trainer and client.hello.replica != replica.index) or (
+        first is not None and first.heard(client, msg, error)
+    ):
+        return  # it is about a first copy, perhaps one that is over
     if _ended_before(co, replica, msg, error, trainer) or _explained(co, msg, error, [replica]):
         return
     joining = replica.phase in (ReplicaPhase.JOINING, ReplicaPhase.READY)

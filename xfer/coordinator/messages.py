@@ -24,11 +24,13 @@ from msgspec import Meta, Struct
 from xfer.errors import ProtocolError, XferError, from_wire
 from xfer.plan.explain import size
 
-WIRE_VERSION = 25
+WIRE_VERSION = 26
 """Sent in the challenge (rendezvous/channel.py), before any message that another version could not decode."""
 MAX_FRAME = 1 << 30
 """Bytes of one control frame. All layouts of a thousand ranks take well below 1 MB."""
 MAX_STORE_VALUE = 1 << 16
+FIRST_COPIES = 1 << 30
+"""Attempts from this number on are first copies (first_copy.py); refits are numbered from 1."""
 CHECKED_BYTES = 1 << 20
 """The sender checks messages up to this size. Longer ones carry layouts, which are checked where they are made."""
 
@@ -209,7 +211,8 @@ class PlanInputs(WireMessage, frozen=True):
     """Coordinator -> ranks: plan this replica from the layouts that two rolls name.
 
     `turn`: the place of this replica among `replicas` where sources take turns. Replicas of one layout share it if they
-    hand bytes on to each other.
+    hand bytes on to each other. `sources`: how many ranks have the weights. `donor`: the replica whose workers these ranks are, with
+    their roll in place of that of the trainers; -1 for the trainers.
     """
 
     replica: Count
@@ -222,6 +225,8 @@ class PlanInputs(WireMessage, frozen=True):
     narrow: Annotated[tuple[Name, ...], Meta(max_length=4096)] = ()
     bucket_bytes: Bytes64 = 0
     deadline_s: Seconds = 600.0
+    sources: Count = 0
+    donor: Annotated[int, Meta(ge=-1, lt=1 << 31)] = -1
 
 
 class Planned(WireMessage, frozen=True):
@@ -718,6 +723,12 @@ class RoutesClosed(WireMessage, frozen=True):
     replica: Count
 
 
+class CloseLink(WireMessage, frozen=True):
+    """Coordinator -> workers of a donor and of the replica to which it gave weights: close the routes and the link between you."""
+
+    replica: Count
+
+
 # ---- the store in which communicators meet
 
 
@@ -783,7 +794,7 @@ Message = (
     | PlanInputs | Planned | OpenLink | LinkOpen | Found | ReplicaReady
     | Prepare | Enter | Measured | Ready | Arm | Armed | CallAgain | Go | PartReady | Progress | Done | Drained
     | Commit | Decided | Committed
-    | Abort | Stopped | Settle | Settled | Failed | Release | CloseRoutes | RoutesClosed
+    | Abort | Stopped | Settle | Settled | Failed | Release | CloseRoutes | RoutesClosed | CloseLink
     | Outcome | Leave | Ping | Reply | StoreSet | StoreGet | StoreAdd | StoreCompareSet | StoreCheck | StatusAsk | StatusReply
 )  # fmt: skip
 
@@ -827,13 +838,15 @@ def decode(data: bytes) -> Message:
         raise ProtocolError(f"malformed control message of {len(data)} bytes: {e}"[:500]) from None
 
 
-def check_store_key(key: str, prefix: str) -> None:
+def check_store_key(key: str, *prefixes: str) -> None:
     """Check that a client may use a store key.
 
     Raises:
-        ProtocolError: the key has characters that are not allowed, or does not begin with the client's `prefix`.
+        ProtocolError: the key has characters that are not allowed, or begins with none of the client's prefixes.
     """
     if not _STORE_KEY.fullmatch(key) or ".." in key:
         raise ProtocolError(f"store key {key[:80]!r} has characters or a length that are not allowed")
-    if not key.startswith(prefix):
-        raise ProtocolError(f"store key {key[:80]!r} is outside this client's prefix {prefix!r}")
+    if not key.startswith(prefixes):
+        raise ProtocolError(
+            f"store key {key[:80]!r} is outside this client's prefix {' or '.join(map(repr, prefixes))}"
+        )

@@ -36,16 +36,17 @@ class Planning:
     # ---- the plan
 
     def plan(self, replica: Replica) -> None:
-        """Begin a planning epoch. The layouts of all trainers and of the replica's workers are known."""
-        co, o = self.coordinator, self.coordinator.options
+        """Begin a planning epoch. The layouts of all its ranks are known."""
+        co, o, first = self.coordinator, self.coordinator.options, replica.first
         self._new_epoch(replica)
         replica.stage(co.now)
         replica.phase, replica.error, replica.relink, replica.stale = ReplicaPhase.PLANNING, None, False, False
         domain = co.domain(replica)
         replica.digests, replica.pending, replica.hands, replica.receives = {}, set(domain), {}, False
+        sources = o.trainers if first is None else first.donor.size
         sides = (
-            (co.trainer_inventories, o.trainers, domain[: o.trainers]),
-            (replica.inventories, replica.size, domain[o.trainers :]),
+            (co.trainer_inventories if first is None else first.donor.inventories, sources, domain[:sources]),
+            (replica.inventories, replica.size, domain[sources:]),
         )
         rolls = [
             self.layouts.roll([held[i] for i in range(n)], [c.hello.host for c in clients], keep=2 * o.replicas + 2)
@@ -64,6 +65,8 @@ class Planning:
             o.narrow,
             o.bucket_bytes,
             o.deadline_s,
+            sources,
+            -1 if first is None else first.donor.index,
         )
         broadcast(domain, inputs)
 
@@ -90,7 +93,7 @@ class Planning:
         if len(set(replica.digests.values())) > 1:
             return self.coordinator.fail(replica, _mismatch(replica))
         replica.digest = next(iter(replica.digests.values()))
-        if replica.stale or self.let_go:
+        if replica.first is None and (replica.stale or self.let_go):
             replica.plan_s = replica.stage(self.coordinator.now)
             self.postpone(replica)
         else:
@@ -116,12 +119,13 @@ class Planning:
         replica.relink = replica.reopen = False
         co.store.forget(f"r{replica.index}/")
         replica.sources, replica.opened, replica.follows = relays.place(co, replica), {}, set()
-        if co.refit is not None and co.refit.called:
+        if replica.first is None and co.refit is not None and co.refit.called:
             replica.scratch = co.refit.scratch
+        relay = o.relay and replica.first is None
         order = m.OpenLink(
-            replica.index, replica.epoch, fresh, replica.size, o.host_pull, o.relay, scratch=replica.scratch
+            replica.index, replica.epoch, fresh, replica.size, o.host_pull, relay, scratch=replica.scratch
         )
-        broadcast(co.trainers.values(), order)
+        broadcast(co.sources(replica), order)
         for i, c in replica.workers.items():
             c.send(msgspec.structs.replace(order, hands=relays.hands(co, replica, i)))
 
@@ -142,7 +146,8 @@ class Planning:
         if client.hello.role == "worker":
             replica.opened[client.hello.index] = msg
         if not replica.pending:
-            relays.opened(replica)
+            if replica.first is None:
+                relays.opened(replica)
             replica.link_s = replica.stage(self.coordinator.now)
             self._ready(replica)
 
@@ -161,8 +166,10 @@ class Planning:
         co = self.coordinator
         replica.phase, replica.joined = ReplicaPhase.READY, True
         ready = m.ReplicaReady(replica.index, replica.epoch, replica.digest)
-        broadcast([*co.domain(replica), *([replica.controller] if replica.controller is not None else [])], ready)
-        if co.refit is not None:
+        broadcast([*(co.sources(replica) if replica.first is None else ()), *replica.processes()], ready)
+        if replica.first is not None:
+            replica.first.linked()
+        elif co.refit is not None:
             co.refit.arm(replica)
             co.refit.advance()
 
@@ -196,13 +203,17 @@ class Planning:
         co = self.coordinator
         if client not in self.let_go or call < self._releasing.get(client, 0):
             return  # it gave this release up, and has entered a refit or asked again since
-        if any(r.phase.opening for r in co.replicas.values()):
+        if any(r.phase.opening and r.first is None for r in co.replicas.values()):
             return co.at(co.now + RELEASE_LOOK_S, lambda: self._release_when_open(client, call))
         self._releasing[client] = call
+        copying = {
+            r.index for r in co.replicas.values() if r.first is not None
+        }  # these have mapped no trainer's storages
         for r in co.replicas.values():
-            self.unmap(r)
+            if r.index not in copying:
+                self.unmap(r)
         for c in co.clients:  # workers of lost replicas, too: they live on and keep their mappings
-            if c.hello.role == "worker":
+            if c.hello.role == "worker" and c.hello.replica not in copying:
                 self._close(c, c.hello.replica)
         self._answer_releases()
 

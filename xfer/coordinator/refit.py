@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from xfer import logs
-from xfer.coordinator import exports, relays
+from xfer.coordinator import exports, first_copy, relays
 from xfer.coordinator import messages as m
 from xfer.coordinator.blocks import SharedBlocks
 from xfer.coordinator.commit import Phase, ReplicaRefit
@@ -98,6 +98,9 @@ def _bits(replicas: tuple[int, ...], count: int) -> int:
 class Refit:
     """All replicas in one refit.
 
+    Attributes:
+        source: name of those that have the weights, for errors.
+
     Args:
         number: which refit of the session this is, from 1.
         deadline_s: seconds until it is aborted, from now or, if it is prepared, from the first call.
@@ -105,6 +108,8 @@ class Refit:
         at_once: most replicas that it takes out of service at the same time; 0: all.
         staged: bytes come into scratch before engines are armed, where they can.
     """
+
+    source = "trainers"
 
     def __init__(
         self,
@@ -166,6 +171,19 @@ class Refit:
         if self._arm_at > self.coordinator.now:
             self.coordinator.at(self._arm_at, self.arm_all, of=self)
         self._set_deadline(self.deadline_s)
+
+    def apply_begins(self, replica: Replica) -> None:
+        """The replica's workers are told to apply what they have staged."""
+        self.owed.begin([replica], trainers=False)
+
+    @property
+    def order(self) -> int:
+        """Versions of a higher order are newer."""
+        return self.number
+
+    def owes(self, client: Client, replica: int) -> bool:
+        """Whether the rank has not said `Done` for this replica."""
+        return self.owed.owes(client, replica)
 
     @property
     def all_ready(self) -> bool:
@@ -262,6 +280,7 @@ class Refit:
         if self.all_ready:
             self.ready_at = co.now
             co.mark("all trainers are ready")
+            first_copy.stop(co)
             co.silence.take(self.drained.values())
             co.settle_catalog()
             self._put_aside(self.entered[client.hello.index].min_replicas)
@@ -327,7 +346,7 @@ class Refit:
             parts[h.replica].read(h.index)
         for x in msg.moved:
             if self.owed.owes(client, x.replica):
-                parts[x.replica].totals.add(client, x)
+                parts[x.replica].totals.add(client, x, source=not worker)
         for part in [parts[r] for r in self.owed.done(client, msg.replicas)]:
             if part.phase in (Phase.STAGING, Phase.MOVING):
                 part.done()
@@ -346,7 +365,7 @@ class Refit:
         held = co.now < self._go_at and not co.options.gathers
         if held and not all(p.able_since for p in self.turns.now(self.waiting.values())):
             return  # a timer is set
-        able = [part for part in list(self.waiting.values()) if self._able(part)]
+        able = [part for part in list(self.waiting.values()) if part.able()]
         if not able or not self._all_there(able):
             return
         begun = relays.can_begin(self, able)
@@ -370,30 +389,7 @@ class Refit:
         bases = tuple(p.replica.base for p in parts) if self.by_changes else ()
         return m.Go(self.number, replicas, epochs, self.version, self.verify, left, together, tells, bases, kind)
 
-    def _able(self, part: ReplicaRefit) -> bool:
-        """Whether bytes of this replica may move now. If a plan or a link is out of date, ask for a new one."""
-        co, r = self.coordinator, part.replica
-        if not part.waiting or not r.size or not self._staged_first(part) and len(part.armed) < r.size:
-            return False
-        # Trainers have said what they export now. A worker whose catalog is older is reading the newer one.
-        if now := [a.unread for a in part.unread.values() if a.unread is not None and a.generation == co.generation]:
-            co.fail(part, now[0].error())
-        elif r.phase.before_ready:
-            pass
-        elif r.stale:
-            if r.complete and len(co.trainer_inventories) == co.options.trainers:
-                co.planning.plan(r)
-        elif relays.held_up_by(self, part) is not None:
-            relays.look_again(self, part)
-        elif r.relink or r.reopen or r.scratch != self.scratch:
-            co.planning.relink(r, fresh=r.relink)
-        elif r.phase is ReplicaPhase.READY and relays.out_of_place(co, r):
-            co.planning.relink(r, fresh=False)
-        else:
-            return r.phase is ReplicaPhase.READY
-        return False
-
-    def _staged_first(self, part: ReplicaRefit) -> bool:
+    def staged_first(self, part: ReplicaRefit) -> bool:
         """Whether bytes of this replica come into scratch before its engine is armed. If they cannot, arm it now: its engine serves
         no whole version, is not back from an earlier refit, or has to read its layout anew, which it does when it is armed."""
         r = part.replica

@@ -10,11 +10,15 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from xfer.coordinator import messages as m
 from xfer.coordinator.events import Close, Effect, Send
 from xfer.coordinator.messages import Label
 from xfer.errors import ProtocolError, XferError
+
+if TYPE_CHECKING:
+    from xfer.coordinator.first_copy import FirstCopy
 
 STRANGER = m.Hello("observer", 0, 0, 0, "", 0)
 """Stands for the hello of a connection that has not sent one. It takes part in nothing."""
@@ -129,6 +133,11 @@ class Replica:
     follows: set[int] = field(default_factory=set)  # workers that read from these replicas
     receives: bool = False  # all its workers pull nothing from trainers
     apart: bool = False  # in a relay ring, some worker could not read from the others
+    committed: int = 0  # the last refit whose version it committed, or got from a donor
+    verified: bool = False  # whether checksums were compared then
+    first: FirstCopy | None = None  # it gets its first weights from another replica
+    tried: bool = False  # that has been tried since it came; it is tried once
+    gave_to: set[int] = field(default_factory=set)  # replicas to which its workers have given first weights
 
     def tell(self, message: m.Message) -> None:
         """Send it to the controller, if that is connected."""
@@ -192,6 +201,7 @@ class Options:
     host_pull: bool = False
     relay: bool = False
     colocated: bool = False
+    first_copies: bool = False  # a replica that joins may get its first weights from another one
     gathers: bool = False  # one gather of the weights feeds all replicas that begin together
 
 
@@ -297,15 +307,18 @@ class KeyValues:
         self._values: dict[str, bytes] = {}
         self._parked: dict[str, list[tuple[Client, int]]] = defaultdict(list)
 
-    def handle(self, client: Client, msg: StoreCall) -> None:
+    def handle(self, client: Client, msg: StoreCall, replicas: Iterable[int]) -> None:
         """Carry out a call and answer it.
+
+        Args:
+            replicas: those whose keys the client may use; of a trainer, all keys.
 
         Raises:
             ProtocolError: a key is not the client's, or `add` finds no number. It ends the connection.
         """
-        prefix = "" if client.hello.role == "trainer" else f"r{client.hello.replica}/"
+        prefixes = [""] if client.hello.role == "trainer" else [f"r{i}/" for i in replicas]
         for key in msg.keys if isinstance(msg, m.StoreCheck) else (msg.key,):
-            m.check_store_key(key, prefix)
+            m.check_store_key(key, *prefixes)
         values = self._values
         if isinstance(msg, m.StoreSet):
             return self._put(msg.key, msg.value)

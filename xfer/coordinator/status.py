@@ -69,6 +69,7 @@ def status(co: Coordinator) -> m.StatusReply:
         )
     state = "; ".join(
         f"replica {r.index}: {r.phase.value}{' (dirty)' if r.dirty else ''} {'' if r.version is None else f'version {r.version}'}".strip()
+        + (f", first weights from {r.first.source}" if r.first is not None else "")
         for r in co.replicas.values()
     )
     return m.StatusReply(

@@ -42,8 +42,8 @@ class Storages(Protocol):
     """One rank's storages, and its work before and after bytes move. Lanes' threads call the methods.
 
     Attributes:
-        role: "trainer" or "worker".
-        index: Rank among those of its role.
+        role: "trainer", "worker", or "donor": a worker from which another replica reads.
+        index: Rank among the trainers, or among the workers of its replica.
         device: Where the storages lie.
         catalog: The session's checkpoint tensors.
         inventory: Digest of the layout that `roots` follows.
@@ -52,8 +52,12 @@ class Storages(Protocol):
     role: str
     index: int
     device: torch.device
-    catalog: Catalog
-    inventory: bytes
+
+    @property
+    def catalog(self) -> Catalog: ...
+
+    @property
+    def inventory(self) -> bytes: ...
 
     def roots(self) -> tuple[int, Sequence[torch.Tensor]]:
         """Return the binding generation and the storages, flat uint8, in the layout's order."""
@@ -87,7 +91,8 @@ class DirectPlane:
         party: Client of the rendezvous.
         side: This rank's storages.
         replica: The replica that the plane serves.
-        joint_rank: This rank in the replica's domain: trainers first, then workers.
+        joint_rank: This rank in the replica's domain: trainers first, then workers. Where a donor takes the place of the trainers,
+            a worker gets another one with its plan.
         cache: Where plans are kept between runs.
     """
 
@@ -187,6 +192,8 @@ class DirectPlane:
         self.close()
         self._offer = self._held = None
         self.inputs, self._deadline_s, shelf = inputs, inputs.deadline_s, self.party.shelf
+        if self.side.role == "worker":
+            self.joint_rank = inputs.sources + self.side.index
         self.part, inventories = shelf.plan(
             inputs, self.joint_rank, self.side.catalog, self.options(inputs), self.cache, stop.stopped
         )
@@ -197,7 +204,7 @@ class DirectPlane:
         worker = self.joint_rank - part.trainers
         self.facts = PlanFacts(
             part.digest,
-            labels_of(range(part.trainers), self.replica, part.workers),
+            labels_of(range(part.trainers), self.replica, part.workers, inputs.donor),
             s.bytes_in[worker] if worker >= 0 else 0,
             s.bytes_out[self.joint_rank] if worker < 0 else 0,
             s.nbytes,
@@ -209,7 +216,10 @@ class DirectPlane:
 
     def options(self, inputs: m.PlanInputs) -> PlanOptions:
         """Return the plan's options. They are equal on all ranks of the domain, because they follow from the coordinator's message."""
-        site, cuda = self.party.site, self.side.device.type == "cuda"
+        cuda = self.side.device.type == "cuda"
+        site = (
+            self.party.site if inputs.donor < 0 else None
+        )  # a site places no replica's workers as sources of another one
         return PlanOptions(
             bucket_bytes=inputs.bucket_bytes,
             drop=inputs.drop,
@@ -265,7 +275,7 @@ class DirectPlane:
         ways = routes.find_ways(
             part.program, len(labels), device, roots, exchange, labels, allow_peer=peers, relay=relay
         )
-        beside = ways.wired and self.side.role == "trainer" or scratch is not None
+        beside = ways.wired and self.side.role == "trainer" or scratch is not None or self.side.role == "donor"
         if beside and device.type == "cuda" and self._stream is None:
             # This thread uses the stream from now on. On the default stream each lane would wait for all others, and the work of
             # the trainer, or of an engine that serves meanwhile, for all lanes. A trainer whose bytes are all pulled needs no stream:
@@ -299,7 +309,7 @@ class DirectPlane:
     def _scratch_for(self, order: m.OpenLink, part: PlanPart, live: Sequence[torch.Tensor]) -> Scratch | None:
         """Return the scratch into which a worker's bytes come, the one that it has if that serves."""
         old, self._scratch = self._scratch, None
-        if order.scratch is None or self.side.role == "trainer":
+        if order.scratch is None or self.side.role != "worker":
             return None
         if old is not None and old.serves(part.program, live, order.scratch):
             return old
@@ -307,7 +317,7 @@ class DirectPlane:
 
     def _offered(self, part: PlanPart, roots: Sequence[torch.Tensor]) -> Any:
         """Return the offer of a worker's storages to other replicas. It stays the same as long as the storages do."""
-        if self.side.role == "trainer":
+        if self.side.role != "worker":
             return None
         known, which = self._offer, self._bound if self._scratch is None else [t.data_ptr() for t in roots]
         if known is None or known[:2] != (which, part.digest) or known[2].stale():

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from xfer.coordinator import messages as m
+from xfer.direct.donor import Donor
 from xfer.direct.early import FIRST, EarlySums, first_storages, whole_storages
 from xfer.direct.plane import DirectPlane
 from xfer.errors import VerificationError
@@ -103,6 +104,9 @@ class DirectWorker:
 
     def plane(self, joint_rank: int) -> DirectPlane:
         return DirectPlane(self._party, self, self._replica, joint_rank)
+
+    def giving_plane(self, replica: int) -> DirectPlane:
+        return DirectPlane(self._party, Donor(self), replica, self.index)
 
     # ---- for its plane
 

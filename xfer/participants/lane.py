@@ -2,7 +2,8 @@
 
     PlanInputs -> Planned      OpenLink -> LinkOpen      Go -> Done      CloseRoutes -> RoutesClosed      or Failed
 
-A trainer has a lane per replica, so that a replica that hangs or dies delays no other replica. A worker has one lane. A lane
+A trainer has a lane per replica, so that a replica that hangs or dies delays no other replica. A worker has one lane, and one more for
+each replica to which it gives first weights (coordinator/first_copy.py). A lane
 decides nothing: it passes each message to its `DataPlane`, sends the answer, and stops on `cancel`.
 """
 
@@ -62,10 +63,10 @@ class Lane:
 
     Args:
         party: The rank's connection.
-        role: "trainer" or "worker".
+        role: "trainer", "worker", or "donor" for a worker that gives its weights to another replica.
         index: Trainer rank, or worker rank in its replica.
         device: Device of the weights.
-        replica: Number of the replica.
+        replica: Number of the replica that gets the weights.
         plane: Moves the bytes.
 
     Attributes:
@@ -258,6 +259,8 @@ class Lane:
             self._go(message)
         elif isinstance(message, m.CloseRoutes):
             self._close_routes()
+        elif isinstance(message, m.CloseLink):
+            self.plane.close()
         elif message is _UNMAP:
             self.plane.unmap()
 
@@ -344,6 +347,7 @@ class Lane:
         self.party.send(m.RoutesClosed(self.replica))
 
 
-def labels_of(trainers: Sequence[int], replica: int, workers: int) -> tuple[str, ...]:
-    """Return the labels of a domain's ranks: these trainers, then the workers of one replica."""
-    return (*(f"trainer {i}" for i in trainers), *(f"replica {replica} worker {i}" for i in range(workers)))
+def labels_of(sources: Sequence[int], replica: int, workers: int, donor: int = -1) -> tuple[str, ...]:
+    """Return the labels of a domain's ranks: these trainers, or these workers of the donor, then the workers of one replica."""
+    of = "trainer" if donor < 0 else f"replica {donor} worker"
+    return (*(f"{of} {i}" for i in sources), *(f"replica {replica} worker {i}" for i in range(workers)))

@@ -45,7 +45,8 @@ class EngineFinished:
 
     Attributes:
         session: The coordinator's name of the session.
-        attempt: Number of the attempt, the same on all ranks and engines of the session.
+        attempt: Number of the attempt, the same on all ranks and engines of the session. From 2**30 on, this was no refit: the engine
+            got its first weights from another one.
         replica: The replica's number.
         committed: Whether this refit was committed and the engine serves it.
         serving: Whether the engine serves now.

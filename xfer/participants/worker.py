@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -94,6 +94,14 @@ class WorkerSide(Protocol):
         """Make the data plane of this worker, whose rank in the domain is `joint_rank`."""
 
 
+@runtime_checkable
+class Giver(Protocol):
+    """A `WorkerSide` that can give its weights to another replica. Routes with `Options.first_copies` have it."""
+
+    def giving_plane(self, replica: int) -> DataPlane:
+        """Make the data plane by which this worker gives first weights to `replica`."""
+
+
 NewWorkerSide = Callable[[str, Any, RendezvousClient, int, int], WorkerSide]
 """(route name, adapter, client, replica, worker rank) -> the worker's side of that route."""
 
@@ -142,6 +150,7 @@ class WorkerSession:
         self.error: XferError | None = None
         self._party: RendezvousClient | None = None
         self._lane_: Lane | None = None
+        self._lanes: dict[int, Lane] = {}  # by replica: this lane, and those by which it gives weights to others
         self._catalog: Catalog | None = None
         self._told: bytes | None = b""  # the inventory that the coordinator knows. None: a catalog comes first
         self._generation = 0
@@ -193,7 +202,7 @@ class WorkerSession:
             session_open=self._session_open,
             version=self.adapter.version,
         )
-        party.on_lane = partial(self._lane, party)
+        party.lanes, party.on_lane = self._lanes, partial(self._lane, party)
         self._side = self._new_side(party.welcome.route, self.adapter, party, self.replica, self.index)
         self.adapter.drop = (*self.adapter.drop, *party.welcome.drop)
         first = party.take(until, "the catalog: trainers have not connected yet", m.CatalogMsg, m.Failed)
@@ -237,13 +246,16 @@ class WorkerSession:
         return missing
 
     def _lane(self, party: RendezvousClient, replica: int) -> Lane | None:
-        if replica != self.replica:
-            return None
-        if self._lane_ is None:
-            plane = self.side.plane(party.welcome.trainers + self.index)
-            self._lane_ = Lane(party, "worker", self.index, self.device, replica, plane)
-            party.lanes = {replica: self._lane_}
-        return self._lane_
+        if replica not in self._lanes:
+            if replica == self.replica:
+                plane, role = self.side.plane(party.welcome.trainers + self.index), "worker"
+            elif isinstance(self.side, Giver):
+                plane, role = self.side.giving_plane(replica), "donor"
+            else:
+                return None
+            self._lanes[replica] = Lane(party, role, self.index, self.device, replica, plane)
+            self._lane_ = self._lanes.get(self.replica)
+        return self._lanes[replica]
 
     def _fail(self, e: BaseException, attempt: int = 0) -> XferError:
         error = self._noted(e)

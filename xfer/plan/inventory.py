@@ -128,6 +128,13 @@ class Inventory:
         first, stop = (bisect_left(self.roots, name, key=lambda r: r.name) for name in (SCRATCH, end))
         return first, stop
 
+    def as_source(self) -> Inventory:
+        """What another replica may read of this engine worker, as what a trainer of the same rank holds: its fragments, but for
+        inputs of recipes, which may have been changed since a refit wrote them."""
+        first, end = self.scratch_roots()
+        live = np.flatnonzero((self.table.root < first) | (self.table.root >= end))
+        return Inventory(self.catalog, "trainer", self.rank, self.host, self.roots, self.table.take(live))
+
     def to_bytes(self) -> bytes:
         return msgspec.msgpack.encode(_Envelope(self.rank, self.host, self.content()))
 

@@ -245,7 +245,8 @@ class RendezvousClient:
             _left.get(self._place, ""),
         )  # fmt: skip
         self.channel, self.welcome = self._enter(rendezvous, token, hello, time.monotonic() + deadline_s, given_up)
-        self._collector = DoneCollector(self.send, self.welcome.hold_s)
+        # A worker may be in a refit and in first copies of several replicas at once, each of them an attempt of its own.
+        self._collector = DoneCollector(self.send, self.welcome.hold_s) if role == "trainer" else None
         self.channel.start(self._sort, self._end)
         self.site = Site.from_bytes(self.welcome.site) if self.welcome.site else None
 
@@ -305,8 +306,11 @@ class RendezvousClient:
                 self.channel.send(message, seconds)
 
     def done(self, attempt: int, moved: m.Moved) -> None:
-        """A lane has moved its part. In a large job it may be held back for a moment, to travel with those of other lanes."""
-        self._collector.done(attempt, moved)
+        """A lane has moved its part. In a large job a trainer's may be held back for a moment, to travel with those of other lanes."""
+        if self._collector is not None:
+            self._collector.done(attempt, moved)
+        else:
+            self.send(m.Done(attempt, (moved.replica,), () if moved.idle else (moved,)))
 
     def stirred(self) -> None:
         """Wake `wait_for`: something may have changed that it waits for."""
@@ -357,7 +361,7 @@ class RendezvousClient:
         self.drained.update(dict.fromkeys(message.replicas, message.attempt))
         self.named = (message.attempt, message.version)
 
-    def _post(self, message: m.PlanInputs | m.OpenLink | m.CloseRoutes) -> None:
+    def _post(self, message: m.PlanInputs | m.OpenLink | m.CloseRoutes | m.CloseLink) -> None:
         lane = self.on_lane(message.replica)
         if lane is not None:
             lane.post(message)
@@ -368,9 +372,14 @@ class RendezvousClient:
         else:
             self.try_send(m.RoutesClosed(message.replica))  # nothing was ever opened here
 
+    def _close_link(self, message: m.CloseLink) -> None:
+        if message.replica in self.lanes:
+            self._post(message)
+
     def _go(self, message: m.Go) -> None:
         self.named = (message.attempt, message.version)
-        self._collector.begin(message)
+        if self._collector is not None:
+            self._collector.begin(message)
         for replica, go in message.each():
             lane = self.on_lane(replica)
             if lane is not None:
@@ -398,6 +407,7 @@ class RendezvousClient:
         m.PlanInputs: _post,
         m.OpenLink: _post,
         m.CloseRoutes: _close_routes,
+        m.CloseLink: _close_link,
         m.Go: _go,
         m.Outcome: _outcome,
         m.Failed: _all_failed,

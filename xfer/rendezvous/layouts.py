@@ -89,7 +89,7 @@ class Shelf:
 
         Args:
             p: what to plan.
-            rank: joint rank: trainers first, then workers.
+            rank: joint rank: the ranks that have the weights first, then workers.
             options: without a site, the rolls' hosts are used.
             stopped: whether to wait no longer.
 
@@ -116,7 +116,10 @@ class Shelf:
             self._fetch(self._layouts, Inventory.from_content, [r.inventories for r in rolls], until, stopped)
         self.exchange_s[p.replica] = time.perf_counter() - t0
         if part is None:
-            part = PlanPart.of(self._drafts.plan(catalog, self._side(rolls[0]), self._side(rolls[1]), options), rank)
+            sources, destinations = self._side(rolls[0]), self._side(rolls[1])
+            if p.donor >= 0:
+                sources = [inventory.as_source() for inventory in sources]
+            part = PlanPart.of(self._drafts.plan(catalog, sources, destinations, options), rank)
         return part, (*rolls[0].inventories, *rolls[1].inventories)
 
     def _side(self, roll: Roll) -> list[Inventory]:

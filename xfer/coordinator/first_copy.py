@@ -1,0 +1,252 @@
+"""The first weights of a replica that joins come from another replica, the donor, if no refit runs. The trainers take no part in it:
+they may be inside a step.
+
+The donor's workers take the place of the trainers in the joiner's domain. They plan, open a link and say what they have sent as
+trainers do, on a thread beside the engine, which goes on serving. The joiner arms, commits or aborts as in a refit
+(commit.py). It commits the version of its donor. Then it is planned with the trainers, and takes part in the next refit.
+
+What holds:
+
+- The donor is the replica with the newest version of this session. It serves that version, whole.
+- A refit writes no donor while a copy of it can still be committed: when all trainers are ready, every copy that is not
+  decided is aborted, and its joiner takes the version of that refit. So trainers wait for no copy. A reader that has been aborted
+  may still read a donor that is written by now: what it got is never committed.
+- A copy is tried once for each time that a replica joins. If there is no donor, or the donor cannot give all that the joiner
+  needs, dies or is late, the trainers bring the weights in their next refit, as they do without donors.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from xfer.coordinator import messages as m
+from xfer.coordinator.commit import ReplicaRefit
+from xfer.coordinator.state import ReplicaPhase, broadcast
+from xfer.coordinator.turns import Turns
+from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError, XferError
+
+if TYPE_CHECKING:
+    from xfer.coordinator.coordinator import Coordinator
+    from xfer.coordinator.state import Client, Replica
+
+logger = logging.getLogger("xfer")
+
+
+def begin(co: Coordinator, joiner: Replica) -> None:
+    """Choose a donor for a replica whose layouts are known, if there is one. Its plan is then made with the donor's workers."""
+    donor = _donor(co, joiner)
+    if donor is not None:
+        joiner.tried, joiner.first = True, FirstCopy(co, joiner, donor)
+        donor.gave_to.add(joiner.index)
+        co.copies[joiner.first.number] = joiner.first
+
+
+def _donor(co: Coordinator, joiner: Replica) -> Replica | None:
+    if not co.options.first_copies or joiner.tried or co.refit is not None or co.failure is not None:
+        return None
+    whole = [
+        r for r in co.replicas.values()
+        if r is not joiner and r.complete and r.first is None and r.committed
+        and r.version is not None and not r.dirty and not r.unsettled
+    ]  # fmt: skip
+    newest = max((r.committed for r in whole), default=0)
+    read = [c.donor for c in co.copies.values()]
+    some = [r for r in whole if r.committed == newest]
+    return min(some, key=lambda r: (r.inventories != joiner.inventories, read.count(r), r.index), default=None)
+
+
+def stop(co: Coordinator) -> None:
+    """All trainers are ready: they bring the weights from now on."""
+    end_all(co, PeerLost("a refit has begun, which brings a newer version"))
+
+
+def end_all(co: Coordinator, error: XferError, donor: Replica | None = None) -> None:
+    """End all first copies that are not decided, or all those of one donor."""
+    for copy in list(co.copies.values()):
+        if donor in (None, copy.donor):
+            co.fail(copy, error)
+
+
+class FirstCopy:
+    """The first copy of one replica, in place of a refit in its `ReplicaRefit`.
+
+    Attributes:
+        number: stands in messages where a refit has its number.
+        order: as of `Refit`: the version is as new as the donor's.
+        source: name of the donor, for errors.
+        parts: the joiner's part, once its processes have joined.
+    """
+
+    all_ready = True
+    holds = by_changes = False
+    scratch = None  # nothing is staged: the joiner has no weights to serve meanwhile
+
+    def __init__(self, coordinator: Coordinator, joiner: Replica, donor: Replica):
+        co = self.coordinator = coordinator
+        self.joiner, self.donor = joiner, donor
+        co.copied += 1
+        self.number = m.FIRST_COPIES + co.copied
+        self.version, self.verify, self.order = donor.version, donor.verified, donor.committed
+        self.source = f"replica {donor.index}"
+        self.parts: dict[int, ReplicaRefit] = {}
+        self.armed_s = co.options.deadline_s
+        self.began = self.ready_at = co.now
+        self.until = co.now + self.armed_s
+        self.drained_s = 0.0
+        self.turns = Turns(self, 0)
+        self._owing: set[Client] = set()
+
+    @property
+    def sources(self) -> list[Client]:
+        return [self.donor.workers[i] for i in sorted(self.donor.workers)]
+
+    # ---- going forward
+
+    def linked(self) -> None:
+        """The link is open, and the joiner's processes have heard so."""
+        if not self.parts:
+            self.parts[self.joiner.index] = ReplicaRefit(self, self.joiner)
+            self.began = self.coordinator.now
+            self.until = self.began + self.armed_s
+            self.coordinator.at(self.until, self._late, of=self)
+            self.arm_all()
+        self.advance()
+
+    def arm_all(self) -> None:
+        for part in self.parts.values():
+            part.arm()
+
+    def arm(self, replica: Replica) -> None:
+        self.arm_all()
+
+    def staged_first(self, part: ReplicaRefit) -> bool:
+        return False
+
+    def apply_begins(self, replica: Replica) -> None:
+        raise XferError("nothing is staged in a first copy")
+
+    def advance(self) -> None:
+        for part in self.parts.values():
+            if part.able():
+                part.begin()
+                self._owing = set(self.coordinator.domain(self.joiner))
+                broadcast(self.sources, self.go([part]))
+
+    advance_soon = advance
+
+    def go(self, parts: Sequence[ReplicaRefit], tells: bool = False, kind: m.GoKind = m.GoKind.MOVE) -> m.Go:
+        left = max(1.0, self.until - self.coordinator.now)
+        index, epoch = (self.joiner.index,), (self.joiner.epoch,)
+        return m.Go(self.number, index, epoch, self.version, self.verify, left, tells=tells, kind=kind)
+
+    def handle(self, client: Client, msg: m.Armed | m.PartReady | m.Done | m.Committed | m.Stopped | m.Settled) -> None:
+        """A rank, or the joiner's controller, said something about this copy."""
+        part, own = self.parts.get(self.joiner.index), client.hello.replica == self.joiner.index
+        if part is None:
+            return
+        if isinstance(msg, m.Done):
+            self._done(part, client, msg, own)
+        elif not own:
+            raise ProtocolError(f"{client.label} speaks for replica {self.joiner.index}")
+        elif isinstance(msg, m.Armed):
+            part.arrived(client, msg)
+        elif isinstance(msg, m.Committed):
+            part.installed(client.hello.index)
+        elif isinstance(msg, m.Stopped):
+            part.worker_stopped(client, msg)
+        elif isinstance(msg, m.Settled):
+            part.settled(msg)
+
+    def _done(self, part: ReplicaRefit, client: Client, msg: m.Done, own: bool) -> None:
+        if client not in self._owing:
+            return
+        self._owing.discard(client)
+        for x in msg.moved:
+            part.totals.add(client, x, source=not own)
+        if own:
+            part.read(client.hello.index)
+        if part.moving and not self._owing:
+            part.decide()
+
+    def _late(self) -> None:
+        waiting = [f"waiting for {w}" for part in self.parts.values() for w in part.own_waiting_for()]
+        late = f"the first copy of replica {self.joiner.index} ended at its deadline of {self.armed_s:.1f} s"
+        self.coordinator.fail(self, DeadlineExceeded(late, waiting))
+
+    # ---- the end
+
+    def heard(self, client: Client, msg: m.Failed, error: XferError) -> bool:
+        """A process of the domain failed. Returns False if the joiner cannot join at all; then this copy is over."""
+        stale = msg.epoch not in (0, self.joiner.epoch) or msg.attempt not in (0, self.number)
+        if stale or client.hello.role == "trainer":
+            return True
+        own = client.hello.replica == self.joiner.index
+        if own and not msg.attempt and not msg.epoch:
+            self._close()
+            return False
+        self.coordinator.fail(
+            self, error, by=client if own else None
+        )  # after the decision only the joiner's own failures count
+        return True
+
+    def end(self, error: XferError, by: Client | None = None, gone: bool = False) -> None:
+        """End this copy because of `error`, unless it is decided. Only `Coordinator` calls this. Arguments as of `ReplicaRefit.end`."""
+        if self.parts:
+            self.parts[self.joiner.index].end(error, by, gone)
+        else:
+            self.coordinator.stop_ranks(self.joiner, error)
+            self._over(error)
+
+    def moved_on(self, part: ReplicaRefit) -> None:
+        """The joiner changed its phase."""
+        if part.over:
+            self.coordinator.soon(self.finish_if_over)
+
+    def finish_if_over(self) -> None:
+        for part in self.parts.values():
+            if part.over:
+                self._over(part.error)
+
+    def _over(self, error: XferError | None) -> None:
+        """The joiner goes on with the trainers."""
+        r, co = self.joiner, self.coordinator
+        if not self._close():
+            return
+        if error is None:
+            logger.info(
+                "xfer: replica %d has its first weights, version %r, from %s", r.index, self.version, self.source
+            )
+        if r.phase is ReplicaPhase.LOST:
+            return
+        if error is not None:
+            why = f"xfer: replica {r.index} gets its first weights from the trainers in their next refit, not from {self.source}"
+            logger.info("%s: %s", why, error.line())
+        r.phase, r.error = ReplicaPhase.READY if r.joined else ReplicaPhase.JOINING, None
+        r.relink = r.stale = True
+        if co.failure is None and co.can_plan(r):
+            co.planning.plan(r)
+        if co.refit is not None:
+            co.refit.arm(r)
+            co.refit.advance()
+
+    def _close(self) -> bool:
+        """Let the donor go. Returns False if that was done before."""
+        r, co = self.joiner, self.coordinator
+        if r.first is not self:
+            return False
+        r.first = None
+        del co.copies[self.number]
+        co.timers.drop(self)
+        broadcast([*self.sources, *r.workers.values()], m.CloseLink(r.index))
+        return True
+
+    # ---- what others ask of it
+
+    def owes(self, client: Client, replica: int) -> bool:
+        """Whether the rank has not said `Done`."""
+        return client in self._owing
+
+    def trainers_waited_for(self) -> list[str]:
+        return []
