@@ -61,7 +61,8 @@ class Engine:
 
     async def state(self) -> dict:
         c, paused = self.controller, await self.engine.is_paused()
-        return dict(torn=c.torn, error=str(c.error or ""), answered=self.request and self.request.done(), paused=paused)
+        answered = self.request and self.request.done()
+        return dict(torn=c.torn, error=str(c.error or ""), version=c.version, answered=answered, paused=paused)
 
     async def pause(self) -> None:
         await self.engine.pause_generation(mode="keep", clear_cache=False)
@@ -103,13 +104,34 @@ class Engine:
             except TimeoutError:
                 return
 
-    async def serve(self, rendezvous: str) -> None:
+    async def serve(self, rendezvous: str, replica: int = 0) -> None:
         self.controller = xfer.serve(
-            self.engine, rendezvous=rendezvous, token=os.environ["XFER_TOKEN"], deadline_s=60.0 * PATIENCE
+            self.engine,
+            rendezvous=rendezvous,
+            replica=replica,
+            token=os.environ["XFER_TOKEN"],
+            deadline_s=60.0 * PATIENCE,
         )
 
     async def ready(self) -> None:
         await asyncio.to_thread(self.controller.wait_ready)
+
+    async def generate(self) -> None:
+        """From now on one request after the other. `broken`: those with too few tokens, or with NaN for a logprob."""
+        self.answers, self.broken = 0, 0
+
+        async def ask() -> None:
+            while True:
+                tokens, logprobs = await small_vllm.answer(self.engine, [5, 6, 7, 8 + self.answers % 50], 20)
+                self.answers += 1
+                self.broken += len(tokens) != 20 or any(x != x for x in logprobs)
+
+        self.asking = asyncio.create_task(ask())
+
+    async def generated(self) -> dict:
+        """Ends that, and says how many answers came."""
+        self.asking.cancel()
+        return dict(count=self.answers, broken=self.broken)
 
     async def disturb(self, seed: int) -> None:
         """From now on: requests, and an owner who pauses and resumes the engine at random."""
