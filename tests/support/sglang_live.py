@@ -2,19 +2,25 @@
 
     python -m tests.support.sglang_live FAMILY TP [OPTIONS]     # OPTIONS: JSON of further ServerArgs, such as {"ep_size": 2}
     python -m tests.support.sglang_live qwen3 2 '{"device": "cuda", "attention_backend": "triton"}'     # on a host with GPUs
+    python -m tests.support.sglang_live qwen3 1 '{"dp_size": 2}' http     # a server of its own, by its URL
 
 Prints one JSON line. `first`, `second`, `again`: the tokens and logprobs with the weights of seeds 1, 2, and 1 again, after a
 start from a checkpoint and two refits. `fresh`: those of another engine that loads seed 2. `torn`: those after a refit that no
-worker installed, when the engine is resumed by force. `repaired`: after the next refit, of seed 2.
+worker installed, when the engine is resumed by force. `repaired`: after the next refit, of seed 2. Each of them is a list with
+the answer of every data-parallel rank.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
+import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,28 +30,67 @@ import xfer
 import xfer.errors
 from examples.common import toy
 from examples.common.ports import free_port
-from xfer.sglang import SGLangEngine
+from xfer.sglang import SGLangEngine, SGLangServer
 
 PROMPT = [3, 5, 7, 11, 13]
 TOKENS = 8
 TOKEN = "token of the live SGLang"
 
 
-def start(folder: str, tp: int, options: dict[str, Any]):
-    """Start an engine whose weights come from the checkpoint in `folder`."""
-    import sglang
-
+def settings(folder: str, tp: int, options: dict[str, Any]) -> dict[str, Any]:
+    """SGLang's ServerArgs for an engine whose weights come from the checkpoint in `folder`."""
     defaults = dict(
         device="cpu", attention_backend="torch_native", mem_fraction_static=0.1, max_total_tokens=512, log_level="error",
         skip_tokenizer_init=True, random_seed=1,
     )  # fmt: skip
-    return sglang.Engine(model_path=folder, tp_size=tp, **{**defaults, **options})
+    return {"model_path": folder, "tp_size": tp, **defaults, **options}
 
 
-def answer(engine: SGLangEngine, **more: Any) -> dict[str, Any]:
-    """The tokens that follow PROMPT, the logprob of each, and the version that the engine says it has."""
+class Server(SGLangServer):
+    """`python -m sglang.launch_server` in processes of its own, asked over HTTP."""
+
+    START_S = 300.0
+
+    def __init__(self, args: dict[str, Any]):
+        port = free_port()
+        super().__init__(f"http://127.0.0.1:{port}")
+        flags = [f for k, v in args.items() for f in (f"--{k.replace('_', '-')}", *([] if v is True else [str(v)]))]
+        command = [sys.executable, "-m", "sglang.launch_server", "--port", str(port), *flags]
+        self._process = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
+        until = time.monotonic() + self.START_S
+        while not self._answers():
+            if time.monotonic() > until or self._process.poll() is not None:
+                self.shutdown()
+                raise RuntimeError(f"the server did not start: {command}")
+            time.sleep(0.5)
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(xfer.errors.XferError):
+            return bool(self._get("model_info"))
+        return False
+
+    def generate(self, **body: Any) -> dict[str, Any]:
+        return self._ask("generate", **body)
+
+    def shutdown(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def start(folder: str, tp: int, options: dict[str, Any], http: bool) -> SGLangEngine | Server:
+    args = settings(folder, tp, options)
+    if http:
+        return Server(args)
+    import sglang
+
+    return SGLangEngine(sglang.Engine(**args))
+
+
+def answer(engine: SGLangEngine | Server, rank: int) -> dict[str, Any]:
+    """The tokens that follow PROMPT, the logprob of each, and the version, from one data-parallel rank."""
     sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
-    out = engine.generate(input_ids=PROMPT, sampling_params=sampling, return_logprob=True, **more)
+    out = engine.generate(input_ids=PROMPT, sampling_params=sampling, return_logprob=True, routed_dp_rank=rank)
     probs = [p[0] for p in out["meta_info"]["output_token_logprobs"]]
     return {"tokens": out["output_ids"], "logprobs": probs, "version": out["meta_info"]["weight_version"]}
 
@@ -62,33 +107,41 @@ class Weights:
             self.tensors[name].copy_(t)
 
 
-def main(family: str, tp: int, options: dict[str, Any]) -> None:
+def main(family: str, tp: int, options: dict[str, Any], http: bool) -> None:
     out: dict[str, Any] = {}
-    device = options.get("device", "cpu")
+    device, ranks = options.get("device", "cpu"), range(options.get("dp_size", 1))
     faults = Path(tempfile.mkdtemp(prefix="xfer-sglang-")) / "faults"
     os.environ["XFER_FAULT_FILE"] = str(faults)
     folders = {}
     for seed in (1, 2):
         folders[seed] = tempfile.mkdtemp(prefix="xfer-sglang-")
         toy.write_checkpoint(family, folders[seed], seed=seed)
-    fresh = SGLangEngine(start(folders[2], tp, options))
-    out["fresh"] = answer(fresh)
-    fresh.shutdown()
-    engine = SGLangEngine(start(folders[1], tp, options))
-    out["first"] = answer(engine)
-    weights, at = Weights(family, device), f"tcp://127.0.0.1:{free_port()}"
-    source = xfer.TensorTrainer(lambda: weights.tensors, rank=0, world=1)
-    controller = xfer.serve(engine, at, TOKEN, deadline_s=120.0)
-    with xfer.connect(source, at, TOKEN, deadline_s=120.0, route=xfer.Direct(cache_dir=None)) as session, controller:
+    with contextlib.ExitStack() as stack:
+        engine = start(folders[2], tp, options, http)
+        stack.callback(engine.shutdown)
+        out["fresh"] = [answer(engine, r) for r in ranks]
+    with contextlib.ExitStack() as stack:
+        engine = start(folders[1], tp, options, http)
+        stack.callback(engine.shutdown)
+        out["first"] = [answer(engine, r) for r in ranks]
+        weights, at = Weights(family, device), f"tcp://127.0.0.1:{free_port()}"
+        source = xfer.TensorTrainer(lambda: weights.tensors, rank=0, world=1)
+        controller = xfer.serve(engine, at, TOKEN, deadline_s=120.0)
+        session = xfer.connect(source, at, TOKEN, deadline_s=120.0, route=xfer.Direct(cache_dir=None))
+        stack.enter_context(controller)
+        stack.enter_context(session)
         for name, seed in (("second", 2), ("again", 1)):
             weights.set(seed)
-            busy: dict[str, Any] = {}
-            beside = threading.Thread(target=lambda: busy.update(answer(engine)))  # noqa: B023  joined below
-            beside.start()
+            busy: list[dict[str, Any]] = []
+            beside = [threading.Thread(target=lambda r=r: busy.append(answer(engine, r))) for r in ranks]  # noqa: B023  joined below
+            for thread in beside:
+                thread.start()
             report = session.refit(verify=True)
-            beside.join()
-            out[name] = {**answer(engine), "committed": report.committed, "verified": report.verified}
-            out[name]["beside"] = len(busy["tokens"])
+            for thread in beside:
+                thread.join()
+            out[name] = [answer(engine, r) for r in ranks]
+            out[f"report of {name}"] = {"committed": report.committed, "verified": report.verified}
+            out[f"beside {name}"] = [len(b["tokens"]) for b in busy]
         weights.set(2)
         faults.write_text(",".join(f"worker:{rank}:commit:raise" for rank in range(engine.get_world_size())))
         try:
@@ -97,13 +150,12 @@ def main(family: str, tp: int, options: dict[str, Any]) -> None:
             out["failed"] = str(e)
         faults.unlink()
         engine.resume_generation()
-        out["torn"] = answer(engine)
+        out["torn"] = [answer(engine, r) for r in ranks]
         session.refit(verify=True)
-        out["repaired"] = answer(engine)
-    engine.shutdown()
+        out["repaired"] = [answer(engine, r) for r in ranks]
     print(json.dumps(out), flush=True)
 
 
 if __name__ == "__main__":
     assert torch.cuda.is_available() or os.environ.get("SGLANG_CPU_OMP_THREADS_BIND")
-    main(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]) if len(sys.argv) > 3 else {})
+    main(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}, sys.argv[4:] == ["http"])
