@@ -82,9 +82,10 @@ class Session:
             min_replicas: Raise only if fewer replicas committed. Default: all.
             deadline_s: Seconds from the call to the deadline. Default: `deadline_s` of `connect`.
             delta: "auto" sends of each message only the elements that changed since the last refit that the replica committed,
-                if that is less, and else all of it. The engine ends up with the same bytes. This rank keeps a copy of what it
-                sent, until `release` (`extra_bytes` of the report has its size). Bytes that workers pull from a trainer's
-                memory on their own host are not affected. The packed route refuses it. Default: send all bytes, keep no copy.
+                if that is less, and else all of it. Workers that pull from a trainer's memory on their own host read only the
+                granules of 32 bytes that changed, if these are few. The engine ends up with the same bytes. This rank keeps a
+                copy of what it sent, until `release` (`extra_bytes` of the report has its size). The packed route
+                refuses it. Default: send all bytes, keep no copy.
             at_once: Most replicas that are out of service at the same time: the next one is paused when another serves again, and
                 none before all trainers are ready. A replica that is not done when its share of the time to the deadline is over
                 leaves the refit, and the next one begins. Not after `prepare`, which pauses all. Default: all at once.

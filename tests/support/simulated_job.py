@@ -22,7 +22,7 @@ from xfer.errors import EngineLost, VerificationError, XferError
 from xfer.kernels.block_fp8 import ScaleRule
 from xfer.participants import faults
 from xfer.participants.controller import Controller, ControllerPhase, _EngineCalls
-from xfer.transport import routes
+from xfer.transport import peer_host, routes
 
 DEADLINE_S = 60.0
 SOON_S = 2 * TOGETHER_S
@@ -203,6 +203,11 @@ class Job(World):
         sim.patch(faults, "wants", self.wants)
         self.count_turns()
         sim.patch_item(routes.PEERS, "cpu", cpu_peer)
+        for name, number in (
+            ("PAYS", 0.99),
+            ("SHORTEST", 1),
+        ):  # storages are small: their pulls go by marks all the same
+            sim.patch(peer_host, name, number)
         cpu_peer.Hold.clear()
         for some in (cpu_peer.REFUSED, cpu_peer.MAPPED):
             some.clear()

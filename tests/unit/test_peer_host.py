@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.plan_worlds import EXAMPLES
-from tests.support.row_worlds import apply_world, random_world, row
+from tests.support.row_worlds import apply_rows, apply_world, change, random_rows, random_world, row
 from tests.support.threads import soon
 from xfer.errors import DeadlineExceeded, LayoutError, PeerLost, ProtocolError, RebindError
-from xfer.plan.program import Op, Program
+from xfer.kernels.marks import ChangeMarks
+from xfer.plan.program import Op, Program, row_wire_bytes
 from xfer.transport import peer, peer_host
 from xfer.transport.group import Aborted
 
@@ -62,6 +63,39 @@ def test_random_programs_are_pulled_bit_for_bit(seed, shortest, runs, batch):
     ]
     for got, want in zip(live, apply_world(both, storages)):
         assert all(np.array_equal(g.numpy(), w) for g, w in zip(got, want))
+
+
+@settings(max_examples=EXAMPLES // 2, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.02, 0.3]), st.sampled_from([1, 512]), st.sampled_from([3, 1024]),
+    st.sampled_from([0, 1]),
+)  # fmt: skip
+def test_a_pull_of_what_is_marked_leaves_what_a_pull_of_everything_leaves(seed, share, shortest, runs, late):
+    """It reads nothing if nothing has changed, and everything if the marks are of another refit than the destination holds."""
+    rng = np.random.default_rng(seed)
+    rows, src, dst = random_rows(rng)
+    with patch.multiple(peer_host, SHORTEST=shortest, RUNS=runs, PAYS=1.0):
+        rows = rows[peer_host.takes(rows)]
+        rows["dst"] = 1
+        now, live = [torch.from_numpy(s.copy()) for s in src], [torch.from_numpy(d.copy()) for d in dst]
+        marks, copies = ChangeMarks([len(s) for s in src], CPU), [t.clone() for t in now]
+        export, mapping = peer_host.Export(0, now, CPU, marks.tensor), peer_host.Mapping(1, CPU)
+        mapping.open(export.to_bytes(), 0, range(len(now)))
+        pull = peer_host.Pull(rows, mapping, live)
+
+        def pulled(base: int) -> int:
+            pull.choose(base, soon())
+            pull.begin()
+            return pull.finish(soon()).bytes_in
+
+        whole = int(row_wire_bytes(rows).sum())
+        assert pulled(0) == whole
+        change(rng, rows, [t.numpy() for t in now], share)
+        marks.compare(now, copies, 4)
+        came = pulled(4 + late)
+        assert came == whole if late else came <= whole and (share > 0 or not came)
+        want = apply_rows(rows, [t.numpy() for t in now], [t.copy() for t in dst])
+        assert all(np.array_equal(a.numpy(), b) for a, b in zip(live, want))
 
 
 CHILD = """

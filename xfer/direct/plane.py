@@ -66,6 +66,10 @@ class Storages(Protocol):
         """Called when a link for this plan is open and storages of `generation` are bound to it. If a newer generation exists by now,
         the routes are opened again."""
 
+    def marks(self) -> torch.Tensor | None:
+        """Return the marks of what changed in the storages (kernels/marks.py), at one place as long as the binding generation is the
+        same; None if there are none."""
+
     def remembered(self, attempt: int) -> Sequence[torch.Tensor] | None:
         """Return copies of the storages as this refit sent them, in the layout's order; None if there are none."""
 
@@ -259,7 +263,7 @@ class DirectPlane:
     def _open_routes(self, store: RendezvousStore, order: m.OpenLink, stop: Stop) -> None:
         """Open link and routes. Collective over the domain, in the same order on all ranks."""
         while self._bound != self.side.roots()[0]:  # otherwise `moved` could miss a move that happens in between
-            self._bound, roots = self.side.roots()
+            (self._bound, roots), marks = self.side.roots(), self.side.marks()
         part, facts = self.part, self.facts
         if part is None or facts is None or self.side.inventory != self._planned_from:
             raise PlanMismatch(
@@ -273,7 +277,7 @@ class DirectPlane:
         peers = device.type != "cpu" or order.host_pull
         relay = Relay(order.hands, self._say_part_ready, self._offered(part, roots)) if order.relay else None
         ways = routes.find_ways(
-            part.program, len(labels), device, roots, exchange, labels, allow_peer=peers, relay=relay
+            part.program, len(labels), device, roots, exchange, labels, allow_peer=peers, relay=relay, marks=marks
         )
         beside = ways.wired and self.side.role == "trainer" or scratch is not None or self.side.role == "donor"
         if beside and device.type == "cuda" and self._stream is None:

@@ -13,6 +13,7 @@ from xfer.direct.plane import DirectPlane
 from xfer.direct.quantized import Quantized
 from xfer.direct.sums import SourceSums
 from xfer.direct.unsent import Unsent
+from xfer.kernels.marks import ChangeMarks
 from xfer.participants import faults
 from xfer.participants.data_plane import News, PartialBlocks
 from xfer.plan.cache import PlanCache
@@ -55,6 +56,7 @@ class DirectTrainer:
         self._binding = 0
         self._sums = SourceSums(index, [], [])
         self._remembered, self._copies = 0, list[torch.Tensor]()  # a refit, and the storages as it sent them
+        self._marks: ChangeMarks | None = None  # of what changed since, if destinations pull
         self._kept: list[list[torch.Tensor]] = []  # storages that other ranks may still read
         self._planes: dict[int, DirectPlane] = {}
 
@@ -109,7 +111,11 @@ class DirectTrainer:
 
     @property
     def scratch_bytes(self) -> int:
-        return self._quantized.nbytes + sum(t.numel() for t in self._copies)
+        return (
+            self._quantized.nbytes
+            + sum(t.numel() for t in self._copies)
+            + (self._marks.nbytes if self._marks is not None else 0)
+        )
 
     @property
     def rules(self) -> tuple[str, ...]:
@@ -131,17 +137,29 @@ class DirectTrainer:
         parts = {r: plane.part for r, plane in list(self._planes.items()) if plane.part is not None}
         self._sums.begin({r: parts[r] for r in idle if r in parts}, attempt)
 
+    def compare(self) -> None:
+        if self._marks is not None and self._copies:
+            self._marks.compare(self._roots, self._copies, self._remembered)
+
     def remember(self, attempt: int) -> None:
-        """Not where destinations pull all bytes: they read all of them."""
-        if not any(plane.sends for plane in list(self._planes.values())):
+        """If destinations pull, also make room for marks, which they map when routes are opened again for the next refit."""
+        planes = list(self._planes.values())
+        pulled = any(plane.read_by_others for plane in planes)
+        if not pulled and not any(plane.sends for plane in planes):
             return self._forget_copies()
         if not self._copies:
             self._copies = [torch.empty_like(root) for root in self._roots]
-        torch._foreach_copy_(self._copies, self._roots)
+        if pulled and self._marks is None:
+            self._marks = ChangeMarks([root.numel() for root in self._roots], self.device)
+            self._binding += 1
+        if self._marks is not None:
+            self._marks.update(self._roots, self._copies)
+        else:
+            torch._foreach_copy_(self._copies, self._roots)
         self._remembered = attempt
 
     def _forget_copies(self) -> None:
-        self._remembered, self._copies = 0, []
+        self._remembered, self._copies, self._marks = 0, [], None
 
     def warn(self, lines: Sequence[str]) -> tuple[str, ...]:
         return tuple(lines)
@@ -173,6 +191,10 @@ class DirectTrainer:
         sums = self._sums
         if generation == self._binding:
             sums.bind(replica, plan)
+
+    def marks(self) -> torch.Tensor | None:
+        marks = self._marks
+        return marks.tensor if marks is not None else None
 
     def remembered(self, attempt: int) -> Sequence[torch.Tensor] | None:
         return self._copies if self._copies and attempt == self._remembered else None

@@ -116,6 +116,9 @@ class DirectWorker:
     def opened(self, replica: int, plan: PlanPart, generation: int) -> None:
         """Do nothing: a worker sums after its bytes have arrived, so it loads no kernel beside NCCL's."""
 
+    def marks(self) -> None:
+        """Do nothing: others pull all bytes from a worker."""
+
     def remembered(self, attempt: int) -> None:
         """Do nothing: a worker sends nothing."""
 

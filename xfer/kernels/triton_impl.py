@@ -39,6 +39,7 @@ from xfer.plan.program import DTYPES, ITEMSIZE, Op, row_wire_bytes, wire_dtype
 
 if TYPE_CHECKING:  # it needs what is here
     from xfer.kernels.checksum_triton import TritonSums
+    from xfer.kernels.marks_triton import MarkedCopies
     from xfer.kernels.summed_copies import SummedCopies
 
 CASTS = frozenset(
@@ -199,6 +200,8 @@ class TritonRows:
             the word.
         summed: For side "local", sums of storages that nothing else writes. The kernel that copies most takes over those that it
             can (summed_copies.py).
+        bits: For side "local" and with `abort`: the address of the marks of each source storage (marks.py), int64. `move_marked` then
+            moves what is marked.
     """
 
     def __init__(
@@ -213,6 +216,7 @@ class TritonRows:
         programs: int | None = None,
         copied: long_runs.Rule = long_runs.NOTHING,
         summed: Sums | TritonSums | None = None,
+        bits: torch.Tensor | None = None,
     ):
         if side not in ("src", "dst", "local"):
             raise ValueError(f"side must be src, dst or local, not {side!r}")
@@ -229,6 +233,7 @@ class TritonRows:
         wired = rows[rows["op"] != Op.FILL] if side != "local" else rows[:0]
         self.nbytes = int((wired["wire"] + row_wire_bytes(wired)).max(initial=0))
         self._moves = moves(rows[plain], side)
+        every = self._moves
         boxes: list[list[long_runs.PitchedRuns]] = []
         if side == "local" and self._device.type == "cuda":
             self._moves, boxes = long_runs.divided(self._moves, copied, turns or Turns())
@@ -243,11 +248,15 @@ class TritonRows:
         self._wires: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._fills, self._constants = self._bind_fills(rows[plain & (rows["op"] == Op.FILL)], roots)
         self._dst = self._bases(roots)
+        self.marked: MarkedCopies | None = None
         if side == "local":
-            self._launches = self._load(self._tables(End([_alignment(r) for r in roots])))
+            right = End([_alignment(r) for r in roots])
+            self._launches = self._load(self._tables(self._moves, right))
+            if bits is not None:
+                self.marked = self._with_marks(every, right, bits)
             self._summed = self._with_sums(summed) if summed is not None else None
         elif self.nbytes:
-            self._launches = self._load(self._tables(End([16])))
+            self._launches = self._load(self._tables(self._moves, End([16])))
 
     @property
     def copies(self) -> int:
@@ -264,6 +273,7 @@ class TritonRows:
         tables = sum(t.tiles.nbytes for t in (*self._launches, *self._fills)) + (
             self._summed.nbytes if self._summed else 0
         )
+        tables += self.marked.nbytes if self.marked else 0
         return tables + (self._twin.scratch_bytes if self._twin else 0)
 
     def pack(self, buffer: torch.Tensor) -> None:
@@ -298,12 +308,22 @@ class TritonRows:
         if self._summed:  # last: its sums read what the others have written, too
             self._run([self._summed], self._left, self._dst)
 
+    def move_marked(self) -> None:
+        """Do what `copy` does, for units that are marked. Conversions move whole."""
+        if self.marked is None:
+            raise TypeError("these rows are bound without marks")
+        self._run([self.marked, *(x for x in self._launches if x.dtypes is not None)], self._left, self._dst)
+        if self._twin:
+            self._twin.copy()
+
     def fill(self) -> None:
         self._run(self._fills, self._constants, self._dst)
         if self._twin:
             self._twin.fill()
 
-    def _run(self, launches: Sequence[_Launch | SummedCopies], src: torch.Tensor, dst: torch.Tensor) -> None:
+    def _run(
+        self, launches: Sequence[_Launch | SummedCopies | MarkedCopies], src: torch.Tensor, dst: torch.Tensor
+    ) -> None:
         # Triton launches on the thread's current device, which in a fresh thread is device 0.
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             for launch in launches:
@@ -333,10 +353,10 @@ class TritonRows:
             self.prepare(buffer)
         return self._wires[key][0] if key in self._wires else None
 
-    def _tables(self, right: End) -> list[Table]:
+    def _tables(self, found_moves: Sequence[StridedCopy], right: End) -> list[Table]:
         backwards = self.side == "dst"
-        plain: list[StridedCopy] = [m for m in self._moves if m.left_dtype == m.right_dtype]
-        cast: list[StridedCopy] = [m for m in self._moves if m.left_dtype != m.right_dtype]
+        plain: list[StridedCopy] = [m for m in found_moves if m.left_dtype == m.right_dtype]
+        cast: list[StridedCopy] = [m for m in found_moves if m.left_dtype != m.right_dtype]
         large_from = LARGE_FROM if self.side == "local" else LARGE_FROM_BESIDE_WIRE
         found = plain_tables(plain, self._left_end, right, backwards=backwards, large_from=large_from)
         found += cast_tables(cast, ITEMSIZE, backwards=backwards, large_from=large_from)
@@ -360,6 +380,17 @@ class TritonRows:
             for launch in found:
                 launch.load(self._abort)
         return found
+
+    def _with_marks(self, every: Sequence[StridedCopy], right: End, bits: torch.Tensor) -> MarkedCopies:
+        from xfer.kernels.marks_triton import MarkedCopies
+
+        plain = [t for t in self._tables(every, right) if t.dtypes is None]
+        programs = PROGRAMS_PER_SM * multiprocessors(self._device)  # most of them wait for what they have asked for
+        if self._abort is None:
+            raise TypeError("rows bound with marks need a word that stops them")
+        out = MarkedCopies(plain, bits, self._abort, programs)
+        out.run(self._left, self._dst, count=0)
+        return out
 
     def _with_sums(self, summed: Sums | TritonSums) -> SummedCopies | None:
         """The launch of 16-byte units, which then is in `_launches` no more, with sums in it. None where there is nothing for it."""

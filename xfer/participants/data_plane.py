@@ -259,6 +259,10 @@ class TrainerSide(Protocol):
             idle: Replicas whose lanes run nothing.
         """
 
+    def compare(self) -> None:
+        """Find out what has changed since the bytes that `remember` copied last, from storages that hold the new weights; on GPUs on
+        the current stream."""
+
     def remember(self, attempt: int) -> None:
         """Copy the bytes that this attempt sent, so that a later one can send what has changed since. Called while the storages
         still hold them and nothing reads them."""

@@ -64,6 +64,7 @@ class RefitCall:
         self._told = False  # whether this rank has waited for the outcome
         self._may_be_read = False  # whether workers may have begun to read this rank's storages
         self.free = False  # whether this rank's storages are known to be free
+        self.compare_s = 0.0  # seconds in which this rank compared its weights with those of the refit before
         self.fence_s = 0.0  # seconds for which the caller waited at the fence
 
     @property
@@ -165,6 +166,8 @@ class RefitCall:
                 broken = tuple(lane.replica for lane in lanes if lane.gave_up)
                 seconds = drain.seconds + self._computed()
                 self._quantize()
+                if call.delta:
+                    self._compare()
                 news = session.side.news(session.version is not None)
                 if session.device.type == "cuda":
                     # Copies that a source makes when it is checked (of a callable) run on this thread's stream; lanes have others.
@@ -242,6 +245,18 @@ class RefitCall:
             raise computing.Over from None  # the outcome is in the inbox, or the reason why none will come
         mark(self.label, "agreed on blocks")
         side.quantize(largest)
+
+    def _compare(self) -> None:
+        """Find out what has changed, and count the time of that alone."""
+        side, device, label = self.session.side, self.session.device, self.label
+        if device.type == "cuda":
+            wait_for_stream(device, self.until, label)
+        began = time.perf_counter()
+        side.compare()
+        if device.type == "cuda":
+            wait_for_stream(device, self.until, label)
+        self.compare_s = time.perf_counter() - began
+        mark(label, "compared")
 
     def _is_over(self) -> bool:
         """Whether the outcome is in the inbox, or none will come."""
@@ -458,6 +473,7 @@ class RefitCall:
             pending,
             fence_s=self.fence_s,
             rules=self.session.side.rules,
+            compare_s=self.compare_s,
         )
 
 

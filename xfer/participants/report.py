@@ -36,6 +36,8 @@ class RefitReport:
         fence_s: After `publish`: seconds for which the fence waited for engines that were still reading.
         rules: Names of the rules by which this rank quantized weights for engines that serve them in FP8 ("ieee", "pow2"), and
             "native" if it keeps such weights in FP8 itself; () if no engine does. `Session.explain()` says what engines then hold.
+        compare_s: With `delta="auto"`: seconds, before this rank was ready, in which it compared its weights with those of the refit
+            before.
     """
 
     rank: int
@@ -50,6 +52,7 @@ class RefitReport:
     before: RefitReport | None = None
     fence_s: float = 0.0
     rules: tuple[str, ...] = ()
+    compare_s: float = 0.0
 
     def __str__(self) -> str:
         name = "a version without a number yet" if self.version is None else f"version {self.version!r}"
@@ -127,6 +130,8 @@ class RefitReport:
             }  # fmt: skip
         if self.fence_s:
             out["fence_s"] = self.fence_s
+        if self.compare_s:
+            out["compare_s"] = self.compare_s
         if self.before is not None:
             out |= {k: v for k, v in self.before.flatten("before/").items() if k != "before/call_s"}
         for name in dict.fromkeys(n for o in self.outcomes for n, _ in o.phases):

@@ -14,6 +14,7 @@ Not here: messages between sources and destinations (participants/), p2p (p2p.py
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import time
@@ -28,12 +29,14 @@ import torch
 
 from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError, RebindError
 from xfer.kernels import cuda_driver as driver
+from xfer.kernels.bits import GRANULE
 from xfer.kernels.checksum import Sums
+from xfer.kernels.marks import places
 from xfer.kernels.tiles import Turns
 from xfer.plan.program import Op, Program, in_turn, row_wire_bytes
 from xfer.transport.group import Aborted
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 NONCE_BYTES = 32
 MAX_OFFER_BYTES = 64 << 20
 DRAIN_S = 5.0
@@ -47,6 +50,9 @@ _POLL_S = 20e-6
 _EAGER_S = 0.5e-3
 """Seconds for which `finish` polls without a sleep and only yields to other threads: small pulls end within that time."""
 _STOP_S = 2e-3
+MARKED_COST, MARKED_LEAST, MARKED_MOST = 4.0, 0.06, 1.06
+"""What a storage costs if only its marked granules are pulled, in units of a pull of all its bytes: so many times the share of granules
+that are marked, but at least and at most so much. Cautious guesses: `python -m benchmarks.delta_gpu` measures what is true."""
 _TOKEN = secrets.token_bytes(16)
 
 
@@ -90,6 +96,17 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
     allocations: tuple[SharedAllocation, ...]
     places: tuple[StoragePlace, ...]
     device: str = ""  # UUID of the GPU; host memory has none
+    marked: bool = False  # the place before the probe's is that of the rank's marks (kernels/marks.py)
+
+    @property
+    def storages(self) -> int:
+        """How many storages are offered."""
+        return len(self.places) - 1 - self.marked
+
+    @property
+    def mark_places(self) -> np.ndarray:
+        """See `kernels.marks.places`."""
+        return places([p.nbytes for p in self.places[: self.storages]])
 
 
 class Readable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -131,11 +148,13 @@ def _decode(data: bytes, kind: type[_T], rank: int) -> _T:
 
 
 class Export:
-    """Offers the storages of a source. Holds the probe; the caller holds the storages."""
+    """Offers the storages of a source, and their marks if it has some. Holds the probe; the caller holds the rest."""
 
-    def __init__(self, rank: int, roots: Sequence[torch.Tensor], device: torch.device):
+    def __init__(
+        self, rank: int, roots: Sequence[torch.Tensor], device: torch.device, marks: torch.Tensor | None = None
+    ):
         self.rank = rank
-        self._roots = roots
+        self._roots = roots = roots if marks is None else [*roots, marks]
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         # The copy is complete when the call returns, and waits for no stream: a kernel there may wait for another replica's peer.
         self._probe = torch.frombuffer(bytearray(self._nonce), dtype=torch.uint8).to(device)
@@ -149,7 +168,7 @@ class Export:
         self.offer = Offer(
             WIRE_VERSION, rank, *this_process(), self._nonce,
             self._shared[probe.allocation] if probe.allocation >= 0 else None,
-            tuple(self._shared), (*self._places, probe), uuid_of(device),
+            tuple(self._shared), (*self._places, probe), uuid_of(device), marks is not None,
         )  # fmt: skip
 
     def to_bytes(self) -> bytes:
@@ -214,12 +233,14 @@ class OpenedRoots(Generic[Root]):
     Attributes:
         roots: roots[rank][i] is storage i of that source, in the form that the route reads.
         here: Ranks of the sources on the destination's own GPU.
+        marks: By rank of the sources that have marks: these, in that form, and the place of each storage's bits (`kernels.marks.places`).
     """
 
     def __init__(self, rank: int, device: torch.device):
         self.rank, self.device = rank, device
         self.roots: dict[int, dict[int, Root]] = {}
         self.here: set[int] = set()
+        self.marks: dict[int, tuple[Root, np.ndarray]] = {}
         self._why: dict[int, str] = {}
 
     def to_bytes(self, share: tuple[int, int] = (0, 1)) -> bytes:
@@ -266,8 +287,8 @@ class Mapping(OpenedRoots[torch.Tensor]):
             self._why[rank] = f"cannot be mapped from here: {e}"
             return
         for root in wanted:
-            if not 0 <= root < len(offer.places) - 1:
-                raise ProtocolError(f"rank {rank} offers {len(offer.places) - 1} storages, storage {root} is asked for")
+            if not 0 <= root < offer.storages:
+                raise ProtocolError(f"rank {rank} offers {offer.storages} storages, storage {root} is asked for")
             place = offer.places[root]
             if place.allocation < 0:
                 self._why.setdefault(rank, f"storage {root}: {place.reason}")
@@ -276,6 +297,9 @@ class Mapping(OpenedRoots[torch.Tensor]):
                 found[root] = self._tensor(offer, place)
             except driver.DriverError as e:
                 self._why.setdefault(rank, f"storage {root}: {e}")
+        if offer.marked and offer.places[-2].allocation >= 0:
+            with contextlib.suppress(driver.DriverError):  # then all bytes are pulled
+                self.marks[rank] = marks_of(rank, self._tensor(offer, offer.places[-2]), offer)
 
     def own(self, roots: Sequence[torch.Tensor], wanted: Sequence[int]) -> None:
         """Adds storages of this rank. As those of others, they are not held."""
@@ -290,7 +314,7 @@ class Mapping(OpenedRoots[torch.Tensor]):
 
     def close(self) -> None:
         """Unmaps all storages. Call it after the last pull was drained."""
-        self.roots = {}
+        self.roots, self.marks = {}, {}
         opened, self._opened = self._opened, {}
         for pointer in opened.values():
             driver.close_handle(pointer, self.device)
@@ -316,6 +340,14 @@ class Mapping(OpenedRoots[torch.Tensor]):
             other = torch.device("cuda", k)
             if other != self.device and torch.cuda.can_device_access_peer(self.device, other):
                 torch.zeros(1, device=other).to(self.device)
+
+
+def marks_of(rank: int, found: Root, offer: Offer) -> tuple[Root, np.ndarray]:
+    """`found`, a source's marks, and the places in them. ProtocolError if they are not as long as its storages say."""
+    at = offer.mark_places
+    if offer.places[-2].nbytes != at[-1]:
+        raise ProtocolError(f"rank {rank} offers {offer.places[-2].nbytes} bytes of marks, not {at[-1]}")
+    return found, at
 
 
 def taken_roots(answers: Sequence[bytes]) -> dict[int, dict[int, frozenset[int]]]:
@@ -440,6 +472,7 @@ class Pull:
         self._gate = gate
         self._waves = [0] if gate is None else sorted(set(rows["wave"].tolist()))
         parts = [rows] if gate is None else [rows[rows["wave"] == w] for w in self._waves]
+        self._marks = _Marked(rows, mapping) if summed is None and _are_marked(rows, mapping) else None
         self._bound = [
             self._bind(part, mapping, roots, read_too, summed if not k else None, **how) for k, part in enumerate(parts)
         ]
@@ -447,6 +480,21 @@ class Pull:
         self.by_sender = tuple((a, int(nbytes[rows["src"] == a].sum())) for a in sorted(set(rows["src"].tolist())))
         self._stream, self._event = torch.cuda.Stream(self.device), torch.cuda.Event()
         self._launches = [self._recorded(k) for k in range(len(self._waves))]
+        self._by_marks: list[Callable[[], object]] = []
+        if self._marks is not None:
+            self._by_marks = [self._recorded_marked(b) for b in self._bound]
+        self._chosen = False  # whether the next pull is one of what is marked
+
+    def _recorded_marked(self, bound) -> Callable[[], object]:
+        def kernels(abort=self._abort if self._gate is None else None) -> None:
+            if abort is not None:
+                abort.zero_()
+            bound.move_marked()
+
+        if not bound.recordable:
+            return kernels
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            return partial(driver.Graph(self._stream, kernels).launch, self._stream)
 
     def _recorded(self, k: int) -> Callable[[], None]:
         """A function that launches part `k`. Its kernels are recorded as one graph where that is possible, since each launch from
@@ -489,11 +537,30 @@ class Pull:
         how["copied"] = replace(rule, most=rule.most // len(self._waves))  # all parts are launched at once
         turns = Turns(tuple(senders.index(a) for a, _ in known), burst, here)
         sources = [mapping.roots[a][b] for a, b in known]
-        return TritonRows(rows, roots, "local", sources, turns=turns, abort=self._abort, summed=summed, **how)
+        bits = self._marks.addresses(known) if self._marks is not None else None
+        return TritonRows(
+            rows, roots, "local", sources, turns=turns, abort=self._abort, summed=summed, bits=bits, **how
+        )  # fmt: skip
 
     @property
     def extra_bytes(self) -> int:
-        return sum(b.scratch_bytes for b in self._bound)
+        return sum(b.scratch_bytes for b in self._bound) + (self._marks.nbytes if self._marks else 0)
+
+    def choose(self, base: int, deadline: float) -> None:
+        """Decides whether the next pull brings only what is marked: if all sources have marks since refit `base`, which is not 0, and
+        few granules are marked. Reads the heads of the marks. If they do not come before `deadline`, all bytes are pulled, which
+        then fails by the deadline."""
+        self._chosen = False
+        if self._marks is None or not base:
+            return
+        with torch.cuda.device(self.device), torch.cuda.stream(self._aside):
+            heads = self._marks.read_heads()
+            event = self._aside.record_event()
+        while not event.query():
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0)
+        self._chosen = self._marks.pay(heads, base)
 
     def begin(self) -> None:
         """Launches the pull behind the earlier work of the caller's stream. If it raises, call `finish` all the same."""
@@ -506,7 +573,9 @@ class Pull:
             if self._gate is not None:  # before the first wait, or it would undo a stop
                 self._abort.zero_()
             try:
-                for wave, launch in zip(self._waves, self._launches):
+                if self._chosen and self._marks is not None:
+                    self._marks.fetch()
+                for wave, launch in zip(self._waves, self._by_marks if self._chosen else self._launches):
                     if self._stopped:
                         break
                     if self._gate is not None:
@@ -514,6 +583,8 @@ class Pull:
                     launch()
                     if self._gate is not None:
                         self._gate.after(wave, self._stream)
+                if self._chosen and self._marks is not None:
+                    self._marks.count([b.marked.moved for b in self._bound if b.marked is not None])
             finally:  # if one launch fails, `finish` waits for the others
                 self._event.record()
                 self._launched = time.perf_counter()
@@ -562,9 +633,89 @@ class Pull:
         if self._gate is not None:
             self._gate.poll()
         now = time.perf_counter()  # no stream has to wait: the pull has ended before the caller queues more
-        return PullStats(
-            sum(n for _, n in self.by_sender), self.by_sender, self._launched - self._began, now - self._began
+        by_sender = self._marks.moved() if self._chosen and self._marks is not None else self.by_sender
+        return PullStats(sum(n for _, n in by_sender), by_sender, self._launched - self._began, now - self._began)
+
+
+def cost(marked: np.ndarray, granules: np.ndarray, nbytes: np.ndarray) -> float:
+    """Return the time of a pull of what is marked, in units of a pull of everything.
+
+    Args:
+        marked: Marked granules of each storage.
+        granules: All granules of each.
+        nbytes: Bytes that are pulled of each if all are.
+    """
+    each = np.clip(MARKED_COST * marked / np.maximum(1, granules), MARKED_LEAST, MARKED_MOST)
+    return float((each * nbytes).sum() / max(1, nbytes.sum()))
+
+
+def whole_bytes(rows: np.ndarray) -> np.ndarray:
+    """The bytes of each row that are pulled whether they are marked or not: those of conversions."""
+    return np.where(rows["src_dtype"] == rows["dst_dtype"], 0, row_wire_bytes(rows))
+
+
+class _Marked:
+    """The marks of the sources of a pull: the mapped ones, and copies of them on this GPU, since the kernel looks at them before it
+    asks for a byte."""
+
+    def __init__(self, rows: np.ndarray, mapping: Mapping):
+        self._device, self._there = mapping.device, {a: mapping.marks[a] for a in sorted(set(rows["src"].tolist()))}
+        self._here = {a: torch.empty_like(marks) for a, (marks, _) in self._there.items()}
+        self._heads = {
+            a: torch.empty(len(at), dtype=torch.int64, pin_memory=True) for a, (_, at) in self._there.items()
+        }
+        self._known = sorted(_known(mapping))
+        self._moved = torch.empty(0, dtype=torch.int64, pin_memory=True)
+        pairs = np.stack([rows["src"], rows["src_root"]], axis=1)
+        self._pairs, which = np.unique(pairs, axis=0, return_inverse=True)
+        self._nbytes = np.bincount(which.reshape(-1), row_wire_bytes(rows), len(self._pairs))
+        self._whole = {a: int(whole_bytes(rows[rows["src"] == a]).sum()) for a in self._there}
+        self._granules = np.array(
+            [mapping.roots[a][b].numel() / GRANULE for a, b in self._pairs.tolist()], np.float64
+        )  # fmt: skip
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() for t in self._here.values())
+
+    def addresses(self, known: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """Of the bits of each storage; 0 for those of which nothing is pulled."""
+        some = [self._here[a].data_ptr() + int(self._there[a][1][b]) if a in self._here else 0 for a, b in known]
+        return torch.tensor(some or [0], dtype=torch.int64).to(self._device)
+
+    def read_heads(self) -> dict[int, torch.Tensor]:
+        for a, (marks, at) in self._there.items():
+            self._heads[a].copy_(marks[: 8 * len(at)].view(torch.int64), non_blocking=True)
+        return self._heads
+
+    def pay(self, heads: dict[int, torch.Tensor], base: int) -> bool:
+        if any(int(head[0]) != base for head in heads.values()):
+            return False
+        marked = np.array([int(heads[a][1 + b]) for a, b in self._pairs.tolist()], np.float64)
+        return cost(marked, self._granules, self._nbytes) < 1
+
+    def fetch(self) -> None:
+        """Copies the marks here, on the current stream."""
+        for a, (marks, _) in self._there.items():
+            self._here[a].copy_(marks, non_blocking=True)
+
+    def count(self, moved: Sequence[torch.Tensor]) -> None:
+        """Reads the counters of the kernels, on the current stream."""
+        if len(self._moved) != sum(map(len, moved)):
+            self._moved = torch.empty(sum(map(len, moved)), dtype=torch.int64, pin_memory=True)
+        for here, there in zip(self._moved.split([len(m) for m in moved]), moved):
+            here.copy_(there, non_blocking=True)
+
+    def moved(self) -> tuple[tuple[int, int], ...]:
+        """Bytes by source, when the device has done what `count` began."""
+        each = self._moved.view(-1, max(1, len(self._known))).sum(0).tolist()
+        return tuple(
+            (a, self._whole[a] + sum(n for (b, _), n in zip(self._known, each) if a == b)) for a in self._there
         )
+
+
+def _are_marked(rows: np.ndarray, mapping: Mapping) -> bool:
+    return len(rows) > 0 and set(rows["src"].tolist()) <= mapping.marks.keys()
 
 
 def _known(mapping: Mapping) -> set[tuple[int, int]]:

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError, RebindError, XferError
+from xfer.kernels.bits import GRANULE
 from xfer.kernels.strided import moves
 from xfer.kernels.torch_impl import _check as check_rows
 from xfer.plan.program import ITEM, MAX_DIMS, Op, row_wire_bytes
@@ -32,6 +33,8 @@ from xfer.transport.peer import NONCE_BYTES, Offer, PullStats, SharedAllocation,
 
 SHORTEST = 512
 """Fewest bytes that must lie together on both ends. Each such run is an entry of the kernel's tables."""
+PAYS = 0.5
+"""If a larger share of the granules is marked, all bytes are read."""
 RUNS, BATCH_BYTES = 1024, 8 << 20
 """Most runs (the kernel's limit) and about the most bytes of one call. A pull can be stopped between calls."""
 
@@ -49,17 +52,19 @@ def takes(rows: np.ndarray) -> np.ndarray:
 
 
 class Export:
-    """Offers the storages of a source. Holds the probe and the storages, so that their addresses stay valid."""
+    """Offers the storages of a source, and their marks if it has some. Holds all of these, so that their addresses stay valid."""
 
-    def __init__(self, rank: int, roots: Sequence[torch.Tensor], device: torch.device):
-        self.rank, self._roots = rank, roots
+    def __init__(
+        self, rank: int, roots: Sequence[torch.Tensor], device: torch.device, marks: torch.Tensor | None = None
+    ):
+        self.rank, self._roots = rank, (*roots, *(() if marks is None else (marks,)))
         self._probe = torch.frombuffer(bytearray(secrets.token_bytes(NONCE_BYTES)), dtype=torch.uint8)
-        some = (*roots, self._probe)
+        some = (*self._roots, self._probe)
         self.offer = Offer(
             peer.WIRE_VERSION, rank, *peer.this_process(), bytes(self._probe.numpy()),
             SharedAllocation(b"", self._probe.data_ptr(), NONCE_BYTES, 0),
             tuple(SharedAllocation(b"", t.data_ptr(), t.numel(), 0) for t in some),
-            tuple(StoragePlace(i, 0, t.numel()) for i, t in enumerate(some)),
+            tuple(StoragePlace(i, 0, t.numel()) for i, t in enumerate(some)), "", marks is not None,
         )  # fmt: skip
         _allow()
 
@@ -95,9 +100,12 @@ class Mapping(peer.OpenedRoots[tuple[int, int]]):
             return
         self.pids[rank] = offer.pid
         for root in wanted:
-            if not 0 <= root < len(offer.places) - 1:
-                raise ProtocolError(f"rank {rank} offers {len(offer.places) - 1} storages, storage {root} is asked for")
+            if not 0 <= root < offer.storages:
+                raise ProtocolError(f"rank {rank} offers {offer.storages} storages, storage {root} is asked for")
             found[root] = (offer.allocations[root].base, offer.allocations[root].nbytes)
+        if offer.marked:
+            marks = offer.allocations[-2]
+            self.marks[rank] = peer.marks_of(rank, (marks.base, marks.nbytes), offer)
 
     def own(self, roots: Sequence[torch.Tensor], wanted: Sequence[int]) -> None:
         """As of `peer.Mapping`."""
@@ -114,8 +122,17 @@ class Mapping(peer.OpenedRoots[tuple[int, int]]):
         n = into.nbytes
         if n > there or not into.is_contiguous():
             raise ValueError(f"storage {root} of rank {rank} has {there} bytes, {n} are asked for")
-        for at in range(0, n, BATCH_BYTES):
-            size = min(BATCH_BYTES, n - at)
+        self._read_at(rank, address, into)
+
+    def read_marks(self, rank: int, nbytes: int) -> np.ndarray:
+        """Copies the first bytes of a source's marks, uint8 [nbytes]. Raises PeerLost as `read_into`."""
+        into = torch.empty(nbytes, dtype=torch.uint8)
+        self._read_at(rank, self.marks[rank][0][0], into)
+        return into.numpy()
+
+    def _read_at(self, rank: int, address: int, into: torch.Tensor) -> None:
+        for at in range(0, into.nbytes, BATCH_BYTES):
+            size = min(BATCH_BYTES, into.nbytes - at)
             local, remote = np.array([[into.data_ptr() + at, size]]), np.array([[address + at, size]])
             try:
                 _read(self.pids[rank], local, remote, size)
@@ -123,7 +140,7 @@ class Mapping(peer.OpenedRoots[tuple[int, int]]):
                 raise _lost(rank, self.pids[rank], e) from None
 
     def close(self) -> None:
-        self.roots, self.pids = {}, {}
+        self.roots, self.pids, self.marks = {}, {}, {}
 
 
 class Pull:
@@ -148,7 +165,35 @@ class Pull:
             self._parts[wave] = [c for a in sorted(set(part["src"].tolist())) for c in _calls(part, a, mapping, roots)]
         nbytes = row_wire_bytes(rows)
         self.by_sender = tuple((a, int(nbytes[rows["src"] == a].sum())) for a in sorted(set(rows["src"].tolist())))
-        self.extra_bytes = sum(c.local.nbytes + c.remote.nbytes for calls in self._parts.values() for c in calls)
+        some = [t for calls in self._parts.values() for c in calls for t in (c.local, c.remote, c.runs)]
+        self.extra_bytes = sum(t.nbytes for t in some)
+        self._mapping, self._now = mapping, self._parts
+
+    def choose(self, base: int, deadline: float) -> None:
+        """As of `peer.Pull`.
+
+        Raises:
+            PeerLost: The memory of a source is gone.
+        """
+        self._now, mapping = self._parts, self._mapping
+        senders = [a for a, _ in self.by_sender]
+        if not base or not senders or not mapping.marks.keys() >= set(senders):
+            return
+        count = granules = 0
+        for a in senders:
+            at = mapping.marks[a][1]
+            head = mapping.read_marks(a, 8 * len(at)).view(np.int64)
+            if head[0] != base:
+                return
+            for i, (_, n) in mapping.roots[a].items():
+                count, granules = count + int(head[1 + i]), granules + -(-n // GRANULE)
+        if count > PAYS * granules:
+            return
+        bits = {a: mapping.read_marks(a, int(mapping.marks[a][1][-1])) for a in senders}
+        self._now = {
+            wave: [m for c in calls for m in _marked(c, bits[c.sender], mapping.marks[c.sender][1])]
+            for wave, calls in self._parts.items()
+        }
 
     def begin(self) -> None:
         self._stopped = False
@@ -178,7 +223,8 @@ class Pull:
             if self._stopped or cancelled():
                 raise Aborted("the pull was cancelled", where=where)
 
-        for wave, calls in self._parts.items():
+        moved = dict.fromkeys((a for a, _ in self.by_sender), 0)
+        for wave, calls in self._now.items():
             if self._gate is not None:
                 check()
                 self._gate.before(wave, None)
@@ -188,33 +234,66 @@ class Pull:
                     _read(c.pid, c.local, c.remote, c.nbytes)
                 except OSError as e:
                     raise _lost(c.sender, c.pid, e, where) from None
+                moved[c.sender] += c.nbytes
             if self._gate is not None:
                 self._gate.after(wave, None)
         seconds = time.perf_counter() - began
-        return PullStats(sum(n for _, n in self.by_sender), self.by_sender, seconds, seconds)
+        return PullStats(sum(moved.values()), tuple(moved.items()), seconds, seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class _KernelCall:
-    """One call of process_vm_readv. local, remote: iovecs (address, bytes), int64 [n, 2]."""
+    """One call of process_vm_readv. local, remote: iovecs (address, bytes), int64 [n, 2]. runs: the same before adjacent ones are joined,
+    int64 [n, 5]: local address, remote address, bytes, storage and offset in it; empty if the source has no marks."""
 
     sender: int
     pid: int
     local: np.ndarray
     remote: np.ndarray
+    runs: np.ndarray
     nbytes: int
+
+    @classmethod
+    def of(cls, sender: int, pid: int, runs: np.ndarray, keep: bool = True) -> _KernelCall:
+        """The call that reads these runs."""
+        local, remote = _joined(runs[:, [0, 2]]), _joined(runs[:, [1, 2]])
+        return cls(sender, pid, local, remote, runs if keep else runs[:0], int(runs[:, 2].sum()))
 
 
 def _calls(rows: np.ndarray, sender: int, mapping: Mapping, roots: Sequence[torch.Tensor]) -> Iterator[_KernelCall]:
     mine, known = rows[rows["src"] == sender], mapping.roots.get(sender, {})
     if unknown := sorted({*mine["src_root"].tolist()} - known.keys()):
         raise RebindError(f"{len(unknown)} storages are not mapped", [f"rank {sender}, storage {i}" for i in unknown])
-    for local, remote, nbytes in _batches(mine, known, roots):
-        yield _KernelCall(sender, mapping.pids[sender], local, remote, nbytes)
+    for runs in _batches(mine, known, roots):
+        yield _KernelCall.of(sender, mapping.pids[sender], runs, sender in mapping.marks)
+
+
+def _marked(call: _KernelCall, bits: np.ndarray, at: np.ndarray) -> Iterator[_KernelCall]:
+    """The part of a call that is marked. Unmarked bytes between two marked granules are read too if there are few of them."""
+    begin, end = call.runs[:, 4], call.runs[:, 4] + call.runs[:, 2]
+    first = begin // GRANULE
+    run = np.repeat(np.arange(len(begin)), (end - 1) // GRANULE + 1 - first)
+    granule = np.arange(len(run)) - np.searchsorted(run, run) + first[run]
+    is_set = bits[at[call.runs[run, 3]] + granule // 8] >> (granule % 8).astype(np.uint8) & 1 != 0
+    run, granule = run[is_set], granule[is_set]
+    if not len(run):
+        return
+    new = np.ones(len(run), bool)
+    new[1:] = (run[1:] != run[:-1]) | ((granule[1:] - granule[:-1] - 1) * GRANULE >= SHORTEST)
+    starts = np.flatnonzero(new)
+    last = np.append(starts[1:], len(run)) - 1
+    run = run[starts]
+    low = np.maximum(granule[starts] * GRANULE, begin[run])
+    high = np.minimum((granule[last] + 1) * GRANULE, end[run])
+    pieces = call.runs[run].copy()
+    pieces[:, :2] += (low - begin[run])[:, None]
+    pieces[:, 2] = high - low
+    for k in range(0, len(pieces), RUNS):
+        yield _KernelCall.of(call.sender, call.pid, pieces[k : k + RUNS], False)
 
 
 def _batches(rows: np.ndarray, known: dict[int, tuple[int, int]], roots: Sequence[torch.Tensor]):
-    """(local iovecs, remote iovecs, bytes) of each call; an iovec is (address, bytes), int64 [n, 2]. Adjacent runs are joined."""
+    """The runs of each call (`_KernelCall.runs`)."""
     ends = []
     for move in moves(rows, "local"):
         dims = list(move.dims)
@@ -230,19 +309,21 @@ def _batches(rows: np.ndarray, known: dict[int, tuple[int, int]], roots: Sequenc
         base, limit = known[move.left_root]
         if len(at) and (at[:, 1].min() < 0 or at[:, 1].max() + run > limit):
             raise XferError(f"a row reaches outside storage {move.left_root}, which has {limit} bytes")
+        offset = at[:, 1].copy()
         at += (roots[move.right_root].data_ptr(), base)
         cut = np.arange(0, run, BATCH_BYTES)  # long runs in pieces
         length = np.tile(np.minimum(BATCH_BYTES, run - cut), len(at))
         at = (at[:, None] + cut[:, None]).reshape(-1, 2)
-        ends.append(np.concatenate([at, length[:, None]], axis=1))
-    table = np.concatenate(ends) if ends else np.empty((0, 3), np.int64)
+        offset = (offset[:, None] + cut).reshape(-1)
+        ends.append(np.stack([at[:, 0], at[:, 1], length, np.full_like(length, move.left_root), offset], axis=1))
+    table = np.concatenate(ends) if ends else np.empty((0, 5), np.int64)
     start = 0
     total = np.cumsum(table[:, 2])
     while start < len(table):
         before = total[start] - table[start, 2]
         stop = min(start + RUNS, int(np.searchsorted(total, before + BATCH_BYTES, "right")))
         part = table[start : max(stop, start + 1)]
-        yield _joined(part[:, [0, 2]]), _joined(part[:, [1, 2]]), int(part[:, 2].sum())
+        yield part
         start += len(part)
 
 

@@ -212,13 +212,18 @@ class Routed:
         Args:
             gate: Cuts the pull into parts and runs between them. With a `place` the parts are the place's, and the gate is called
                 after each.
+            base: As of `P2P.run`. What is pulled, too, is only what has changed, where the sources have marks of that (kernels/marks.py).
+                What one replica pulls from another, or into scratch, is pulled whole.
         """
         t0 = time.perf_counter()
+        # What is pulled into scratch is pulled whole, since all of it goes from there to live storage.
+        held = base.attempt if base is not None and self.scratch is None else 0
         if self.pull is None:
             stats = self._wired(deadline, cancelled, progress, base)
             self.report = RouteReport(0, 0.0, stats.bytes_in, stats.seconds)
             return stats
         self._running = pull = self._pull_of(gate)
+        pull.choose(held, deadline)
         self._ended = lambda: False
         # A pull from other replicas waits on the host for their parts. What comes from the trainers need not wait for that.
         if self.place is not None and self.place.follows:
@@ -427,6 +432,7 @@ def find_ways(
     src_roots: Sequence[torch.Tensor] | None = None,
     allow_peer: bool = True,
     relay: Relay | None = None,
+    marks: torch.Tensor | None = None,
 ) -> Ways:
     """Finds out which storages of its sources this rank can map, and splits the program. Collective.
 
@@ -434,6 +440,7 @@ def find_ways(
         roots, src_roots: As of `P2P`.
         allow_peer: If False, on all ranks alike, no rank maps storages of its sources.
         relay: On all ranks or on none: destinations hand bytes on.
+        marks: Of the storages that this rank offers (kernels/marks.py), if it has some.
     """
     rank, kind = program.rank, PEERS.get(device.type) if allow_peer or relay is not None else None
     rows = program.rows[program.rows["op"] != Op.FILL]
@@ -444,7 +451,7 @@ def find_ways(
     incoming = rows[(rows["dst"] == rank) & (rows["src"] != rank)]
     senders = sorted({*incoming["src"].tolist()})
     offered = takers if allow_peer else []
-    export = kind.Export(rank, roots if src_roots is None else src_roots, device) if offered else None
+    export = kind.Export(rank, roots if src_roots is None else src_roots, device, marks) if offered else None
     offers = exchange(export.to_bytes() if export else b"", senders)
     mapping = kind.Mapping(rank, device)
     if own := sorted({*rows["src_root"][(rows["src"] == rank) & (rows["dst"] == rank)].tolist()}):
@@ -484,10 +491,11 @@ def find_ways(
 def open_routes(link: Link, program: Program, roots: Sequence[torch.Tensor], exchange: Exchange, **options) -> Routed:
     """`find_ways`, and then `Ways.over` a link that is open already."""
     src_roots = options.pop("src_roots", None)
-    allow_peer = options.pop("allow_peer", True)
+    allow_peer, marks = options.pop("allow_peer", True), options.pop("marks", None)
     ways = find_ways(
-        program, link.size, link.device, roots, exchange, link.labels, src_roots=src_roots, allow_peer=allow_peer
-    )
+        program, link.size, link.device, roots, exchange, link.labels,
+        src_roots=src_roots, allow_peer=allow_peer, marks=marks,
+    )  # fmt: skip
     try:
         return ways.over(link, roots, src_roots=src_roots, **options)
     except BaseException:

@@ -1,0 +1,204 @@
+"""Marks as Triton kernels: setting them, bringing copies up to date by them, and copying only what is marked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from xfer.kernels.bits import WORD
+from xfer.kernels.tiles import COLUMNS, Table
+
+TILE_WORDS, AT_ONCE = 64, 8
+"""Words of marks that a program sets, and that it sets at once. A word needs 1 KiB of each storage."""
+UNITS_AT_ONCE = 2048
+"""Units of 16 bytes that a program of `MarkedCopies` looks at at once."""
+WARPS = 8
+_WORDS = {16: (tl.int32, 4), 8: (tl.int32, 2), 4: (tl.int32, 1), 2: (tl.int16, 1), 1: (tl.int8, 1)}
+
+
+@triton.jit
+def _compare(now_bases, old_bases, tiles, marks, counts, UPDATE: tl.constexpr, AT_ONCE: tl.constexpr):
+    """tiles: int64 [n, 4]: storage, first byte there, bytes (a multiple of 4), place of its first word in `marks`. UPDATE: copy what
+    is marked from the new to the old storage, instead of marking."""
+    t = tiles + tl.program_id(0).to(tl.int64) * 4
+    root = tl.load(t)
+    start = tl.load(t + 1)
+    n = (tl.load(t + 2) // 4).to(tl.int32)
+    now = (tl.load(now_bases + root) + start).to(tl.pointer_type(tl.int32))
+    old = (tl.load(old_bases + root) + start).to(tl.pointer_type(tl.int32))
+    now = tl.multiple_of(now, 16)
+    old = tl.multiple_of(old, 16)
+    bits = marks + tl.load(t + 3)
+    word = tl.arange(0, AT_ONCE)
+    bit = tl.arange(0, 32)
+    element = tl.arange(0, 8)
+    total = tl.zeros([AT_ONCE], tl.int32)
+    for at in range(0, tl.cdiv(n, 256), AT_ONCE):
+        i = ((at + word)[:, None, None] * 32 + bit[None, :, None]) * 8 + element[None, None, :]
+        here = (at + word) * 256 < n
+        if UPDATE:
+            marked = tl.load(bits + at + word, mask=here, other=0)
+            keep = (i < n) & (((marked[:, None] >> bit[None, :]) & 1) != 0)[:, :, None]
+            tl.store(old + i, tl.load(now + i, mask=keep, other=0), mask=keep)
+        else:
+            a = tl.load(now + i, mask=i < n, other=0)
+            b = tl.load(old + i, mask=i < n, other=0)
+            differs = tl.max((a != b).to(tl.int32), axis=2)
+            tl.store(bits + at + word, tl.sum(differs << bit[None, :], axis=1), mask=here)
+            total += tl.sum(differs, axis=1)
+    if not UPDATE:
+        tl.atomic_add(counts + root, tl.sum(total, axis=0).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["count"])
+def _copy_marked(
+    src_bases, dst_bases, bit_bases, tiles, count, counter, abort, moved,
+    WORD: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """As `_copy_tiles` of triton_impl.py, of units in marked granules only. moved: int64 by source storage, to which the bytes are
+    added."""
+    lane = tl.arange(0, BLOCK)
+    word = tl.arange(0, VEC)
+    i = tl.atomic_add(counter, 1)
+    while i < count:
+        t = tiles + i.to(tl.int64) * COLS
+        roots = tl.load(t)
+        root = roots & 0xFFFFFFFF
+        offset = tl.load(t + 1)
+        src = (tl.load(src_bases + root) + offset).to(tl.pointer_type(WORD))
+        dst = (tl.load(dst_bases + (roots >> 32)) + tl.load(t + 2)).to(tl.pointer_type(WORD))
+        src = tl.multiple_of(src, UNIT)
+        dst = tl.multiple_of(dst, UNIT)
+        bits = tl.load(bit_bases + root).to(tl.pointer_type(tl.int32))
+        shape = tl.load(t + 3)
+        width = (shape & 0xFFFFFFFF).to(tl.int32)
+        n = width * (shape >> 32).to(tl.int32)
+        src_row = tl.load(t + 4)
+        dst_row = tl.load(t + 5)
+        some = tl.zeros([BLOCK], tl.int32)
+        for at in range(0, n, BLOCK):
+            u = at + lane
+            r = u // width
+            c = (u - r * width).to(tl.int64)
+            a = r * src_row + c
+            granule = (offset + a * UNIT) >> 5
+            marked = (tl.load(bits + (granule >> 5), mask=u < n, other=0) >> (granule & 31).to(tl.int32)) & 1
+            some += marked
+            keep = (marked != 0)[:, None] & (word < VEC)[None, :]
+            b = r * dst_row + c
+            got = tl.load(src + (a * VEC)[:, None] + word[None, :], mask=keep, other=0)
+            tl.store(dst + (b * VEC)[:, None] + word[None, :], got, mask=keep)
+        tl.atomic_add(moved + root, tl.sum(some, axis=0).to(tl.int64) * UNIT)
+        i = tl.atomic_add(counter, 1)
+        i += (tl.load(abort, volatile=True) != 0).to(tl.int32) * 0x40000000  # past the end, whatever `count` is
+
+
+class MarkKernels:
+    """Storages, copies of them and their marks, bound to each other.
+
+    Args:
+        now, before: As of `ChangeMarks.compare`.
+        marks: The marks, flat uint8.
+        places: See `marks.places`.
+
+    Attributes:
+        rest: Numbers of the storages that these kernels leave out: not aligned to 16 bytes, or of a length that 4 does not divide.
+    """
+
+    def __init__(
+        self, now: Sequence[torch.Tensor], before: Sequence[torch.Tensor], marks: torch.Tensor, places: np.ndarray
+    ):
+        aligned = [a.data_ptr() % 16 == b.data_ptr() % 16 == a.numel() % 4 == 0 for a, b in zip(now, before)]
+        self.rest = [i for i, good in enumerate(aligned) if not good]
+        step, tiles = TILE_WORDS * WORD, []
+        for i, good in enumerate(aligned):
+            if good and (n := now[i].numel()):
+                at = np.arange(0, n, step)
+                columns = np.full_like(at, i), at, np.minimum(step, n - at), places[i] // 4 + at // WORD
+                tiles.append(np.stack(columns, axis=1))
+        device = marks.device
+        table = np.concatenate(tiles) if tiles else np.empty((0, 4), np.int64)
+        self._tiles = torch.from_numpy(np.ascontiguousarray(table)).to(device)
+        self._now, self._before = (_addresses(some, device) for some in (now, before))
+        self._held = (*now, *before)
+        self._bits = marks[: len(marks) // 4 * 4].view(torch.int32)
+        self._counts = marks[8 : 8 * (1 + len(now))].view(torch.int64)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables."""
+        return self._tiles.nbytes + self._now.nbytes + self._before.nbytes
+
+    def compare(self) -> None:
+        """Set the bits, and add to the counts."""
+        self._run(False)
+
+    def update(self) -> None:
+        """Copy marked granules to the copies."""
+        self._run(True)
+
+    def _run(self, update: bool) -> None:
+        if not len(self._tiles):
+            return
+        with _on(self._tiles.device):
+            _compare[(len(self._tiles),)](
+                self._now, self._before, self._tiles, self._bits, self._counts, update, AT_ONCE, num_warps=WARPS
+            )
+
+
+class MarkedCopies:
+    """Tables of plain copies (tiles.py) of which only units in marked granules are copied.
+
+    Args:
+        tables: The copies.
+        bits: int64 [storages of the from end]: the address of each one's bits.
+        stop: As `abort` of `TritonRows`, on whose device everything lies.
+        programs: Programs of a launch.
+
+    Attributes:
+        moved: int64 [storages of the from end]: bytes that the last run copied out of each.
+    """
+
+    def __init__(self, tables: Sequence[Table], bits: torch.Tensor, stop: torch.Tensor, programs: int):
+        self._bits, self._stop, self._programs, device = bits, stop, programs, stop.device
+        self._tables = [(t.unit, torch.from_numpy(t.tiles).to(device)) for t in tables if len(t.tiles)]
+        self._words = torch.zeros(max(1, len(self._tables)), dtype=torch.int32, device=device)
+        self.moved = torch.zeros(max(1, len(bits)), dtype=torch.int64, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables."""
+        return sum(t.nbytes for _, t in self._tables) + self._words.nbytes + self.moved.nbytes + self._bits.nbytes
+
+    def run(
+        self, src: torch.Tensor, dst: torch.Tensor, abort: torch.Tensor | None = None, count: int | None = None
+    ) -> None:
+        """Copy on the current stream.
+
+        Args:
+            src, dst: Addresses of the storages, int64.
+            abort: Not used: `stop` is looked at.
+            count: 0 compiles and loads the kernels.
+        """
+        self._words.zero_()
+        self.moved.zero_()
+        with _on(self._bits.device):
+            for k, (unit, tiles) in enumerate(self._tables):
+                word, vec = _WORDS[unit]
+                _copy_marked[(max(1, min(self._programs, len(tiles))),)](
+                    src, dst, self._bits, tiles, len(tiles) if count is None else count, self._words[k:], self._stop,
+                    self.moved, word, vec, unit, UNITS_AT_ONCE, COLUMNS, num_warps=WARPS,
+                )  # fmt: skip
+
+
+def _addresses(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    return torch.tensor([t.data_ptr() for t in tensors] or [0], dtype=torch.int64).to(device)
+
+
+def _on(device: torch.device):
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
