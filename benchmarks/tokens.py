@@ -1,7 +1,7 @@
 """Count the tokens that refits cost: a real vLLM AsyncLLM decodes under load while a trainer trains and refits it.
 
     python -m benchmarks.tokens [--model 4b|toy] [--modes "dense" "delta staged" ...] [--changed 0.001 0.01 0.05 0.1]
-        [--requests 64] [--tokens 512] [--step-ms 250] [--pairs 12] [--out FILE]
+        [--requests 64] [--tokens 512] [--step-ms 250] [--pairs 10] [--out FILE]
     python -m benchmarks.tokens --beside [--model 4b] [--requests 8 64] [--out FILE]
 
 The engine has one GPU (CUDA graphs, random weights), the trainer another one. Requests are greedy, stream, have a fixed length, and
@@ -82,8 +82,7 @@ class Tokens:
         order = np.lexsort((self.at, self.request))
         same = self.request[order][1:] == self.request[order][:-1]
         self.gap_end = self.at[order][1:][same]
-        self.gap = (np.diff(self.at[order]) / np.maximum(1, self.count[order][1:]))[same]
-        self.whole_gap = np.diff(self.at[order])[same]
+        self.gap = np.diff(self.at[order])[same]
 
     def between(self, begin: float, end: float) -> float:
         """Tokens that came in [begin, end)."""
@@ -91,11 +90,11 @@ class Tokens:
         return float(self._sum[b] - self._sum[a])
 
     def gaps(self, spans: list[tuple[float, float]]) -> np.ndarray:
-        """Seconds between two tokens of a request, of those that ended in these spans."""
+        """Seconds between two outputs of a request's stream, of those that ended in these spans."""
         here = np.zeros(len(self.gap_end), dtype=bool)
         for begin, end in spans:
             here |= (self.gap_end >= begin) & (self.gap_end < end)
-        return self.whole_gap[here]
+        return self.gap[here]
 
     def buckets(self, begin: float, end: float, seconds: float) -> list[float]:
         """Tokens in each part of [begin, end) that is so long."""
@@ -330,14 +329,14 @@ def arguments() -> argparse.Namespace:
     )
     p.add_argument("--tokens", type=int, default=512 if gpus > 1 else 96, help="length of an answer")
     p.add_argument("--step-ms", type=float, default=250.0)
-    p.add_argument("--pairs", type=int, default=12 if gpus > 1 else 4, help="steps with a refit, and as many without")
+    p.add_argument("--pairs", type=int, default=10 if gpus > 1 else 4, help="steps with a refit, and as many without")
     p.add_argument("--warm-s", type=float, default=1.5, help="seconds of load before anything is measured")
     p.add_argument("--window-s", type=float, default=2.0, help="seconds of each measurement of --beside")
     p.add_argument("--eager", action="store_true", help="no CUDA graphs, no compilation")
     p.add_argument("--out", type=Path, default=None, help="file for the figures, as JSON")
     a = p.parse_args()
-    if a.beside and gpus < 2:
-        p.error("--beside needs two GPUs")
+    if gpus == 1 or a.beside and not gpus:
+        p.error("two GPUs are needed: one of the engine, one of the trainer")
     a.requests = a.requests or ([8, 64] if a.beside else [64 if gpus > 1 else 4])
     return a
 

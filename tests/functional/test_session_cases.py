@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.support import cpu_peer
-from tests.support.simulated_job import DEADLINE_S, SOON_S, Job
+from tests.support.simulated_job import DEADLINE_S, SOON_S, Engine, Job
 from tests.support.simulation import Simulation
 from xfer.coordinator import deadlines, relays
 from xfer.coordinator import messages as m
@@ -848,7 +848,9 @@ def test_a_call_that_cannot_begin_by_its_deadline_says_what_was_still_undone(see
         job.sim.wait(20.0)
 
 
-DIFFERENT = [dict(min_replicas=1), dict(deadline_s=8.0), dict(verify=False), dict(version=77)]
+DIFFERENT = [
+    dict(min_replicas=1), dict(deadline_s=8.0), dict(verify=False), dict(version=77), dict(at_once=1),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("odd", DIFFERENT)
@@ -1488,3 +1490,80 @@ def test_release_returns_scratch_and_what_is_staged_is_applied_all_the_same(seed
         assert {t.held(2) for t in engine.takers} == {2}
         planes = [s._lane_.plane for s in engine.sessions]
         assert not any(p.extra_bytes for p in planes)
+
+
+# ---- replicas that take turns
+
+
+def outages(job: Job, monkeypatch) -> list[tuple[int, str]]:
+    """What engines are told from now on: (replica, "pause" or "resume"), in order."""
+    told: list[tuple[int, str]] = []
+    did = Engine._did
+
+    def noted(engine: Engine, what: str) -> None:
+        if what in ("pause", "resume"):
+            told.append((engine.replica, what))
+        did(engine, what)
+
+    monkeypatch.setattr(Engine, "_did", noted)
+    return told
+
+
+@pytest.mark.parametrize("wait", ["commit", "sources", "ready"])
+@pytest.mark.parametrize("pulled", [False, True])
+def test_replicas_take_turns_by_number(pulled, wait, monkeypatch):
+    """Each serves again before the next one is paused, whatever the trainers wait for."""
+    with after_one_refit(replicas=3, pulled=pulled, at_once=1) as job:
+        told = outages(job, monkeypatch)
+        call(job, wait=wait)
+        job.ended()
+        job.level()
+        assert told == [(r, what) for r in range(3) for what in ("pause", "resume")]
+
+
+def test_no_more_replicas_are_out_of_service_than_a_refit_allows(monkeypatch):
+    with after_one_refit(replicas=3, at_once=2) as job:
+        told = outages(job, monkeypatch)
+        assert job.commits() == [True] * 3
+        assert {told[0], told[1]} == {(0, "pause"), (1, "pause")} and told[2][1] == "resume"
+        assert told.index((2, "pause")) > 2
+
+
+@pytest.mark.parametrize("action", ["kill", "stop", "raise"])
+@pytest.mark.parametrize("point", ["arm", "moving", "commit"])
+def test_a_replica_that_fails_in_its_turn_gives_it_to_the_next(point, action):
+    """At once if it dies or raises; if it hangs, when its share of the time is over."""
+    with after_one_refit(replicas=3, at_once=1) as job:
+        began = job.sim.now
+        job.faults[job.engines[0].worker(0), point] = action
+        call(job, min_replicas=2)
+        for end in job.ended():
+            assert [o.committed for o in end.outcomes] == [False, True, True], says(end)
+        hung = DEADLINE_S / 3 + 3 * deadlines.STOP_GRACE_S  # its turn, then it and its controller give up
+        assert job.sim.now - began <= (hung if action == "stop" else SOON_S)
+        late = "was not done when its turn of 20.0 s ended"
+        assert (late in says(end)) == (action == "stop" and point != "commit"), says(end)
+
+
+@pytest.mark.parametrize("pulled", [False, True])
+def test_replicas_that_take_turns_read_from_those_that_had_theirs(pulled, monkeypatch):
+    """Nobody waits for a replica whose turn has not come, so relays cost no time."""
+    with after_one_refit(trainers=1, replicas=3, pulled=pulled, relay=True, at_once=1) as job:
+        told, began = outages(job, monkeypatch), job.sim.now
+        (end,) = job.all()
+        assert [[r.route for r in o.routes] for o in end.outcomes] == [
+            ["peer" if pulled else "gloo"],
+            ["relay"],
+            ["relay"],
+        ]
+        assert job.sim.now < began + 1.0 and [r for r, what in told if what == "pause"] == [0, 1, 2]
+
+
+def test_replicas_cannot_take_turns_where_all_were_paused_before():
+    with after_one_refit(replicas=2) as job:
+        job.sessions[0].prepare()
+        job.sim.quiet()
+        call(job, at_once=1)
+        for end in job.ended():
+            assert isinstance(end, Unsupported) and "prepare() has paused all engines" in str(end)
+        assert not any(e.paused for e in job.engines)

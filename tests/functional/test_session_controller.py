@@ -163,6 +163,19 @@ def test_an_engine_that_was_started_without_weights_serves_after_its_first_commi
         assert told == [1] and controller.wait_version(timeout_s=5) == 1 and not toy.paused and serves(controller)
 
 
+def test_a_sampler_waits_for_weights_that_are_not_too_old():
+    """Also where the version that it waits for was skipped. A text is no number, so it is never recent enough."""
+    with world(ToyEngine(2)) as w:
+        controller = w.controllers[0]
+        for weights, version in enumerate((3, "seven", 8), 1):
+            w.commits(weights, version=version)
+            if version == 8:
+                assert controller.wait_version(at_least=5, timeout_s=5) == controller.wait_version(at_least=8) == 8
+            else:
+                with pytest.raises(DeadlineExceeded, match="a version that a refit brought from 5 on"):
+                    controller.wait_version(at_least=5, timeout_s=0.01)
+
+
 @pytest.mark.parametrize(
     ("holds", "in_step"), [("whole", True), ("mix", False), ("mix", True), ("nothing", True), ("whole", False)]
 )

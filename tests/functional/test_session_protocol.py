@@ -105,6 +105,7 @@ BAD = [
     *(dict(version=v) for v in ("x" * 300, "", "a\ud800", "xfer:mixed", 1.5)),
     *(dict(deadline_s=v) for v in (-1.0, 0, float("inf"), float("nan"))),
     *(dict(min_replicas=v) for v in (-1, 2)),
+    *(dict(at_once=v) for v in (0, -1, 1.5)),
     dict(wait="decision"),
     dict(delta="all"),
 ]

@@ -222,10 +222,10 @@ class Job(World):
         def open(calls: _EngineCalls) -> None:
             self.turns.add(calls._replica)
             refit = self.coordinator.refit
-            if refit is not None and refit.number == calls.arm.attempt and refit.turns.at_once:
-                late = {p.replica.index for p in refit.turns._late}
+            if refit is not None and refit.number == calls.arm.attempt and refit.rolling.at_once:
+                late = {p.replica.index for p in refit.rolling._late}
                 here = self.turns - self.hurt - late
-                self.sim.must(len(here) <= refit.turns.at_once, f"{here} are out of service at once")
+                self.sim.must(len(here) <= refit.rolling.at_once, f"{here} are out of service at once")
             opened(calls)
 
         def carry_out(controller: Controller, *decision) -> bool:

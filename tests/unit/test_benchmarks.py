@@ -7,6 +7,10 @@ import re
 import subprocess
 import sys
 
+import numpy as np
+import pytest
+
+from benchmarks.tokens import Tokens, measured
 from tests.support.proc import PATIENCE, ROOT
 
 NAMES = sorted(p.stem for p in (ROOT / "benchmarks").glob("*.py") if p.stem != "__init__")
@@ -51,6 +55,24 @@ def test_a_message_between_two_processes_is_timed(tmp_path):
     run("-m", "benchmarks.wake", "--rests", "0", "--repeats", "20", "--out", str(tmp_path / "wake.json"))
     rows = json.loads((tmp_path / "wake.json").read_text())["rows"]
     assert len(rows) == 2 and all(0 < r["median_us"] < 1e6 for r in rows)
+
+
+def test_tokens_that_a_refit_costs_are_counted_beside_steps_without_one():
+    """Two requests, a token each every 10 ms, and nothing for 40 ms of each call of 100 ms."""
+    rows, came = [], []
+    for i in range(8):
+        t = 10.0 + i * 0.5
+        rows.append([i % 2 == 0, t, t + (0.1 if i % 2 == 0 else 0.0), t + 0.45, t + 0.45, t + 0.5])
+    outages = [(r[1], r[1] + 0.04) for r in rows if r[0]]
+    for request in range(2):
+        at = 9.005 + np.arange(0, 5.5, 0.01)
+        came += [(t, 1, request) for t in at if not any(a <= t < b for a, b in outages)]
+    tokens = Tokens(np.array(sorted(came)))
+    row = measured("dense", 0.01, {"rows": rows, "reports": [{"bytes": 5.0, "outage_s": 0.04}]}, tokens)
+    assert row.per_second == pytest.approx(200) and row.lost == pytest.approx(8) and row.outage == 40
+    assert row.gap_p50 == pytest.approx(10) and row.gap_max == pytest.approx(50) and row.calm_p99 == pytest.approx(10)
+    assert row.call == pytest.approx(100) and row.step == pytest.approx(450) and row.step_beside == pytest.approx(350)
+    assert row.around[4] == pytest.approx(200) and row.around[6] == 0 and row.refits == 4
 
 
 def test_links_to_results_lead_to_a_heading():

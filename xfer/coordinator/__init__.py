@@ -14,6 +14,7 @@ and does not import torch, so a test can drive it with a fake clock through any 
     refit        one refit: trainers enter, drain and are ready; replicas begin
     commit       one replica in a refit: its phases, the decision, the way back
     relays       chains and rings of replicas that read from each other
+    rolling      replicas that take turns
     failures     what ends when a process reports an error
     exports      whether trainers agree on the bytes they hold, and whether training reaches the engines
     deadlines    all waits beyond the caller's deadline

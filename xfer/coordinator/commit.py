@@ -210,7 +210,7 @@ class ReplicaRefit:
         if self.phase is Phase.ARMING and not self.told and free:
             self.told, self.told_at = True, self.refit.coordinator.now
             r.tell(m.Arm(self.refit.number, self.refit.armed_s))
-            self.refit.turns.began(self)
+            self.refit.rolling.began(self)
 
     def arrived(self, client: Client, msg: m.Armed) -> None:
         """A worker is inside its receive call."""
@@ -511,8 +511,8 @@ class ReplicaRefit:
         r, refit, co = self.replica, self.refit, self.refit.coordinator
         if r.unsettled:
             return [f"replica {r.index} controller: bringing its engine back after refit {r.unsettled}"]
-        if refit.turns.waits(self):
-            return [f"replica {r.index}: its turn, at_once={refit.turns.at_once}"]
+        if refit.rolling.waits(self):
+            return [f"replica {r.index}: its turn, at_once={refit.rolling.at_once}"]
         who = [
             f"replica {r.index} worker {w}: not armed (its controller is pausing the engine or a request is still running)"
             for w in range(r.size)

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 
 from xfer.coordinator import messages as m
 from xfer.coordinator.commit import ReplicaRefit
+from xfer.coordinator.rolling import Rolling
 from xfer.coordinator.state import ReplicaPhase, broadcast
-from xfer.coordinator.turns import Turns
 from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError, XferError
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class FirstCopy:
         self.began = self.ready_at = co.now
         self.until = co.now + self.armed_s
         self.drained_s = 0.0
-        self.turns = Turns(self, 0)
+        self.rolling = Rolling(self, 0)
         self._owing: set[Client] = set()
 
     @property

@@ -18,8 +18,8 @@ from xfer.coordinator.blocks import SharedBlocks
 from xfer.coordinator.commit import Phase, ReplicaRefit
 from xfer.coordinator.deadlines import ARM_AHEAD_S, TOGETHER_S
 from xfer.coordinator.messages import Label
+from xfer.coordinator.rolling import Rolling
 from xfer.coordinator.state import ReplicaPhase, broadcast
-from xfer.coordinator.turns import Turns
 from xfer.errors import DeadlineExceeded, EngineLost, PlanMismatch, ProtocolError, Unsupported, VerificationError
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Refit:
         at_once: int = 0,
         staged: bool = False,
     ):
-        self.coordinator, self.number, self.turns = coordinator, number, Turns(self, at_once)
+        self.coordinator, self.number, self.rolling = coordinator, number, Rolling(self, at_once)
         self.entered: dict[int, m.Enter] = {}
         self.drained: dict[int, m.Ready] = {}
         self.drained_s = 0.0  # seconds of the slowest trainer
@@ -208,14 +208,14 @@ class Refit:
             self.waiting.pop(part.replica.index, None)
         self.open -= part.over
         self.coordinator.soon(lambda: self._note_drained(part))  # not now: trainers hear Go first
-        if part.over and self.turns.at_once:
+        if part.over and self.rolling.at_once:
             self.coordinator.soon(self.arm_all)
 
     def arm(self, replica: Replica) -> None:
         """Arm a replica if it is its turn and nothing is in the way, unless trainers are expected to need longer to be ready than its
         engine to arm."""
         part = self.parts[replica.index]
-        if self.turns.may_begin(part) and (self.coordinator.now >= self._arm_at or self.all_ready):
+        if self.rolling.may_begin(part) and (self.coordinator.now >= self._arm_at or self.all_ready):
             part.arm()
 
     def arm_all(self) -> None:
@@ -242,7 +242,7 @@ class Refit:
         if not self.entered:
             self.version = co.refits.next_label() if msg.version is None else msg.version
             self.verify, self.delta, self.scratch = msg.verify, msg.delta, msg.scratch
-            if msg.at_once != self.turns.at_once:
+            if msg.at_once != self.rolling.at_once:
                 why = f"at_once={msg.at_once}: prepare() has paused all engines for this refit; nothing was moved"
                 co.fail(
                     self, Unsupported(why, ["call refit() or publish() without prepare() where replicas take turns"])
@@ -363,7 +363,7 @@ class Refit:
         if reading and co.now < self.ready_at + TOGETHER_S:
             return  # a timer is set; these workers may ask for one more catalog, which cannot be made while bytes move
         held = co.now < self._go_at and not co.options.gathers
-        if held and not all(p.able_since for p in self.turns.now(self.waiting.values())):
+        if held and not all(p.able_since for p in self.rolling.now(self.waiting.values())):
             return  # a timer is set
         able = [part for part in list(self.waiting.values()) if part.able()]
         if not able or not self._all_there(able):
@@ -406,7 +406,7 @@ class Refit:
         """
         co = self.coordinator
         gathers = co.options.gathers
-        if len(able) == len(self.turns.now(self.waiting.values())) or not (gathers or co.hold_s):
+        if len(able) == len(self.rolling.now(self.waiting.values())) or not (gathers or co.hold_s):
             return True
         if gathers:
             self._go_at = max(part.able_since for part in able) + TOGETHER_S

@@ -17,7 +17,7 @@ worker that cannot read from others takes its bytes from the trainers and depend
 Sources are chosen again in each refit: a replica that gets other ones opens its routes again. What it lets others read
 stays the same, so all do that at once. transport/relay_place.py hands the bytes on.
 
-Where replicas take turns (turns.py), a replica reads from those that have had their turn, or have it with this one. They hold the
+Where replicas take turns (rolling.py), a replica reads from those that have had their turn, or have it with this one. They hold the
 version, and may serve it again by then.
 """
 
@@ -114,7 +114,7 @@ def _others(co: Coordinator, replica: Replica) -> Iterator[Replica]:
             continue
         if refit is not None and i in refit.parts and replica.index in refit.parts:
             part, waiting = refit.parts[i], refit.parts[replica.index]
-            if part.waiting and refit.turns.waits(part):
+            if part.waiting and refit.rolling.waits(part):
                 continue
             late = part.waiting and not part.able_since
             if part.error is not None or late and (r.unsettled or _waited(refit, waiting) >= TOGETHER_S):

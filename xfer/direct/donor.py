@@ -63,6 +63,9 @@ class Donor:
         """Bind the sums, for the reason that trainers have (trainer.py)."""
         self._bound(generation).bind(replica, plan)
 
+    def marks(self) -> None:
+        """Do nothing: others pull all its bytes."""
+
     def remembered(self, attempt: int) -> None:
         """Do nothing: it sends no changes."""
 

@@ -148,13 +148,16 @@ class Controller:
             if self.error is not None and (self._phase is ControllerPhase.OVER or not self.torn):
                 raise self.error
 
-    def wait_version(self, version: int | str | None = None, timeout_s: float | None = None) -> int | str:
-        """Wait until the replica serves a version. For owners of an engine that starts without weights. Not on an AsyncLLM's
-        own loop.
+    def wait_version(
+        self, version: int | str | None = None, timeout_s: float | None = None, *, at_least: int | None = None
+    ) -> int | str:
+        """Wait until the replica serves a version. For owners of an engine that starts without weights, and for samplers whose
+        weights must not be too old. Not on an AsyncLLM's own loop.
 
         Args:
             version: The version to wait for; 1 and "1" are the same. Default: any that a refit brings.
             timeout_s: Seconds. Default: the controller's `deadline_s`.
+            at_least: Wait for this number or a higher one; a version that is no number is not enough.
 
         Returns:
             The version, in the type that the trainers gave it.
@@ -167,7 +170,9 @@ class Controller:
         self._refuse_waiting("wait_version")
 
         def there() -> bool:
-            return self.version is not None and (version is None or str(version) == str(self.version))
+            served = str(self.version)
+            recent = at_least is None or served.lstrip("-").isdecimal() and int(served) >= at_least
+            return self.version is not None and recent and (version is None or str(version) == served)
 
         def over() -> XferError | None:
             if self._closed:
@@ -178,6 +183,7 @@ class Controller:
             return self.lost if repaired or self.error is None else self.error
 
         awaited = "a version that a refit brought" if version is None else f"version {version!r}"
+        awaited += f" from {at_least} on" * (at_least is not None)
         seconds = self.deadline_s if timeout_s is None else timeout_s
         with self._changed:
             self._changed.wait_for(lambda: there() or over() is not None, seconds)

@@ -1,4 +1,4 @@
-"""Turns: which replicas of one refit are out of service at the same time, with `refit(at_once=k)`.
+"""Rolling refits: which replicas of one refit are out of service at the same time, with `refit(at_once=k)`.
 
 A replica has its turn from `Arm`, which pauses its engine, until its controller says what the engine serves. No more than k have
 theirs at the same time; the next one by number begins when one of them ends. A replica that is joining, or is still coming back
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from xfer.coordinator.refit import Refit
 
 
-class Turns:
+class Rolling:
     """The turns of one refit.
 
     Args:
@@ -67,4 +67,3 @@ class Turns:
             why = DeadlineExceeded(late, [f"waiting for {w}" for w in part.waiting_for()])
             refit.coordinator.fail(part, why)
         refit.arm_all()
-        refit.finish_if_over()
