@@ -57,7 +57,7 @@ class Pair:
     """A trainer's and an engine's storages, of equal sizes, with all that a pull between them needs."""
 
     def __init__(self, nbytes: int, storages: int):
-        there, here = torch.device("cuda", 0), torch.device("cuda", torch.cuda.device_count() > 1)
+        there, here = torch.device("cuda", 0), torch.device("cuda", int(torch.cuda.device_count() > 1))
         sizes = [nbytes // storages // 4096 * 4096] * storages
         self.source = [torch.randint(0, 256, (n,), dtype=torch.uint8, device=there) for n in sizes]
         self.copies = [t.clone() for t in self.source]

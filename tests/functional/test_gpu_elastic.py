@@ -18,9 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a GPU"
 
 @pytest.mark.skipif(GPUS < 3 and not SHARED, reason="needs three GPUs, or XFER_SHARE_GPUS=1")
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_an_engine_that_joins_while_trainers_are_inside_a_step_holds_every_byte_of_another_engine(
-    tmp_path, family, more
-):
+def test_an_engine_that_joins_while_trainers_are_inside_a_step_holds_every_byte_of_another_engine(tmp_path, family):
     with Job(tmp_path, config(family)) as job:
         donor, joiner = job.engine("donor", [0], eager=True), job.engine("joiner", [1], eager=True)
         job.start_trainers([2])
