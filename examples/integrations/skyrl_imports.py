@@ -7,6 +7,7 @@ import sys
 import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import typing_extensions
@@ -26,7 +27,7 @@ def importable() -> Iterator[None]:
         ours = {"flash_attn": {}, "flash_attn.bert_padding": {"pad_input": None, "unpad_input": None}}
         for name, functions in ours.items():
             sys.modules[name] = ModuleType(name)
-            vars(sys.modules[name]).update(functions)
+            vars(sys.modules[name]).update(functions, __spec__=ModuleSpec(name, None))
     try:
         yield
     finally:

@@ -153,9 +153,11 @@ def _invite(worker: Any) -> Invitation:
 
 
 def _serve(invitation: Invitation, replica: int, keep: tuple[str, ...], deadline_s: float, worker: Any) -> None:
-    """Runs in a vLLM worker's actor, in the event loop of its `AsyncLLM` if it has one."""
+    """Runs in a vLLM worker's actor. An `AsyncLLM` reads its outputs in a task of its event loop."""
+    reads = getattr(worker.llm, "output_handler", None)
+    loop = {} if reads is None else {"loop": reads.get_loop()}
     made = xfer.serve(
-        worker.llm, invitation.rendezvous, invitation.token, replica=replica, keep=keep, deadline_s=deadline_s
+        worker.llm, invitation.rendezvous, invitation.token, replica=replica, keep=keep, deadline_s=deadline_s, **loop
     )
     setattr(worker, _LINK, made)
 
