@@ -401,6 +401,20 @@ def test_sources_are_not_free_while_a_replica_that_is_waited_for_has_yet_to_join
         assert job.sim.now >= began + 0.4 and not any(isinstance(end, XferError) for end in ends), ends
 
 
+@SEEDS
+def test_an_engine_that_could_not_be_resumed_serves_when_it_is_served_anew(seed):
+    """A refit that wrote nothing left it paused, under the label of its whole version."""
+    with after_one_refit(seed, trainers=1, workers=1) as job:
+        job.sessions[0].prepare()
+        job.sim.until(lambda: job.engines[0].paused)
+        job.engines[0].fail["resume"] = RuntimeError("boom")
+        with job.sim.process("trainer 0"):
+            job.sessions[0].close()
+        job.sim.until(lambda: "resume" not in job.engines[0].fail)
+        job.restart()
+        assert not job.engines[0].paused
+
+
 # ---- relay chains and rings
 
 

@@ -422,12 +422,7 @@ class Controller:
             if (ours or held) and self._label is not None:
                 self.handle.set_version(self._label, SETTLE_GRACE_S)
             if ours or held:
-                try:
-                    self.handle.resume(SETTLE_GRACE_S)
-                except Exception:
-                    with suppress(Exception):  # the next controller must see that xfer paused
-                        self.handle.set_version(PAUSED, SETTLE_GRACE_S)
-                    raise
+                _resume(self.handle)
             return
         self.handle.pause(self.deadline_s)
         self.handle.set_version(MIXED if holds == "mix" else PAUSED, SETTLE_GRACE_S)
@@ -532,6 +527,16 @@ class Controller:
             return self._unheard, lost
 
 
+def _resume(handle: EngineHandle) -> None:
+    """Resume an engine that holds whole weights. If it fails, the next controller sees by the label that xfer paused the engine."""
+    try:
+        handle.resume(SETTLE_GRACE_S)
+    except Exception:
+        with suppress(Exception):
+            handle.set_version(PAUSED, SETTLE_GRACE_S)
+        raise
+
+
 class _EngineCalls:
     """One attempt's calls to the engine: pause, start, update; after the decision finish, caches, resume.
 
@@ -634,7 +639,7 @@ class _EngineCalls:
         """Resume the engine, under this label if one is given."""
         if self.touched and label is not None:
             self.handle.set_version(label, SETTLE_GRACE_S)
-        self.handle.resume(SETTLE_GRACE_S)
+        _resume(self.handle)
         self._phase("resume")
 
     def _call(self) -> None:
