@@ -133,7 +133,9 @@ def test_replicas_of_a_host_share_what_enters_it_whatever_happens_to_them_and_to
         typed, _, text = report["errors"][0].partition(": ")
         assert typed == "PeerLost" and "replica 0 takes its weights from replica 1, which failed" in text, report
         right(w, 3, [2, 3])
-        w.restart(1)
+        w.restart(1)  # its first weights come from the other host
+        until_true(lambda: w.replicas[1].controller.value("state")["version"] == 3)
+        right(w, 3, [1])
         assert [set(r) for r in refit(4, c.hosts[1:])["routes"]] == [{"gloo", "relay"}] * 4
         right(w, 4)
 

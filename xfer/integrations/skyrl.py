@@ -16,12 +16,14 @@ worker's own `init_weight_sync_state` runs. All else is SkyRL's interface: `crea
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import mock
 
+import msgspec
 import ray
 import torch
 from skyrl.backends.skyrl_train import weight_sync
@@ -56,12 +58,16 @@ class SkyRLInitInfo(WeightSyncInitInfo):
         return []
 
 
+_calls = itertools.count()
+"""Numbers of calls, equal on all ranks."""
+
+
 class XferTransferStrategy(WeightTransferStrategy):
     """SkyRL's factory of senders, with xfer behind it."""
 
     @staticmethod
     def create_init_info(ie_cfg: Any, inference_world_size: int | None = None, **_: Any) -> SkyRLInitInfo:
-        """Return the same invitation on all ranks. Every rank calls it, as SkyRL does: rank 0 broadcasts its invitation.
+        """Return the same invitation on all ranks. Every rank calls it, as SkyRL does: others read rank 0's in the group's store.
 
         Raises:
             Unsupported: xfer cannot refit servers with this configuration.
@@ -74,11 +80,10 @@ class XferTransferStrategy(WeightTransferStrategy):
                     "place of data-parallel ranks, without prefill/decode disaggregation"
                 ],
             )
-        first = torch.distributed.get_rank() == 0
-        shared = [make_invitation(ray.util.get_node_ip_address()) if first else None]
-        torch.distributed.broadcast_object_list(shared)
-        if (invitation := shared[0]) is None:
-            raise Unsupported("create_init_info() on some ranks only", ["every rank of the policy calls it"])
+        store, key = torch.distributed.distributed_c10d._get_default_store(), f"xfer/skyrl/{next(_calls)}"
+        if torch.distributed.get_rank() == 0:
+            store.set(key, msgspec.json.encode(make_invitation(ray.util.get_node_ip_address())))
+        invitation = msgspec.json.decode(store.get(key), type=Invitation)  # waits as long as the group's timeout
         return SkyRLInitInfo(override_existing_receiver=False, invitation=invitation)
 
     @staticmethod
