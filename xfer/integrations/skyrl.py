@@ -82,7 +82,7 @@ class XferTransferStrategy(WeightTransferStrategy):
             )
         store, key = torch.distributed.distributed_c10d._get_default_store(), f"xfer/skyrl/{next(_calls)}"
         if torch.distributed.get_rank() == 0:
-            store.set(key, msgspec.json.encode(make_invitation(ray.util.get_node_ip_address())))
+            store.set(key, msgspec.json.encode(make_invitation(ray.util.get_node_ip_address())).decode())
         invitation = msgspec.json.decode(store.get(key), type=Invitation)  # waits as long as the group's timeout
         return SkyRLInitInfo(override_existing_receiver=False, invitation=invitation)
 
