@@ -7,7 +7,10 @@ are skipped, or share them with XFER_SHARE_GPUS=1 (gpu_shared.py).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -141,11 +144,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in CASES])
-def test_refits_are_bit_exact_and_tokens_follow(case: Case, tmp_path):
+@contextmanager
+def met(case: Case, work: Path) -> Iterator[tuple[Job, list[Engine]]]:
+    """The case's trainers and engines, in one session."""
     if case.needs > GPUS and not case.shares:
         pytest.skip(f"needs {case.needs} GPUs")
-    with Job(tmp_path, config(case.family, **case.config)) as job:
+    with Job(work, config(case.family, **case.config)) as job:
         engines = [
             job.engine(f"engine{i}", list(on), env=case.engine_env, **case.engine) for i, on in enumerate(case.replicas)
         ]
@@ -154,6 +158,12 @@ def test_refits_are_bit_exact_and_tokens_follow(case: Case, tmp_path):
         for e in engines:
             e.started()
         job.meet(engines, **case.connect)
+        yield job, engines
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in CASES])
+def test_refits_are_bit_exact_and_tokens_follow(case: Case, tmp_path):
+    with met(case, tmp_path) as (job, engines):
         report = job.refit(1, verify=True)
         assert case.way in report["plan"], report["plan"]
         first = check(job, engines, 1, report, case.route)
@@ -187,17 +197,7 @@ def test_refits_are_bit_exact_and_tokens_follow(case: Case, tmp_path):
 )
 def test_staged_refits_are_bit_exact(case: Case, tmp_path):
     """All bytes, and what changed. A change is taken back by the next refit, so that every byte is known."""
-    if case.needs > GPUS and not case.shares:
-        pytest.skip(f"needs {case.needs} GPUs")
-    with Job(tmp_path, config(case.family)) as job:
-        engines = [
-            job.engine(f"engine{i}", list(on), env=case.engine_env, **case.engine) for i, on in enumerate(case.replicas)
-        ]
-        job.start_trainers(list(case.trainers), **case.env)
-        job.plain(case.group)
-        for e in engines:
-            e.started()
-        job.meet(engines, **case.connect)
+    with met(case, tmp_path) as (job, engines):
         how = dict(verify=True, stage=True)
         first = check(job, engines, 1, job.refit(1, **how), case.route)
         for e in engines:
