@@ -157,15 +157,14 @@ class MarkedCopies:
     Args:
         tables: The copies.
         bits: int64 [storages of the from end]: the address of each one's bits.
-        stop: As `abort` of `TritonRows`, on whose device everything lies.
         programs: Programs of a launch.
 
     Attributes:
         moved: int64 [storages of the from end]: bytes that the last run copied out of each.
     """
 
-    def __init__(self, tables: Sequence[Table], bits: torch.Tensor, stop: torch.Tensor, programs: int):
-        self._bits, self._stop, self._programs, device = bits, stop, programs, stop.device
+    def __init__(self, tables: Sequence[Table], bits: torch.Tensor, programs: int):
+        self._bits, self._programs, device = bits, programs, bits.device
         self._tables = [(t.unit, torch.from_numpy(t.tiles).to(device)) for t in tables if len(t.tiles)]
         self._words = torch.zeros(max(1, len(self._tables)), dtype=torch.int32, device=device)
         self.moved = torch.zeros(max(1, len(bits)), dtype=torch.int64, device=device)
@@ -175,14 +174,12 @@ class MarkedCopies:
         """Bytes of the tables."""
         return sum(t.nbytes for _, t in self._tables) + self._words.nbytes + self.moved.nbytes + self._bits.nbytes
 
-    def run(
-        self, src: torch.Tensor, dst: torch.Tensor, abort: torch.Tensor | None = None, count: int | None = None
-    ) -> None:
+    def run(self, src: torch.Tensor, dst: torch.Tensor, abort: torch.Tensor | None, count: int | None = None) -> None:
         """Copy on the current stream.
 
         Args:
             src, dst: Addresses of the storages, int64.
-            abort: Not used: `stop` is looked at.
+            abort: As of `TritonRows`; not None.
             count: 0 compiles and loads the kernels.
         """
         self._words.zero_()
@@ -191,7 +188,7 @@ class MarkedCopies:
             for k, (unit, tiles) in enumerate(self._tables):
                 word, vec = _WORDS[unit]
                 _copy_marked[(max(1, min(self._programs, len(tiles))),)](
-                    src, dst, self._bits, tiles, len(tiles) if count is None else count, self._words[k:], self._stop,
+                    src, dst, self._bits, tiles, len(tiles) if count is None else count, self._words[k:], abort,
                     self.moved, word, vec, unit, UNITS_AT_ONCE, COLUMNS, num_warps=WARPS,
                 )  # fmt: skip
 

@@ -388,8 +388,8 @@ class TritonRows:
         programs = PROGRAMS_PER_SM * multiprocessors(self._device)  # most of them wait for what they have asked for
         if self._abort is None:
             raise TypeError("rows bound with marks need a word that stops them")
-        out = MarkedCopies(plain, bits, self._abort, programs)
-        out.run(self._left, self._dst, count=0)
+        out = MarkedCopies(plain, bits, programs)
+        out.run(self._left, self._dst, self._abort, count=0)
         return out
 
     def _with_sums(self, summed: Sums | TritonSums) -> SummedCopies | None:
