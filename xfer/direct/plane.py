@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -88,6 +89,23 @@ class Storages(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """What an attempt has brought into scratch.
+
+    Attributes:
+        attempt: Its number.
+        bound: Binding generation of the storages into which it goes.
+        base: The refit by changes whose bytes these held; 0: none.
+        held: The bytes.
+    """
+
+    attempt: int
+    bound: int
+    base: int
+    held: Held
+
+
 class DirectPlane:
     """Implements `DataPlane`.
 
@@ -117,9 +135,7 @@ class DirectPlane:
         self._stream: torch.cuda.Stream | None = None
         self._offer: tuple[object, str, Any] | None = None  # of these storages by this plan
         self._scratch: Scratch | None = None  # on a worker, where bytes are staged
-        self._held: tuple[int, int, int, Held] | None = (
-            None  # what is staged: of this attempt, for this binding, on this base
-        )
+        self._held: _Staged | None = None
         self._lock = threading.Lock()
 
     # ---- from other threads
@@ -155,10 +171,16 @@ class DirectPlane:
         pass
 
     def holds(self, attempt: int, base: int) -> bool:
-        held, current = self._held, self.side.inventory == self._planned_from
-        if held is None or not current or held[:2] != (attempt, self.side.roots()[0]):
+        staged = self._staged(attempt)
+        if staged is None or self.side.inventory != self._planned_from:
             return False
-        return not held[3].needs_base or held[2] == base
+        return not staged.held.needs_base or staged.base == base
+
+    def _staged(self, attempt: int) -> _Staged | None:
+        """Return what this attempt has staged for the storages as they are bound now."""
+        staged = self._held
+        fits = staged is not None and (staged.attempt, staged.bound) == (attempt, self.side.roots()[0])
+        return staged if fits else None
 
     def part_ready(self, ready: m.PartReady) -> None:
         routed = self._routed
@@ -220,10 +242,8 @@ class DirectPlane:
 
     def options(self, inputs: m.PlanInputs) -> PlanOptions:
         """Return the plan's options. They are equal on all ranks of the domain, because they follow from the coordinator's message."""
-        cuda = self.side.device.type == "cuda"
-        site = (
-            self.party.site if inputs.donor < 0 else None
-        )  # a site places no replica's workers as sources of another one
+        # A site places no replica's workers as sources of another one.
+        site, cuda = self.party.site if inputs.donor < 0 else None, self.side.device.type == "cuda"
         return PlanOptions(
             bucket_bytes=inputs.bucket_bytes,
             drop=inputs.drop,
@@ -371,7 +391,7 @@ class DirectPlane:
         mark(self.party.label, "bytes have moved")
         stop.check()
         if (held := routed.held(base is not None)) is not None:
-            self._held = go.attempt, self._bound, go.base, held
+            self._held = _Staged(go.attempt, self._bound, go.base, held)
         rest = m.Moved(self.replica) if go.kind is m.GoKind.STAGE else self._finish(go, stop, part)
         return msgspec.structs.replace(
             rest, bytes_in=stats.bytes_in, bytes_out=stats.bytes_out, pack_s=stats.pack_s, wire_s=stats.wire_s,
@@ -380,7 +400,7 @@ class DirectPlane:
 
     def _apply(self, go: m.Go, stop: Stop) -> m.Moved:
         """Bring what is staged into live storage."""
-        if self.part is None or self._held is None or self._held[:2] != (go.attempt, self.side.roots()[0]):
+        if self.part is None or self._staged(go.attempt) is None:
             raise PlanMismatch("this worker does not hold the bytes of this refit", where=self.party.label)
         self.side.before()
         faults.point(self.side.role, self.side.index, "apply")
@@ -388,10 +408,10 @@ class DirectPlane:
 
     def _finish(self, go: m.Go, stop: Stop, part: PlanPart) -> m.Moved:
         """Bring what is held into live storage, if anything is, and do what follows the last byte."""
-        held, self._held = self._held, None
+        staged, self._held = self._held, None
         began = time.perf_counter()
-        if held is not None:
-            held[3].apply()
+        if staged is not None:
+            staged.held.apply()
             if self._stream is not None:
                 self._stream.synchronize()
             mark(self.party.label, "bytes are applied")
@@ -400,7 +420,7 @@ class DirectPlane:
         sums, shared = self.side.after(go, part)
         return m.Moved(
             self.replica, verify_s=time.perf_counter() - applied, checksums=sums, held=shared,
-            apply_s=applied - began if held is not None else 0.0, scratch_bytes=self._scratch_bytes,
+            apply_s=applied - began if staged is not None else 0.0, scratch_bytes=self._scratch_bytes,
         )  # fmt: skip
 
     @property
