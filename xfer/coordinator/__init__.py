@@ -13,6 +13,7 @@ and does not import torch, so a test can drive it with a fake clock through any 
     refits       the queue of refits: prepared, running, finished
     refit        one refit: trainers enter, drain and are ready; replicas begin
     commit       one replica in a refit: its phases, the decision, the way back
+    first_copy   the first weights of a replica that joins, from another one
     relays       chains and rings of replicas that read from each other
     rolling      replicas that take turns
     failures     what ends when a process reports an error

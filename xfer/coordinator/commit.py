@@ -404,9 +404,8 @@ class ReplicaRefit:
         elif before in (Phase.STAGING, Phase.ARMING, Phase.MOVING):
             self.dirty, self.error = before is Phase.MOVING, error
             self.to(Phase.ABORTING)
-            if (
-                self.told or r.joined or not r.phase.before_ready
-            ):  # else it goes on joining: nothing of this refit has reached it
+            # Else it goes on joining: nothing of this refit has reached it.
+            if self.told or r.joined or not r.phase.before_ready:
                 r.relink = True
                 if r.phase.opening:
                     r.phase, r.error = ReplicaPhase.FAILED, error  # the next refit plans again

@@ -186,9 +186,8 @@ class FirstCopy:
         if own and not msg.attempt and not msg.epoch:
             self._close()
             return False
-        self.coordinator.fail(
-            self, error, by=client if own else None
-        )  # after the decision only the joiner's own failures count
+        # After the decision only the joiner's own failures count.
+        self.coordinator.fail(self, error, by=client if own else None)
         return True
 
     def end(self, error: XferError, by: Client | None = None, gone: bool = False) -> None:
