@@ -1,7 +1,7 @@
 """Time whole refits between GPU processes: real sessions, a real vLLM, full-size shapes, random weights.
 
     python -m benchmarks.gpu_session [--model 4b|30b|toy] [--trainers plain|megatron|nothing|packed|mapped|one]
-        [--tp 2] [--replicas 1] [--ranks N] [--layers N] [--repeats 12] [--offline] [--staged] [--sent] [--out FILE]
+        [--tp 2] [--replicas 1] [--ranks N] [--layers N] [--repeats 12] [--offline] [--staged] [--changed 0.01] [--sent] [--out FILE]
 
 --replicas engines (vLLM's AsyncLLM, or its LLM with --offline) run on the first --tp GPUs each, trainers on the next GPUs, or
 on the engines' GPUs where there are no more. There are --ranks trainer ranks, or as many as engine workers. Trainers of 30b
@@ -11,8 +11,9 @@ Prints the copy engines' time for the same bytes between the same GPUs, measured
 (benchmarks.gpu_floor); the clocks of xfer's reports (transfer, outage, call); vLLM's own round trips with an empty update; the
 cost of verification; and device memory by cudaMemGetInfo around everything that xfer opens. Before and after the timed refits
 every byte of the engines is compared with what vLLM's own loader makes of the same weights (for Megatron: of Bridge's export).
-With --staged, refits of all bytes and of 1 % of the elements, each blocking and staged, beside the no-op round trips and a copy of the
-same bytes within a worker's GPU. --sent: trainers' memory cannot be mapped, so NCCL carries all bytes; a GPU for each rank.
+With --staged, refits of all bytes and of each share --changed of the elements, each blocking and staged, beside the no-op round
+trips and a copy of the same bytes within a worker's GPU. --sent: trainers' memory cannot be mapped, so NCCL carries all bytes; a
+GPU for each rank.
 
 --trainers:
   plain          tensors cut as Megatron-Core cuts them
@@ -245,13 +246,12 @@ class Bench:
 
     def staged(self, job: Job, noop: list[dict]) -> None:
         """All bytes and what changed, each blocking and staged. `noop`: round trips of the no-op backend, ms."""
+        cases: dict[str, dict] = {"dense, blocking": {}, "dense, staged": dict(stage=True)}
+        for share in self.args.changed:
+            how, staged = dict(delta="auto", change=share), f"{share:.1%} changed, staged"
+            cases |= {f"{share:.1%} changed, blocking": how, staged: dict(how, stage=True)}
         reports = {}
-        for name, how in (
-            ("dense, blocking", {}),
-            ("dense, staged", dict(stage=True)),
-            ("1 % changed, blocking", dict(delta="auto", change=0.01)),
-            ("1 % changed, staged", dict(delta="auto", change=0.01, stage=True)),
-        ):
+        for name, how in cases.items():
             reports[name] = self.timed(job, name, pause=0.1, **how)[-1]
             self.say(f"{name}, scratch, bytes", int(reports[name]["scalars"]["scratch_bytes"]))
         trips = statistics.median(r["all"] for r in noop)
@@ -259,9 +259,11 @@ class Bench:
         nbytes = reports["dense, staged"]["scalars"]["bytes"] / self.tp / self.args.replicas
         copy = nbytes / self.raw["copy_gb_per_s"] / 1e6
         self.say("a copy within a worker's GPU, ms", f"{copy:.2f}")
-        for name, goal in (("dense, staged", trips + 1.1 * copy), ("1 % changed, staged", trips + 3.0)):
-            outage = statistics.median(1e3 * r["scalars"]["outage_s"] for r in self.raw[name])
-            self.say(f"{name}, outage ms, and the goal", f"{outage:.2f}, {goal:.2f}")
+        for name in cases:
+            if name.endswith("staged"):
+                goal = trips + (1.1 * copy if name.startswith("dense") else 3.0)
+                outage = statistics.median(1e3 * r["scalars"]["outage_s"] for r in self.raw[name])
+                self.say(f"{name}, outage ms, and the goal", f"{outage:.2f}, {goal:.2f}")
 
     def copy_rate(self) -> None:
         """GB/s of a copy from memory of one GPU to memory of the same GPU, before anything else runs there."""
@@ -384,6 +386,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--staged", action="store_true", help="staged refits beside blocking ones, of all bytes and of changes"
     )
+    p.add_argument("--changed", type=float, nargs="+", default=[0.01], help="with --staged: shares of the elements")
     p.add_argument("--sent", action="store_true", help="trainers' memory cannot be mapped: NCCL carries all bytes")
     p.add_argument("--offline", action="store_true", help="vLLM's LLM instead of AsyncLLM")
     p.add_argument("--work", default="", help="folder for checkpoints and logs")

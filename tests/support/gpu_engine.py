@@ -144,6 +144,10 @@ class Engine(vllm_main.Engine):
         with self._serving():
             emit("answered", tokens=ask(self.llm, [prompt], tokens)[0][0])
 
+    def see(self, token: int) -> None:
+        with self._serving():
+            emit("seen", outputs=vllm_main.answers(self.llm, vllm_main.pictures(token)))
+
     def fly(self, prompt: list[int], tokens: int) -> None:
         self._flight = self.llm.flight(prompt, greedy(tokens))
         emit("flying")

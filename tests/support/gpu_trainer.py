@@ -21,7 +21,7 @@ import torch.distributed as dist  # noqa: E402
 
 from benchmarks.lib.gpu_profile import Profile  # noqa: E402
 from examples.common import toy  # noqa: E402
-from tests.support import fp8_export, trainer_rank  # noqa: E402
+from tests.support import checkpoints, fp8_export, trainer_rank  # noqa: E402
 from tests.support.gpu_watch import Watch  # noqa: E402
 from tests.support.paused_memory import Pausable  # noqa: E402
 from tests.support.proc import emit, methods, obey  # noqa: E402
@@ -46,11 +46,11 @@ def expert(name: str) -> int | None:
 class Plain:
     """This rank's parts of all tensors of a config, each in a storage of its own. experts: every rank holds as many experts,
     whole, as neighbours in one storage, and nothing of the others: expert parallelism beside tensor parallelism. pausable: each in
-    memory of its own that can be paused."""
+    memory of its own that can be paused. leave: tensors whose names begin so are those of nobody."""
 
     def __init__(
         self, config: dict, rank: int, world: int, port: int, address: str = "127.0.0.1", experts=False,
-        backend: str = "gloo", pausable=False,
+        backend: str = "gloo", pausable=False, leave: str = "",
     ):  # fmt: skip
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor
@@ -64,8 +64,9 @@ class Plain:
         )  # nothing of DTensor's communicates here, so the group may be gloo's
         self.memory: list[Pausable] | None = [] if pausable else None
         self.changes = 0
-        self.parameters = self.own_experts(toy.specs(config)) if experts else {}
-        for name, shape, dtype in toy.specs(config):
+        some = [x for x in checkpoints.shapes(config) if not leave or not x[0].startswith(leave)]
+        self.parameters = self.own_experts(some) if experts else {}
+        for name, shape, dtype in some:
             if experts and expert(name) is not None:
                 continue
             local = self.local(torch.empty(shape, dtype=dtype, device="meta"), name)

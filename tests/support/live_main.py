@@ -52,13 +52,7 @@ class Engine(vllm_main.Engine):
             found["checksums"] |= {f"{i}: draft.{k}": v for k, v in part.items()}
         plain = found["outputs"]
         if self.picture is not None:
-            from PIL import Image
-
-            seen = [
-                {"image": Image.linear_gradient("L").resize((32, 32)).rotate(turn).convert("RGB")} for turn in (0, 180)
-            ]
-            asked = [{"prompt_token_ids": [20, self.picture, 30], "multi_modal_data": s} for s in seen]
-            pictured = vllm_main.answers(llm, asked)
+            pictured = vllm_main.answers(llm, vllm_main.pictures(self.picture))
             assert pictured[0] != pictured[1], "the model does not see its pictures"
             found["outputs"] = plain + pictured
         if self.adapter:

@@ -28,6 +28,14 @@ def answers(llm, prompts: list[dict] | None = None, **how) -> list:
     return [[list(o.token_ids), [d[t].logprob for t, d in zip(o.token_ids, o.logprobs, strict=True)]] for o in tokens]
 
 
+def pictures(token: int) -> list[dict]:
+    """Prompts with one picture each, for which `token` stands."""
+    from PIL import Image
+
+    made = (Image.linear_gradient("L").resize((32, 32)).rotate(turn).convert("RGB") for turn in (0, 180))
+    return [{"prompt_token_ids": [20, token, 30], "multi_modal_data": {"image": p}} for p in made]
+
+
 def observe(llm) -> dict:
     """What the engine answers, and vLLM's own sha256 of every parameter, by worker and name. AssertionError if workers answer for
     another call, as they do after one that vLLM should not have been sent."""

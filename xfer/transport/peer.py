@@ -52,7 +52,7 @@ _EAGER_S = 0.5e-3
 _STOP_S = 2e-3
 MARKED_COST, MARKED_LEAST, MARKED_MOST = 4.0, 0.06, 1.06
 """What a storage costs if only its marked granules are pulled, in units of a pull of all its bytes: so many times the share of granules
-that are marked, but at least and at most so much. Cautious guesses: `python -m benchmarks.delta_gpu` measures what is true."""
+that are marked, but at least and at most so much. Cautious guesses: `python -m benchmarks.gpu_session --staged --changed` measures."""
 _TOKEN = secrets.token_bytes(16)
 
 
