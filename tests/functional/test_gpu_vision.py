@@ -54,7 +54,8 @@ def test_a_vision_language_engine_holds_every_byte_and_sees(tmp_path, name, kept
         for seed in (1, 2):
             report = job.refit(seed, verify=True)
             assert all(report["committed"]) and report["verified"], report
-            (wrong,) = engine.wrong(config=config, seed=seed)
+            job.good("export", "exported", folder=str(tmp_path / "whole"))
+            (wrong,) = engine.wrong(folder=str(tmp_path / "whole"))
             assert all(n.startswith("visual.") for n, *_ in wrong) if kept else not wrong, wrong
             assert bool(wrong) == kept
             first, second = engine.ask("see", "seen", token=config["image_token_id"])["outputs"]

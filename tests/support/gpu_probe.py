@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.lib.gpu_profile import Profile
 from examples.common import toy
-from tests.support import block_fp8, checkpoints, engine_bytes
+from tests.support import block_fp8, engine_bytes
 from tests.support.gpu_watch import Watch
 from xfer.engines.processed import read_processed
 from xfer.engines.vllm_layout import EngineModel
@@ -52,7 +52,7 @@ class Probe:
             with safe_open(f"{folder}/model.safetensors", "pt", device=str(self.device)) as f:
                 twin.load_weights(self.xfer_serialized((n, f.get_tensor(n)) for n in f.keys()))
         else:
-            made = ((n, toy.tensor(n, s, d, seed, self.device)) for n, s, d in checkpoints.shapes(config))
+            made = ((n, toy.tensor(n, s, d, seed, self.device)) for n, s, d in toy.specs(config))
             twin.load_weights(self.xfer_serialized(made))
         for module in twin.modules():
             if hasattr(module, "kv_b_proj") and hasattr(module, "process_weights_after_loading"):  # MLA's attention

@@ -122,7 +122,7 @@ class Plain:
         if self.rank:
             return
         Path(folder).mkdir(parents=True, exist_ok=True)
-        whole = {n: toy.tensor(n, s, d, self.seed, DEVICE).cpu() for n, s, d in toy.specs(self.config)}
+        whole = {n: toy.tensor(n, s, d, self.seed, DEVICE).cpu() for n, s, d in checkpoints.shapes(self.config)}
         save_file(whole, f"{folder}/model.safetensors", metadata={"format": "pt"})
         Path(folder, "config.json").write_text(json.dumps(self.config))
 
