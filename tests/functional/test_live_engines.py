@@ -107,13 +107,16 @@ IDEFICS = {
     },
 }  # fmt: skip
 
-SPARSE = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=96)
-MIXED = dict(layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=65)
-_YOUNG = {**toy.config("qwen3"), **SPARSE, **MIXED}
 YOUNG = {
-    "Kolibri 1": {**_YOUNG, "model_type": "kolibri1", "architectures": ["Kolibri1ForCausalLM"]},
-    "Flint": {**_YOUNG, "model_type": "flint", "architectures": ["FlintForCausalLM"], "mlp_only_layers": [0]},
-}
+    "Kolibri 1": {
+        **toy.config("qwen3"), "model_type": "kolibri1", "architectures": ["Kolibri1ForCausalLM"],
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 65,
+    },
+    "Apertus 1.5": {
+        **toy.config("qwen3"), "model_type": "apertus1p5_text", "architectures": ["Apertus1p5TextForCausalLM"], "hidden_act": "xielu",
+    },
+}  # fmt: skip
 """Published after the releases in xfer/tested.py: transformers has them since 5.20.0 (October 2026) and 5.24.0 (November)."""
 
 WIDE = dict(hidden_size=256, head_dim=128, num_attention_heads=4, num_key_value_heads=2, intermediate_size=640)
@@ -149,8 +152,7 @@ CASES = {
         copied={"lm_head.weight": "model.embed_tokens.weight"},
     ),
     "A_log": Case(family("Nemotron-H"), fp32=("*.A_log",)),
-    "Kolibri 1": Case(YOUNG["Kolibri 1"], dict(tensor_parallel_size=2)),
-    "Flint": Case(YOUNG["Flint"]),
+    **{name: Case(config, dict(tensor_parallel_size=2)) for name, config in YOUNG.items()},
 }  # fmt: skip
 
 
