@@ -181,7 +181,7 @@ class Trainer(Client):
 
     def refit(self, number: int) -> None:
         m = self.place.m
-        self.say(m.Enter(number, "", False, 1, 60.0))
+        self.say(m.Enter(number, m.Arguments("", min_replicas=1, deadline_s=60.0)))
         self.say(m.Ready(number))
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from xfer import logs
 from xfer.errors import Unsupported, XferError
+from xfer.participants.arguments import RefitOptions
 from xfer.routes import Direct, Route
 
 if TYPE_CHECKING:
@@ -106,15 +107,7 @@ class Session:
                 the engines.
         """
         return self._session.refit(
-            version=version,
-            verify=verify,
-            wait=wait,
-            min_replicas=min_replicas,
-            deadline_s=deadline_s,
-            delta=delta,
-            at_once=at_once,
-            stage=stage,
-            stage_budget=stage_budget,
+            RefitOptions(version, verify, wait, min_replicas, deadline_s, delta, at_once, stage, stage_budget)
         )
 
     def publish(
@@ -142,15 +135,7 @@ class Session:
             XferError: As `refit`, for what fails before this rank is ready.
         """
         return self._session.refit(
-            version=version,
-            verify=verify,
-            wait="ready",
-            min_replicas=min_replicas,
-            deadline_s=deadline_s,
-            delta=delta,
-            at_once=at_once,
-            stage=stage,
-            stage_budget=stage_budget,
+            RefitOptions(version, verify, "ready", min_replicas, deadline_s, delta, at_once, stage, stage_budget)
         )
 
     def fence(self) -> float:

@@ -76,13 +76,14 @@ FORKS = """
 import os, sys, time
 from tests.support.world import REFIT, World
 from xfer.errors import PeerLost
+from xfer.participants.arguments import RefitOptions
 
 w = World(trainers=1, workers=1).connect()
 w.commits(1)
 if not os.fork():
     w.close()  # as leaving a `with` does
     try:
-        w.sessions[0].refit(**REFIT)
+        w.sessions[0].refit(RefitOptions(**REFIT))
     except PeerLost as e:
         sys.exit(0 if "forked" in str(e) else str(e))  # with all that an interpreter does at its end
     sys.exit("a session worked in two processes")

@@ -16,6 +16,7 @@ from tests.support.world import (
 )
 from xfer import errors as e
 from xfer.participants import faults
+from xfer.participants.arguments import RefitOptions
 from xfer.trace.traced import Traced
 from xfer.transport.p2p import P2P
 
@@ -118,7 +119,7 @@ def test_arguments_that_cannot_work_are_refused_and_cost_one_call():
             w.fails(2, e.XferError, f"{next(iter(bad))}=", **bad)
             assert not w.engines[0].paused
         with pytest.raises(e.XferError) as caught:
-            w.sessions[0].refit(version="", deadline_s=-1, min_replicas=9)
+            w.sessions[0].refit(RefitOptions(version="", deadline_s=-1, min_replicas=9))
         assert len(caught.value.violations) == 3, "all at once"
         w.fails(None, e.XferError, "version=", ranks=[1])  # the same call of the other rank
         for more in (

@@ -21,6 +21,7 @@ from xfer.direct import trainer, worker  # noqa: F401  # before a simulation rep
 from xfer.errors import EngineLost, VerificationError, XferError
 from xfer.kernels.block_fp8 import ScaleRule
 from xfer.participants import faults
+from xfer.participants.arguments import RefitOptions
 from xfer.participants.controller import Controller, ControllerPhase, _EngineCalls
 from xfer.transport import peer_host, routes
 
@@ -320,7 +321,7 @@ class Job(World):
         def run() -> None:
             self.sources[i].set(version)
             try:
-                end = self.sessions[i].refit(**options)
+                end = self.sessions[i].refit(RefitOptions(**options))
                 if options["wait"] == "ready":
                     self.between(i, end)
                     self.sessions[i].fence()

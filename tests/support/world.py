@@ -19,6 +19,7 @@ from tests.support.threads import all_good, run_ranks
 from xfer.coordinator.coordinator import Coordinator
 from xfer.coordinator.state import Options
 from xfer.engines.layout import EngineLayout
+from xfer.participants.arguments import RefitOptions
 from xfer.participants.controller import Controller
 from xfer.participants.lane import Lane
 from xfer.participants.trainer import TrainerSession
@@ -500,7 +501,7 @@ class World:
             for s in self.sources:
                 s.set(weights)
 
-        return self.on_all(lambda i: self.sessions[i].refit(**options), ranks)
+        return self.on_all(lambda i: self.sessions[i].refit(RefitOptions(**options)), ranks)
 
     def start(self, weights: int | None = None, ranks=None, **kw) -> Callable[[], list]:
         """Begin a refit on threads. The result waits for them and returns what `refit` returns."""

@@ -23,6 +23,7 @@ from tests.support.hosts import Host
 from tests.support.proc import cause, stopped
 from tests.support.world import REFIT, TOKEN, ToyEngine, ToySource, ToyTaker, trainer_session
 from xfer.errors import DeadlineExceeded, EngineLost
+from xfer.participants.arguments import RefitOptions
 from xfer.participants.controller import Controller
 from xfer.participants.trainer import TrainerSession
 from xfer.participants.worker import WorkerSession
@@ -73,7 +74,7 @@ def _serve_trainer(conn: Connection, made: Callable[..., TrainerSession], **more
             raise
 
     def refit(**options):
-        r = session.refit(**REFIT | options)
+        r = session.refit(RefitOptions(**REFIT | options))
         return {
             "version": r.version,
             "committed": [o.committed for o in r.outcomes],

@@ -31,7 +31,7 @@ def test_arbitrary_bytes_never_do_anything_but_protocol_error(data):
 SAMPLES = [
     m.Hello("trainer", 0, 4, 0, "host", 1),
     m.DialAgain(),
-    m.Enter(1, "7", True, 1, 60.0),
+    m.Enter(1, m.Arguments("7", True, 1, 60.0)),
     m.Measured(9, 1, 2, b"\0\0\0\0", b"\0\0\x80\x3f"),
     m.Ready(1, 0.5, 3, True, sample=b"s"),
     m.Abort(0, 1, 2, m.WireError("PeerLost", "gone", ("a", "b"), "trainer 1")),
@@ -62,7 +62,7 @@ def test_a_message_that_the_other_end_would_refuse_is_not_sent():
         assert m.decode(m.encode(message)) == message
     for label, want in (("x" * 300, 1), ("a", -1), ("a\ud800", 1)):
         with pytest.raises(ProtocolError, match="Enter cannot be sent"):
-            m.encode(m.Enter(1, label, False, want, 1.0))
+            m.encode(m.Enter(1, m.Arguments(label, False, want, 1.0)))
     told = m.Failed(m.WireError.of(ValueError("surrogates \udcff"), "x"))
     assert "surrogates" in m.decode(m.encode(told)).error.message
 

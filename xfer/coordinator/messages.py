@@ -303,23 +303,32 @@ class Prepare(WireMessage, frozen=True):
     attempt: Count
 
 
+class Arguments(Record, frozen=True):
+    """What a call of nccl_xfer_refit() asks for. It must be equal on all trainers.
+
+    `version` None: the coordinator numbers the version. `delta`: send what changed, where that is less. `at_once`: most replicas that
+    are out of service at the same time; 0: all. `scratch`: bytes come into scratch of at most so many bytes per worker while engines
+    serve; None: into live storage.
+    """
+
+    version: Label = None
+    verify: bool = False
+    min_replicas: Count = 0
+    deadline_s: Seconds = 600.0
+    delta: bool = False
+    at_once: Count = 0
+    scratch: Bytes64 | None = None
+
+
 class Enter(WireMessage, frozen=True):
     """Trainer -> coordinator: nccl_xfer_refit() was called with these arguments.
 
     It is sent before anything that may wait for other ranks, so that the coordinator's deadline runs and its error can name
-    the ranks that have not called. `version` None: the coordinator numbers the version. `delta`: send what changed, where that is
-    less. `at_once`: most replicas that are out of service at the same time; 0: all. `scratch`: bytes come into scratch of at most so
-    many bytes per worker while engines serve; None: into live storage. `holds`: this rank's weights stay as they are until the outcome.
+    the ranks that have not called. `holds`: this rank's weights stay as they are until the outcome.
     """
 
     attempt: Count
-    version: Label
-    verify: bool
-    min_replicas: Count
-    deadline_s: Seconds
-    delta: bool = False
-    at_once: Count = 0
-    scratch: Bytes64 | None = None
+    asked: Arguments
     holds: bool = True
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from xfer import logs
@@ -104,23 +103,14 @@ class Refit:
     Args:
         number: which refit of the session this is, from 1.
         deadline_s: seconds until it is aborted, from now or, if it is prepared, from the first call.
-        prepared: it is armed before any trainer has called.
-        at_once: most replicas that it takes out of service at the same time; 0: all.
-        staged: bytes come into scratch before engines are armed, where they can.
+        asked: what its first trainer asks for; None: it is prepared, and armed before any trainer has called.
     """
 
     source = "trainers"
 
-    def __init__(
-        self,
-        coordinator: Coordinator,
-        number: int,
-        deadline_s: float,
-        prepared: bool,
-        at_once: int = 0,
-        staged: bool = False,
-    ):
-        self.coordinator, self.number, self.rolling = coordinator, number, Rolling(self, at_once)
+    def __init__(self, coordinator: Coordinator, number: int, deadline_s: float, asked: m.Arguments | None):
+        self.coordinator, self.number = coordinator, number
+        self.rolling = Rolling(self, asked.at_once if asked is not None else 0)
         self.entered: dict[int, m.Enter] = {}
         self.drained: dict[int, m.Ready] = {}
         self.drained_s = 0.0  # seconds of the slowest trainer
@@ -133,21 +123,21 @@ class Refit:
         self.delta = False
         self.holds = True  # no trainer changes its weights before the outcome
         self.scratch: int | None = None  # see `Enter.scratch`
-        self._first = Phase.STAGING if staged else Phase.ARMING
+        self._first = Phase.STAGING if asked is not None and asked.scratch is not None else Phase.ARMING
         self.ready_at = 0.0  # when the last trainer was ready
         self.called = False  # by some trainer, whose call this refit uses up whatever becomes of it
         self.abandoned = False  # nobody called in time: a trainer that calls now gets the next refit
         self.deadline_s = deadline_s
         # The deadline of a prepared refit begins again with the first call: engines are armed for both.
-        self.armed_s = deadline_s + (coordinator.options.deadline_s if prepared else 0.0)
+        self.armed_s = deadline_s + (coordinator.options.deadline_s if asked is None else 0.0)
         self._go_at = 0.0  # when replicas that can begin no longer wait for others
         self.shared = SharedBlocks(self)
         # The different arguments of `entered`. A comparison of all ranks at each call would take time quadratic in their number.
-        self._asked: set[tuple] = set()
+        self._asked: set[m.Arguments] = set()
         self.owed = Owed(coordinator.options.trainers, coordinator.options.replicas)
         self._undrained = 0  # how many of `parts` may be read from
         self._to_tell: list[int] = []  # replicas for which trainers are not told Drained yet
-        self._arm_at = self.began + (0.0 if prepared else coordinator.refits.arm_after)
+        self._arm_at = self.began + (0.0 if asked is None else coordinator.refits.arm_after)
 
     # ---- going forward
 
@@ -240,22 +230,23 @@ class Refit:
         co = self.coordinator
         self.called = True
         if not self.entered:
-            self.version = co.refits.next_label() if msg.version is None else msg.version
-            self.verify, self.delta, self.scratch = msg.verify, msg.delta, msg.scratch
-            if msg.at_once != self.rolling.at_once:
-                why = f"at_once={msg.at_once}: prepare() has paused all engines for this refit; nothing was moved"
+            asked = msg.asked
+            self.version = co.refits.next_label() if asked.version is None else asked.version
+            self.verify, self.delta, self.scratch = asked.verify, asked.delta, asked.scratch
+            if asked.at_once != self.rolling.at_once:
+                why = f"at_once={asked.at_once}: prepare() has paused all engines for this refit; nothing was moved"
                 co.fail(
                     self, Unsupported(why, ["call refit() or publish() without prepare() where replicas take turns"])
                 )
             armed_until, self.began = self.began + self.armed_s, co.now
-            self.deadline_s = min(msg.deadline_s, armed_until - self.began)
+            self.deadline_s = min(asked.deadline_s, armed_until - self.began)
             self._set_deadline(self.deadline_s)
             co.at(co.now + logs.EVERY_S, self._log_waiting, of=self)
             for part in self.parts.values():  # a replica of a prepared refit may be over by now
                 self._note_drained(part)
         self.entered[client.hello.index] = msg
         self.holds = self.holds and msg.holds
-        self._asked.add(_asked(msg))
+        self._asked.add(msg.asked)
         # Checked at each call: a rank with a shorter deadline than the first one's would give up before all have called.
         if len(self._asked) > 1:
             odd = differences(self.entered)
@@ -283,7 +274,7 @@ class Refit:
             first_copy.stop(co)
             co.silence.take(self.drained.values())
             co.settle_catalog()
-            self._put_aside(self.entered[client.hello.index].min_replicas)
+            self._put_aside(self.entered[client.hello.index].asked.min_replicas)
             self._compare_samples()
             co.plan_complete()  # a replica that joins is planned from what trainers have now
             self.arm_all()
@@ -516,14 +507,10 @@ class Refit:
         return "moving" if moving else "waiting"
 
 
-_EQUAL = ("version", "verify", "min_replicas", "deadline_s", "delta", "at_once", "scratch")
-"""Arguments that must be equal on all trainers."""
-_asked = attrgetter(*_EQUAL)
-
-
 def differences(entered: Mapping[int, m.Enter]) -> list[str]:
-    """Compare arguments that must be equal on all trainers. Returns one line per trainer if some differ."""
-    odd = [a for a in _EQUAL if len({getattr(e, a) for e in entered.values()}) > 1]
+    """Compare what trainers asked for, which is not the same on all of them. Returns one line per trainer."""
+    names = m.Arguments.__struct_fields__
+    odd = [a for a in names if len({getattr(e.asked, a) for e in entered.values()}) > 1]
     return [
-        f"trainer {i}: " + ", ".join(f"{a}={getattr(e, a)!r}" for a in odd) for i, e in sorted(entered.items()) if odd
+        f"trainer {i}: " + ", ".join(f"{a}={getattr(e.asked, a)!r}" for a in odd) for i, e in sorted(entered.items())
     ]

@@ -65,7 +65,7 @@ class RefitQueue:
         if number in self.finished:
             return
         if running is None:
-            self._begin(number, self.coordinator.options.deadline_s, prepared=True)
+            self._begin(number, self.coordinator.options.deadline_s)
         elif running.abandoned or number > running.number:
             self._prepared = max(number, running.number + 1)  # after the one that is being settled
 
@@ -85,12 +85,12 @@ class RefitQueue:
             return client.send(_refused(msg, late))
         if running is not None and running.number < msg.attempt:
             return self._wait(client, msg, came, running)
-        left = msg.deadline_s - (co.now - came)
+        left = msg.asked.deadline_s - (co.now - came)
         if running is None and left <= 0:
             outcome = self._too_late(msg)
             self.use_up(outcome)
             return client.send(outcome)
-        self._begin(msg.attempt, left, at_once=msg.at_once, staged=msg.scratch is not None)
+        self._begin(msg.attempt, left, msg.asked)
         # If nobody called in time, the refit's outcome is about to come, and the trainer calls again.
         if co.refit is not None and not co.refit.abandoned:
             co.refit.enter(client, msg)
@@ -104,7 +104,7 @@ class RefitQueue:
         """
         co = self.coordinator
         self._waiting.append(_Waiting(client, msg, came))
-        co.at(came + msg.deadline_s, lambda: self._expire(msg), of=msg)
+        co.at(came + msg.asked.deadline_s, lambda: self._expire(msg), of=msg)
         running.called = True
         left = f"{client.label} has left refit {running.number}: it has called nccl_xfer_refit() again since"
         co.fail(running, PeerLost(left), by=client)
@@ -116,7 +116,7 @@ class RefitQueue:
     def _too_late(self, msg: m.Enter) -> m.Outcome:
         before = self.coordinator.refit
         error = DeadlineExceeded(
-            f"this refit could not begin by its deadline of {msg.deadline_s:.1f} s: the one before was still being undone",
+            f"this refit could not begin by its deadline of {msg.asked.deadline_s:.1f} s: the one before was still being undone",
             [f"waiting for {w}" for w in before.waiting_for()] if before is not None else [],
         )
         return _refused(msg, error)
@@ -147,12 +147,10 @@ class RefitQueue:
 
     # ---- beginnings and ends
 
-    def _begin(
-        self, number: int, deadline_s: float, prepared: bool = False, at_once: int = 0, staged: bool = False
-    ) -> None:
+    def _begin(self, number: int, deadline_s: float, asked: m.Arguments | None = None) -> None:
         co = self.coordinator
         if co.refit is None:
-            co.refit = Refit(co, number, deadline_s, prepared, at_once, staged)
+            co.refit = Refit(co, number, deadline_s, asked)
             co.refit.start()
 
     def use_up(self, outcome: m.Outcome) -> None:
@@ -184,7 +182,7 @@ class RefitQueue:
         prepared, self._prepared = self._prepared, 0
         self._go_on()
         if prepared > outcome.attempt and prepared not in self.finished:
-            self._begin(prepared, co.options.deadline_s, prepared=True)
+            self._begin(prepared, co.options.deadline_s)
 
     def _go_on(self) -> None:
         """Take up the calls that have waited. A call for a later refit than the one that begins now waits again."""
@@ -200,4 +198,4 @@ class RefitQueue:
 
 
 def _refused(msg: m.Enter, error: XferError) -> m.Outcome:
-    return m.Outcome(msg.attempt, msg.version, (), m.WireError.of(error, "rendezvous"))
+    return m.Outcome(msg.attempt, msg.asked.version, (), m.WireError.of(error, "rendezvous"))

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import SupportsFloat, SupportsIndex
 
+from xfer.coordinator.messages import Arguments
 from xfer.errors import HandshakeError, XferError
 from xfer.plan.options import MAX_BUCKET
 from xfer.rendezvous.channel import check_token, parse_address
@@ -54,108 +55,82 @@ class Labels:
 
 
 @dataclass(frozen=True, slots=True)
-class Arguments:
-    """Checked arguments of `nccl_xfer_refit`.
+class RefitOptions:
+    """The arguments of a call, as its caller gave them. `Session.refit` documents them; `publish` has another `wait`."""
 
-    Attributes:
-        version: The label; None if the coordinator chooses a number.
-        verify: Whether checksums are compared.
-        wait: "commit", "sources" or "ready".
-        want: Number of replicas that must commit.
-        seconds: Seconds from the call to the deadline.
-        delta: Whether to send only what changed, where that is less.
-        at_once: Most replicas that are out of service at the same time; 0: all.
-        scratch: Most bytes of scratch that a worker may take for a staged refit; None: the refit is not staged.
-    """
+    version: object = None
+    verify: object = False
+    wait: object = "commit"
+    min_replicas: object = None
+    deadline_s: object = None
+    delta: object = None
+    at_once: object = None
+    stage: object = False
+    stage_budget: object = None
 
-    version: int | str | None
-    verify: bool
-    wait: str
-    want: int
-    seconds: float
-    delta: bool = False
-    at_once: int = 0
-    scratch: int | None = None
+    def checked(self, replicas: int, default_s: float, used: Labels, route: str) -> Arguments:
+        """Check them.
 
+        Args:
+            replicas: Number of replicas of the session.
+            default_s: Deadline if none is given.
+            used: Labels of earlier refits.
+            route: Name of the session's route.
 
-def checked_call(
-    version: object,
-    verify: object,
-    wait: object,
-    min_replicas: object,
-    deadline_s: object,
-    delta: object,
-    at_once: object,
-    stage: object,
-    stage_budget: object,
-    replicas: int,
-    default_s: float,
-    used: Labels,
-    route: str,
-) -> Arguments:
-    """Check the arguments of `nccl_xfer_refit`.
+        Returns:
+            What all trainers ask the coordinator for.
 
-    Args:
-        version: See `nccl_xfer_refit`, as for the next eight.
-        verify: See there.
-        wait: See there.
-        min_replicas: See there.
-        deadline_s: See there.
-        delta: See there.
-        at_once: See there.
-        stage: See there.
-        stage_budget: See there.
-        replicas: Number of replicas of the session.
-        default_s: Deadline if `deadline_s` is None.
-        used: Labels of earlier refits.
-        route: Name of the session's route.
+        Raises:
+            XferError: Some arguments cannot work; it names all of them.
+        """
+        bad: list[str] = []
+        label = _label(self.version, bad)
+        bad += used.wrong(label) if label is not None else []
+        verify = False
+        try:
+            verify = bool(self.verify)
+        except Exception:
+            bad.append(f"verify={self.verify!r}: true or false")
+        if self.wait not in ("commit", "sources", "ready"):
+            bad.append(f'wait={self.wait!r}: "commit" or "sources"; publish() waits until this rank is ready ("ready")')
+        bad += self._wrong_delta(route) + self._wrong_stage(route)
+        turns = 0 if self.at_once is None else whole(self.at_once)
+        if self.at_once is not None:
+            bad += wrong_whole("at_once", self.at_once, 1)
+        budget = LARGEST_NUMBER if self.stage_budget is None else whole(self.stage_budget)
+        want = replicas if self.min_replicas is None else whole(self.min_replicas)
+        if want is None or not 0 <= want <= replicas:
+            told = f"min_replicas={self.min_replicas!r}"
+            bad.append(f"{told}: a whole number from 0 to {replicas}, the replicas that connect() was told")
+        limit = default_s if self.deadline_s is None else seconds(self.deadline_s)
+        if limit is None:
+            bad += wrong_seconds("deadline_s", self.deadline_s)
+        if bad or want is None or limit is None or turns is None:
+            raise XferError("nccl_xfer_refit() was called with arguments that cannot work", bad)
+        scratch = budget if self.stage else None
+        return Arguments(label, verify, want, limit, self.delta == "auto", min(turns, replicas), scratch)
 
-    Raises:
-        XferError: Some arguments cannot work; it names all of them.
-    """
-    bad: list[str] = []
-    label = _label(version, bad)
-    bad += used.wrong(label) if label is not None else []
-    verified = False
-    try:
-        verified = bool(verify)
-    except Exception:
-        bad.append(f"verify={verify!r}: true or false")
-    if wait not in ("commit", "sources", "ready"):
-        bad.append(f'wait={wait!r}: "commit" or "sources"; publish() waits until this rank is ready ("ready")')
-    if delta not in (None, "auto"):
-        bad.append(f'delta={delta!r}: None or "auto"')
-    elif delta is not None and route != "direct":
-        bad.append(
-            f"delta={delta!r}: this route always sends all bytes; leave delta out, or connect(route=xfer.Direct())"
-        )
-    turns = 0 if at_once is None else whole(at_once)
-    if at_once is not None:
-        bad += wrong_whole("at_once", at_once, 1)
-    budget = LARGEST_NUMBER if stage_budget is None else whole(stage_budget)
-    if stage not in (False, True):
-        bad.append(f"stage={stage!r}: true or false")
-    elif stage and route != "direct":
-        bad.append(
-            "stage=True: the packed route loads whole tensors into live weights and stages nothing; use xfer.Direct()"
-        )
-    elif stage_budget is not None and not stage:
-        bad.append(f"stage_budget={stage_budget!r}: it is for stage=True")
-    if budget is None or not 0 < budget <= LARGEST_NUMBER:
-        bad.append(f"stage_budget={stage_budget!r}: bytes that each worker may take, at least 1")
-    want = replicas if min_replicas is None else whole(min_replicas)
-    if want is None or not 0 <= want <= replicas:
-        bad.append(
-            f"min_replicas={min_replicas!r}: a whole number from 0 to {replicas}, the replicas that connect() was told"
-        )
-    limit = default_s if deadline_s is None else seconds(deadline_s)
-    if limit is None:
-        bad += wrong_seconds("deadline_s", deadline_s)
-    if bad or want is None or limit is None or turns is None or not isinstance(wait, str):
-        raise XferError("nccl_xfer_refit() was called with arguments that cannot work", bad)
-    return Arguments(
-        label, verified, wait, want, limit, delta == "auto", min(turns, replicas), budget if stage else None
-    )
+    def _wrong_delta(self, route: str) -> list[str]:
+        told = f"delta={self.delta!r}"
+        if self.delta not in (None, "auto"):
+            return [f'{told}: None or "auto"']
+        if self.delta is not None and route != "direct":
+            return [f"{told}: this route always sends all bytes; leave delta out, or connect(route=xfer.Direct())"]
+        return []
+
+    def _wrong_stage(self, route: str) -> list[str]:
+        bad, budget = [], LARGEST_NUMBER if self.stage_budget is None else whole(self.stage_budget)
+        if self.stage not in (False, True):
+            bad.append(f"stage={self.stage!r}: true or false")
+        elif self.stage and route != "direct":
+            bad.append(
+                "stage=True: the packed route loads whole tensors into live weights and stages nothing; use xfer.Direct()"
+            )
+        elif self.stage_budget is not None and not self.stage:
+            bad.append(f"stage_budget={self.stage_budget!r}: it is for stage=True")
+        if budget is None or not 0 < budget <= LARGEST_NUMBER:
+            bad.append(f"stage_budget={self.stage_budget!r}: bytes that each worker may take, at least 1")
+        return bad
 
 
 def wrong_seconds(name: str, value: object) -> list[str]:

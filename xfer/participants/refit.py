@@ -19,7 +19,6 @@ from xfer.coordinator import messages as m
 from xfer.coordinator.deadlines import CALL_GRACE_S, SILENCE_S, STOP_GRACE_S
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
 from xfer.participants import computing, faults
-from xfer.participants.arguments import Arguments
 from xfer.participants.report import RefitReport
 from xfer.participants.timeline import mark
 from xfer.rendezvous.client import host_identity
@@ -44,7 +43,8 @@ class RefitCall:
 
     Args:
         session: The rank's session.
-        call: The checked arguments.
+        asked: What it asks for.
+        wait: What it returns at: "commit", "sources" or "ready".
 
     Attributes:
         number: Number of the present attempt.
@@ -53,9 +53,9 @@ class RefitCall:
         report: The report with the outcomes, also if the call then raised; None before they are known.
     """
 
-    def __init__(self, session: TrainerSession, call: Arguments):
-        self.session, self.party, self.call = session, session.party, call
-        self.began, self.until = time.perf_counter(), time.monotonic() + call.seconds
+    def __init__(self, session: TrainerSession, asked: m.Arguments, wait: str):
+        self.session, self.party, self.asked, self.wait = session, session.party, asked, wait
+        self.began, self.until = time.perf_counter(), time.monotonic() + asked.deadline_s
         self.ends = self.until + CALL_GRACE_S
         self.number = 0
         self._seconds: float | None = None  # of a call that returned before the outcome was known
@@ -109,7 +109,7 @@ class RefitCall:
 
     def _run(self) -> RefitReport:
         self._begin()
-        if self.call.wait == "ready":
+        if self.wait == "ready":
             self.session.pending, self._seconds = self, self.elapsed
             return self._report(self._version(), (), pending=True)
         return self._until_free()
@@ -120,7 +120,7 @@ class RefitCall:
 
     def _until_free(self) -> RefitReport:
         while True:
-            if self.call.wait != "commit" and self._wait_for_sources():
+            if self.wait != "commit" and self._wait_for_sources():
                 self._remember()
                 self.free, self.session.pending, self._seconds = True, self, self.elapsed
                 return self._report(self._version(), (), pending=True)
@@ -134,7 +134,7 @@ class RefitCall:
 
     def _remember(self) -> None:
         """Keep what this refit sent, before the caller changes it."""
-        if self.call.delta:
+        if self.asked.delta:
             self.session.side.remember(self.number)
 
     @contextlib.contextmanager
@@ -149,13 +149,12 @@ class RefitCall:
     # ---- going in
 
     def _enter(self) -> None:
-        session, call = self.session, self.call
+        session, asked = self.session, self.asked
         self._entered = self._told = self._may_be_read = False
         try:
             mark(self.label, "called")
             faults.point("trainer", session.index, "enter")
-            args = call.version, call.verify, call.want, call.seconds, call.delta, call.at_once, call.scratch
-            self.party.send(m.Enter(self.number, *args, holds=call.wait == "commit"))
+            self.party.send(m.Enter(self.number, asked, holds=self.wait == "commit"))
             self._entered = True
             if (drain := self._drained()) is not None:
                 mark(self.label, "drained")
@@ -166,13 +165,13 @@ class RefitCall:
                 broken = tuple(lane.replica for lane in lanes if lane.gave_up)
                 seconds = drain.seconds + self._computed()
                 self._quantize()
-                if call.delta:
+                if asked.delta:
                     self._compare()
                 news = session.side.news(session.version is not None)
                 if session.device.type == "cuda":
                     # Copies that a source makes when it is checked (of a callable) run on this thread's stream; lanes have others.
                     wait_for_stream(session.device, self.until, self.label)
-                    if call.verify:
+                    if asked.verify:
                         session.begin_sums(self.number)
                 mark(self.label, "ready")
                 self._may_be_read = True
@@ -427,7 +426,7 @@ class RefitCall:
         report = self.report = self._report(outcome.version, outcome.outcomes)
         if report.committed:  # if fewer replicas than wanted committed, the call raises below
             self.session.version = outcome.version
-        report.raise_unless(self.call.want)
+        report.raise_unless(self.asked.min_replicas)
         return report
 
     def _quarantine_if_read(self, outcome: m.Outcome) -> None:
@@ -451,7 +450,7 @@ class RefitCall:
     def _version(self) -> int | str | None:
         """The label of this refit before its outcome is known."""
         attempt, version = self.party.named
-        return version if attempt == self.number else self.call.version
+        return version if attempt == self.number else self.asked.version
 
     def _report(
         self, version: int | str | None, outcomes: tuple[m.ReplicaOutcome, ...], pending: bool = False

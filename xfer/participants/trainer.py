@@ -25,7 +25,7 @@ from xfer.coordinator.layouts import pack_specs, unpack_one
 from xfer.coordinator.state import Options, told
 from xfer.errors import DeadlineExceeded, RebindError, Unsupported, XferError
 from xfer.participants import computing, observers, timeline
-from xfer.participants.arguments import Labels, checked_call
+from xfer.participants.arguments import Labels, RefitOptions
 from xfer.participants.data_plane import Change, NewTrainerSide
 from xfer.participants.lane import Lane
 from xfer.participants.refit import RefitCall
@@ -134,10 +134,6 @@ class Entry:
         finally:
             if free:
                 self._inside.release()
-
-    def locked(self) -> bool:
-        """Whether a call is inside."""
-        return self._inside.locked()
 
 
 class TrainerSession:
@@ -323,27 +319,12 @@ class TrainerSession:
         self._busy.refuse_closed("prepare()")
         self._party.send(m.Prepare(self.attempt + 1))
 
-    def refit(
-        self,
-        *,
-        version: str | int | None = None,
-        verify: bool = False,
-        wait: str = "commit",
-        min_replicas: int | None = None,
-        deadline_s: float | None = None,
-        delta: str | None = None,
-        at_once: int | None = None,
-        stage: bool = False,
-        stage_budget: int | None = None,
-    ) -> RefitReport:
+    def refit(self, options: RefitOptions) -> RefitReport:
         """See `xfer.nccl_xfer_refit`."""
         with self._busy.alone("nccl_xfer_refit()"):
             try:
                 self._finish_pending()
-                call = checked_call(
-                    version, verify, wait, min_replicas, deadline_s, delta, at_once, stage, stage_budget,
-                    replicas=self.replicas, default_s=self.deadline_s, used=self._labels, route=self._route,
-                )  # fmt: skip
+                asked = options.checked(self.replicas, self.deadline_s, self._labels, self._route)
             except XferError as e:
                 # The failed call uses up an attempt here and, by this message, on the other ranks: numbers stay equal.
                 e.where = e.where or self._party.label
@@ -351,7 +332,7 @@ class TrainerSession:
                 raise
             with quick_turns(), nvtx(f"refit, trainer {self.index}"):
                 try:
-                    refit = RefitCall(self, call)
+                    refit = RefitCall(self, asked, str(options.wait))
                     report = self._ended(refit, refit.run)
                     report, self._before = replace(report, before=self._before), None
                     return report
