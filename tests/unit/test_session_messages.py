@@ -30,14 +30,13 @@ def test_arbitrary_bytes_never_do_anything_but_protocol_error(data):
 
 SAMPLES = [
     m.Hello("trainer", 0, 4, 0, "host", 1),
-    m.DialAgain(),
     m.Enter(1, m.Arguments("7", True, 1, 60.0)),
     m.Measured(9, 1, 2, b"\0\0\0\0", b"\0\0\x80\x3f"),
     m.Ready(1, 0.5, 3, True, sample=b"s"),
     m.Abort(0, 1, 2, m.WireError("PeerLost", "gone", ("a", "b"), "trainer 1")),
     m.Go(3, (0, 2), (1, 4), "7", True, 60.0),
     m.Done(3, (0, 2), (m.Moved(2, 10, 20, 0.1, 0.2, 0.3, 0.0, (m.Checksum(0, b"12345678"),)),)),
-    m.StoreSet("r0/e1/key", b"value"),
+    m.Store(m.StoreCall.SET, ("r0/e1/key",), b"value"),
 ]
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 from xfer import logs
 from xfer.coordinator import failures, first_copy, relays
@@ -33,7 +33,6 @@ from xfer.coordinator.state import (
     Options,
     Replica,
     ReplicaPhase,
-    StoreCall,
     broadcast,
     differences,
     hello_violations,
@@ -209,7 +208,8 @@ class Coordinator:
     def _hello(self, client: Client, h: m.Hello) -> None:
         o = self.options
         if self._over_for(h):
-            return self._send_away(client, m.DialAgain())
+            client.left = True
+            return client.close()
         replica = self.replicas.get(h.replica)
         if h.role == "worker" and replica is not None and replica.controller is None:
             # Its controller was told why nothing can join here, and has left. The worker is told the same.
@@ -217,7 +217,7 @@ class Coordinator:
                 return self._send_away(client, m.Refused(m.WireError.of(why, "rendezvous"), self.session))
         if bad := hello_violations(h, o, self.trainers, self.replicas):
             return self._refuse(client, h, bad)
-        client.introduce(h)
+        client.hello, client.label = h, h.label
         self.clients.add(client)
         plans = h.role in ("trainer", "worker")
         site = o.site if plans else b""
@@ -275,7 +275,7 @@ class Coordinator:
         missed = before is not None and h.role == "trainer" and h.index in before.missing and h.after != before.session
         return before if missed else None
 
-    def _send_away(self, client: Client, answer: m.Refused | m.DialAgain) -> None:
+    def _send_away(self, client: Client, answer: m.Refused) -> None:
         client.send(answer)
         client.left = True
         self.at(self.now + REFUSED_S, client.close)
@@ -633,10 +633,7 @@ _RULES: dict[type[m.WireMessage], tuple[tuple[str, ...], _Handler]] = {
     m.Committed: (_WORKER, Coordinator._for_refit),
     m.Stopped: (_WORKER, Coordinator._for_refit),
     m.Settled: (_CONTROLLER, Coordinator._settled),
-    **{
-        kind: (_DOMAIN, lambda co, client, msg: co.store.handle(client, msg, co._speaks_for(client)))
-        for kind in get_args(StoreCall)
-    },
+    m.Store: (_DOMAIN, lambda co, client, msg: co.store.handle(client, msg, co._speaks_for(client))),
 }
 """By message: the roles that may send it, and its handler. All other messages are sent by the coordinator only."""
 

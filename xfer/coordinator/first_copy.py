@@ -238,7 +238,7 @@ class FirstCopy:
         r.first = None
         del co.copies[self.number]
         co.timers.drop(self)
-        broadcast([*self.sources, *r.workers.values()], m.CloseLink(r.index))
+        broadcast([*self.sources, *r.workers.values()], m.CloseRoutes(r.index, link=True))
         return True
 
     # ---- what others ask of it

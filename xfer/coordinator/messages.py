@@ -24,11 +24,10 @@ from msgspec import Meta, Struct
 from xfer.errors import ProtocolError, XferError, from_wire
 from xfer.plan.explain import size
 
-WIRE_VERSION = 26
+WIRE_VERSION = 27
 """Sent in the challenge (rendezvous/channel.py), before any message that another version could not decode."""
 MAX_FRAME = 1 << 30
 """Bytes of one control frame. All layouts of a thousand ranks take well below 1 MB."""
-MAX_STORE_VALUE = 1 << 16
 FIRST_COPIES = 1 << 30
 """Attempts from this number on are first copies (first_copy.py); refits are numbered from 1."""
 CHECKED_BYTES = 1 << 20
@@ -48,7 +47,7 @@ Digest = Annotated[bytes, Meta(max_length=32)]
 Holds = Annotated[str, Meta(pattern="^(whole|mix|nothing)$")]
 """Weights of a worker: of one version; of two versions, after a failed refit; or only the random ones of its start."""
 StoreKey = Annotated[str, Meta(max_length=256)]
-StoreValue = Annotated[bytes, Meta(max_length=MAX_STORE_VALUE)]
+StoreValue = Annotated[bytes, Meta(max_length=1 << 16)]
 _STORE_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:\-]{0,255}")
 
 
@@ -90,7 +89,8 @@ class WireError(Record, frozen=True):
 
 
 class Hello(WireMessage, frozen=True):
-    """Client -> coordinator: the first message of every client.
+    """Client -> coordinator: the first message of every client. It is answered by `Welcome` or `Refused`, or by the end of the
+    connection: dial again, for the next session.
 
     `index`: trainer rank, or worker rank inside its replica; 0 for others. `after`: the last session at this rendezvous
     that this client left or that refused it. If that session has failed, the client waits for the next one.
@@ -107,6 +107,13 @@ class Hello(WireMessage, frozen=True):
     session_open: bool = False  # worker: an earlier controller opened an update and did not finish it
     version: Label = None  # worker: label of the last refit that it installed
     after: Name = ""
+
+    @property
+    def label(self) -> str:
+        """Name of this process in errors and logs."""
+        if self.role in ("trainer", "observer"):
+            return f"trainer {self.index}" if self.role == "trainer" else "observer"
+        return f"replica {self.replica} {self.role}" + (f" {self.index}" if self.role == "worker" else "")
 
 
 class Welcome(WireMessage, frozen=True):
@@ -131,10 +138,6 @@ class Refused(WireMessage, frozen=True):
 
     error: WireError
     session: Name = ""
-
-
-class DialAgain(WireMessage, frozen=True):
-    """Coordinator -> client, in answer to its hello: you left this session and it has failed. Dial again for the next one."""
 
 
 class Leave(WireMessage, frozen=True):
@@ -721,9 +724,13 @@ class Release(WireMessage, frozen=True):
 
 
 class CloseRoutes(WireMessage, frozen=True):
-    """Coordinator -> worker, and trainer on the packed route: unmap the trainers' storages. Answered by `RoutesClosed`."""
+    """Coordinator -> worker, and trainer on the packed route: unmap the trainers' storages. Answered by `RoutesClosed`.
+
+    `link`, to workers of a donor and of the replica to which it gave weights: close the routes and the link between you. Not answered.
+    """
 
     replica: Count
+    link: bool = False
 
 
 class RoutesClosed(WireMessage, frozen=True):
@@ -732,46 +739,26 @@ class RoutesClosed(WireMessage, frozen=True):
     replica: Count
 
 
-class CloseLink(WireMessage, frozen=True):
-    """Coordinator -> workers of a donor and of the replica to which it gave weights: close the routes and the link between you."""
-
-    replica: Count
-
-
 # ---- the store in which communicators meet
 
 
-class StoreSet(WireMessage, frozen=True):
-    key: StoreKey
-    value: StoreValue
+class StoreCall(Enum):
+    """A call of the store. All but SET are answered."""
+
+    SET = "set"
+    GET = "get"  # answered with the value, when the key exists
+    ADD = "add"  # a number, as text; answered with the sum
+    PUT = "put"  # sets a key that does not exist; answered with the value that it then has
+    CHECK = "check"  # answered by "1" if all keys exist, else by nothing
 
 
-class StoreGet(WireMessage, frozen=True):
-    """Answered when the key exists."""
+class Store(WireMessage, frozen=True):
+    """Client -> coordinator: a call about one key, or, to CHECK, about several."""
 
-    call: Count
-    key: StoreKey
-
-
-class StoreAdd(WireMessage, frozen=True):
-    call: Count
-    key: StoreKey
-    amount: Annotated[int, Meta(gt=-(1 << 31), lt=1 << 31)]
-
-
-class StoreCompareSet(WireMessage, frozen=True):
-    """Sets the key if it does not exist. Answered with the value that the key then has."""
-
-    call: Count
-    key: StoreKey
-    value: StoreValue
-
-
-class StoreCheck(WireMessage, frozen=True):
-    """Answered by "1" if all these keys exist, else by nothing."""
-
-    call: Count
-    keys: Annotated[tuple[StoreKey, ...], Meta(max_length=65536)]
+    kind: StoreCall
+    keys: Annotated[tuple[StoreKey, ...], Meta(min_length=1, max_length=65536)]
+    value: StoreValue = b""
+    call: Count = 0
 
 
 # ---- observers
@@ -799,12 +786,12 @@ class StatusReply(WireMessage, frozen=True):
 
 
 Message = (
-    Hello | Welcome | Refused | DialAgain | Specs | CatalogMsg | InventoryMsg | Fetch | LayoutAsk | Layout
+    Hello | Welcome | Refused | Specs | CatalogMsg | InventoryMsg | Fetch | LayoutAsk | Layout
     | PlanInputs | Planned | OpenLink | LinkOpen | Found | ReplicaReady
     | Prepare | Enter | Measured | Ready | Arm | Armed | CallAgain | Go | PartReady | Progress | Done | Drained
     | Commit | Decided | Committed
-    | Abort | Stopped | Settle | Settled | Failed | Release | CloseRoutes | RoutesClosed | CloseLink
-    | Outcome | Leave | Ping | Reply | StoreSet | StoreGet | StoreAdd | StoreCompareSet | StoreCheck | StatusAsk | StatusReply
+    | Abort | Stopped | Settle | Settled | Failed | Release | CloseRoutes | RoutesClosed
+    | Outcome | Leave | Ping | Reply | Store | StatusAsk | StatusReply
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

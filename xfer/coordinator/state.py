@@ -36,14 +36,6 @@ class Client:
     closed: bool = False
     progress: m.Progress | None = None
 
-    def introduce(self, h: m.Hello) -> None:
-        names = {
-            "trainer": f"trainer {h.index}",
-            "worker": f"replica {h.replica} worker {h.index}",
-            "observer": "observer",
-        }
-        self.hello, self.label = h, names.get(h.role, f"replica {h.replica} {h.role}")
-
     def send(self, message: m.Message) -> None:
         if not self.closed:
             self.outbox.append(Send((self.number,), message))
@@ -297,9 +289,6 @@ def _seat_violations(h: m.Hello, replica: Replica) -> list[str]:
     return [f"worker {h.index} of replica {h.replica} is connected already"] if h.index in replica.workers else []
 
 
-StoreCall = m.StoreSet | m.StoreGet | m.StoreAdd | m.StoreCompareSet | m.StoreCheck
-
-
 class KeyValues:
     """The store in which communicators meet; rendezvous/store.py is the clients' half."""
 
@@ -307,7 +296,7 @@ class KeyValues:
         self._values: dict[str, bytes] = {}
         self._parked: dict[str, list[tuple[Client, int]]] = defaultdict(list)
 
-    def handle(self, client: Client, msg: StoreCall, replicas: Iterable[int]) -> None:
+    def handle(self, client: Client, msg: m.Store, replicas: Iterable[int]) -> None:
         """Carry out a call and answer it.
 
         Args:
@@ -317,23 +306,22 @@ class KeyValues:
             ProtocolError: a key is not the client's, or `add` finds no number. It ends the connection.
         """
         prefixes = [""] if client.hello.role == "trainer" else [f"r{i}/" for i in replicas]
-        for key in msg.keys if isinstance(msg, m.StoreCheck) else (msg.key,):
+        for key in msg.keys:
             m.check_store_key(key, *prefixes)
-        values = self._values
-        if isinstance(msg, m.StoreSet):
-            return self._put(msg.key, msg.value)
-        if isinstance(msg, m.StoreCheck):
+        values, kind, key = self._values, msg.kind, msg.keys[0]
+        if kind is m.StoreCall.CHECK:
             return client.send(m.Reply(msg.call, b"1" if all(k in values for k in msg.keys) else b""))
-        if isinstance(msg, m.StoreGet) and msg.key not in values:
-            return self._parked[msg.key].append((client, msg.call))
-        if isinstance(msg, m.StoreCompareSet) and msg.key not in values:
-            self._put(msg.key, msg.value)
-        if isinstance(msg, m.StoreAdd):
+        if kind is m.StoreCall.GET and key not in values:
+            return self._parked[key].append((client, msg.call))
+        if kind is m.StoreCall.SET or kind is m.StoreCall.PUT and key not in values:
+            self._put(key, msg.value)
+        if kind is m.StoreCall.ADD:
             try:
-                self._put(msg.key, str(int(values.get(msg.key, b"0")) + msg.amount).encode())
+                self._put(key, str(int(values.get(key, b"0")) + int(msg.value)).encode())
             except ValueError:
-                raise ProtocolError(f"store key {msg.key!r} does not hold a number") from None
-        return client.send(m.Reply(msg.call, values[msg.key]))
+                raise ProtocolError(f"store key {key!r} does not hold a number, or gets none added") from None
+        if kind is not m.StoreCall.SET:
+            client.send(m.Reply(msg.call, values[key]))
 
     def _put(self, key: str, value: bytes) -> None:
         self._values[key] = value

@@ -258,9 +258,7 @@ class Lane:
         elif isinstance(message, m.Go):
             self._go(message)
         elif isinstance(message, m.CloseRoutes):
-            self._close_routes()
-        elif isinstance(message, m.CloseLink):
-            self.plane.close()
+            self.plane.close() if message.link else self._close_routes()
         elif message is _UNMAP:
             self.plane.unmap()
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import ClassVar, Protocol, TypeVar
 
+import msgspec
 import torch
 
 from xfer.coordinator import messages as m
@@ -222,9 +223,10 @@ class RendezvousClient:
         version: Label = None,
         given_up: Callable[[], bool] = lambda: False,
     ):
-        self.label = {"trainer": f"trainer {index}", "worker": f"replica {replica} worker {index}"}.get(
-            role, f"replica {replica} {role}"
+        hello = m.Hello(
+            role, index, size, replica, host_identity(), os.getpid(), settings, holds, session_open, version
         )
+        self.label = hello.label
         self.lanes: Mapping[int, LanePort] = {}
         self.named: tuple[int, Label] = (0, None)
         self.void: set[int] = set()
@@ -240,10 +242,7 @@ class RendezvousClient:
         self._leaving = False  # this process itself closes the connection
         self._news = threading.Condition()
         self._place = rendezvous, self.label
-        hello = m.Hello(
-            role, index, size, replica, host_identity(), os.getpid(), settings, holds, session_open, version,
-            _left.get(self._place, ""),
-        )  # fmt: skip
+        hello = msgspec.structs.replace(hello, after=_left.get(self._place, ""))
         self.channel, self.welcome = self._enter(rendezvous, token, hello, time.monotonic() + deadline_s, given_up)
         # A worker may be in a refit and in first copies of several replicas at once, each of them an attempt of its own.
         self._collector = DoneCollector(self.send, self.welcome.hold_s) if role == "trainer" else None
@@ -261,8 +260,8 @@ class RendezvousClient:
                 answer = channel.ask(hello, until)
                 if isinstance(answer, m.Welcome):
                     return channel, answer
-            except PeerLost as e:  # the session ended before it answered
-                answer, over = m.DialAgain(), str(e)
+            except PeerLost as e:  # the session is over, for this client at least
+                over = str(e)
             except TimeoutError:
                 raise DeadlineExceeded(
                     "no answer in time: the rendezvous' welcome", [SILENT], where=self.label
@@ -273,13 +272,12 @@ class RendezvousClient:
             if isinstance(answer, m.Refused):
                 _left[self._place] = answer.session or hello.after
                 raise answer.error.error()
-            if not isinstance(answer, m.DialAgain):
+            if answer is not None:
                 raise ProtocolError(f"the rendezvous answered Hello with {type(answer).__name__}", where=self.label)
-            over = over or "trainer rank 0 has not closed the session that this process has left"
             time.sleep(AGAIN_S)
         raise DeadlineExceeded(
             f"no new session began at {rendezvous} in time",
-            [over, "has trainer rank 0, which hosts it, called xfer.connect() again?"],
+            [over, "has trainer rank 0, which hosts it, closed the session before and called xfer.connect() again?"],
             where=self.label,
         )
 
@@ -361,7 +359,7 @@ class RendezvousClient:
         self.drained.update(dict.fromkeys(message.replicas, message.attempt))
         self.named = (message.attempt, message.version)
 
-    def _post(self, message: m.PlanInputs | m.OpenLink | m.CloseRoutes | m.CloseLink) -> None:
+    def _post(self, message: m.PlanInputs | m.OpenLink | m.CloseRoutes) -> None:
         lane = self.on_lane(message.replica)
         if lane is not None:
             lane.post(message)
@@ -369,12 +367,8 @@ class RendezvousClient:
     def _close_routes(self, message: m.CloseRoutes) -> None:
         if message.replica in self.lanes:
             self._post(message)
-        else:
+        elif not message.link:
             self.try_send(m.RoutesClosed(message.replica))  # nothing was ever opened here
-
-    def _close_link(self, message: m.CloseLink) -> None:
-        if message.replica in self.lanes:
-            self._post(message)
 
     def _go(self, message: m.Go) -> None:
         self.named = (message.attempt, message.version)
@@ -407,7 +401,6 @@ class RendezvousClient:
         m.PlanInputs: _post,
         m.OpenLink: _post,
         m.CloseRoutes: _close_routes,
-        m.CloseLink: _close_link,
         m.Go: _go,
         m.Outcome: _outcome,
         m.Failed: _all_failed,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 
 from torch.distributed import Store
 
@@ -34,38 +35,38 @@ class RendezvousStore(Store):
         return timedelta(seconds=self._seconds)
 
     def _ask(
-        self, make: Callable[[int], m.Message], what: str, seconds: float | None = None, why: str = SILENT
+        self, kind: m.StoreCall, *keys: str, value: bytes = b"", seconds: float | None = None, why: str = SILENT
     ) -> bytes:
         until = time.monotonic() + (self._seconds if seconds is None else seconds)
-        return self._questions.ask(what, until, make, cancelled=self._cancelled, why=why)[0]
+        ask = partial(self._call, kind, keys, value)
+        what = f"{kind.value} {', '.join(keys)[:80]!r} in the store"
+        return self._questions.ask(what, until, ask, cancelled=self._cancelled, why=why)[0]
+
+    def _call(self, kind: m.StoreCall, keys: Sequence[str], value: bytes, call: int = 0) -> m.Store:
+        return m.Store(kind, tuple(self._prefix + key for key in keys), value, call)
 
     def set(self, key: str, value: bytes | str) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
-        self._questions.send(m.StoreSet(self._prefix + key, data))
+        self._questions.send(self._call(m.StoreCall.SET, [key], data))
 
-    def _get(self, key: str, seconds: float | None = None) -> bytes:
-        why = "a peer did not open its data link"
-        return self._ask(lambda call: m.StoreGet(call, self._prefix + key), f"store key {key!r}", seconds, why)
-
-    def get(self, key: str) -> bytes:
-        return self._get(key)
+    def get(self, key: str, seconds: float | None = None) -> bytes:
+        return self._ask(m.StoreCall.GET, key, seconds=seconds, why="a peer did not open its data link")
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._ask(lambda call: m.StoreAdd(call, self._prefix + key, amount), f"store counter {key!r}"))
+        return int(self._ask(m.StoreCall.ADD, key, value=str(amount).encode()))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Sets the key if it does not exist, and returns the value that it then has. Only for `expected` "", as torch says that."""
         if expected:
             raise ValueError("only a key that does not exist can be compared and set")
-        data = desired.encode()
-        return self._ask(lambda call: m.StoreCompareSet(call, self._prefix + key, data), f"store key {key!r}")
+        return self._ask(m.StoreCall.PUT, key, value=desired.encode())
 
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._ask(lambda call: m.StoreCheck(call, tuple(self._prefix + k for k in keys)), "store check"))
+        return bool(self._ask(m.StoreCall.CHECK, *keys))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         for key in keys:
-            self._get(key, None if timeout is None else timeout.total_seconds())
+            self.get(key, None if timeout is None else timeout.total_seconds())
 
     def delete_key(self, key: str) -> bool:
         return False  # the coordinator deletes all keys of an epoch
