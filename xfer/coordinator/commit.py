@@ -21,8 +21,7 @@ from xfer.plan.checksum import added
 from xfer.plan.relay import ALL_PARTS
 
 if TYPE_CHECKING:
-    from xfer.coordinator.first_copy import FirstCopy
-    from xfer.coordinator.refit import Refit
+    from xfer.coordinator.refit import Attempt
     from xfer.coordinator.state import Client, Replica
 
 
@@ -127,9 +126,9 @@ class Totals:
 
 @dataclass(eq=False)
 class ReplicaRefit:
-    """One replica in one refit, or in its first copy (first_copy.py), which then takes the place of the refit."""
+    """One replica in one refit or, in its place, a first copy."""
 
-    refit: Refit | FirstCopy
+    refit: Attempt
     replica: Replica
     phase: Phase = Phase.ARMING
     begun: bool = False  # its ranks were told to move bytes
@@ -268,7 +267,7 @@ class ReplicaRefit:
         refit, r, co = self.refit, self.replica, self.refit.coordinator
         if r.first not in (None, refit):
             return False
-        if not self.waiting or not r.size or not refit.staged_first(self) and len(self.armed) < r.size:
+        if not self.waiting or not r.size or not self._stages_first() and len(self.armed) < r.size:
             return False
         # Trainers have said what they export now. A worker whose catalog is older is reading the newer one.
         if now := [a.unread for a in self.unread.values() if a.unread is not None and a.generation == co.generation]:
@@ -288,6 +287,15 @@ class ReplicaRefit:
             return r.phase is ReplicaPhase.READY
         return False
 
+    def _stages_first(self) -> bool:
+        """Whether bytes come into scratch before the engine is armed. If they cannot, arm it now: it serves no whole version, is not
+        back from an earlier refit, or has to read its layout anew, which it does when it is armed."""
+        r = self.replica
+        if self.phase is Phase.STAGING and (r.dirty or r.unsettled or not r.complete and not r.phase.before_ready):
+            self.to(Phase.ARMING)
+            self.refit.arm(r)
+        return self.phase is Phase.STAGING
+
     def begin(self) -> None:
         """Bytes move from here on. The workers are told here, the trainers by the refit, for all replicas that begin together."""
         co, r, refit = self.refit.coordinator, self.replica, self.refit
@@ -304,9 +312,13 @@ class ReplicaRefit:
     def read(self, worker: int) -> None:
         """A worker is done: it reads no trainer's storage any more, and others may read all of its bytes."""
         self.totals.bytes_in.setdefault(worker, 0)
-        self.readers.pop(worker, None)
+        self._reads_no_more(worker)
         relays.part_ready(self.refit, self, worker, ALL_PARTS)
         self._stopped()
+
+    def _reads_no_more(self, worker: int) -> None:
+        if self.readers.pop(worker, None) is not None:
+            self.refit.moved_on(self)
 
     def done(self) -> None:
         """Every rank is done with what it was told last."""
@@ -323,7 +335,7 @@ class ReplicaRefit:
         """All workers are armed, and hold what they have staged: they bring it into live storage."""
         co, r, refit = self.refit.coordinator, self.replica, self.refit
         self.to(Phase.MOVING)
-        refit.apply_begins(r)
+        refit.owed.begin([r], sources=False)
         broadcast(r.workers.values(), refit.go([self], kind=m.GoKind.APPLY))
         co.mark(f"replica {r.index}: go was sent")
 
@@ -431,7 +443,7 @@ class ReplicaRefit:
         """After an abort: this worker will write nothing of this refit any more."""
         self.stopped[client.hello.index] = msg.dirty
         if msg.drained:
-            self.readers.pop(client.hello.index, None)
+            self._reads_no_more(client.hello.index)
         self._stopped()
         if self.phase is Phase.COMMITTING:
             version = self.refit.version
@@ -446,7 +458,6 @@ class ReplicaRefit:
     def _stop_late(self) -> None:
         if self.phase is Phase.ABORTING:
             self._settle(self.dirty)  # a worker did not answer: bytes that may have moved count as moved
-            self.refit.finish_if_over()
 
     def _install_late(self) -> None:
         if self.phase is Phase.COMMITTING:
@@ -480,7 +491,6 @@ class ReplicaRefit:
                     [f"replica {r.index} controller: resuming; the next refit waits for it", *stuck],
                 )
                 self.to(Phase.OVER)
-                refit.finish_if_over()
 
         def never() -> None:
             if self.phase is Phase.SETTLING or r.unsettled == refit.number:
@@ -501,7 +511,7 @@ class ReplicaRefit:
         if self.waiting or self.phase is Phase.ARMING:
             return self._arming_for()
         if self.begun and self.phase in (Phase.STAGING, Phase.MOVING):
-            return [self._moving(c) for c in self.refit.coordinator.domain(r) if self.refit.owes(c, r.index)]
+            return [self._moving(c) for c in self.refit.coordinator.domain(r) if self.refit.owed.owes(c, r.index)]
         if self.phase is Phase.COMMITTING:
             return [f"replica {r.index} worker {w}: installing" for w in range(r.size) if w not in self.committed]
         return [f"replica {r.index} controller: resuming"] if self.phase is Phase.SETTLING else []

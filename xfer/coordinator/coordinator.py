@@ -362,7 +362,7 @@ class Coordinator:
             self.failure = self.failure or error
             if refit is not None:
                 self.fail(refit, error)
-            first_copy.end_all(self, error)
+            self.end_copies(error)
             for r in self.replicas.values():
                 if r.phase.opening:
                     self.stop_ranks(r, error)
@@ -374,7 +374,6 @@ class Coordinator:
         else:
             for part in scope.parts.values() if isinstance(scope, Refit) else [scope]:
                 part.end(error, by)
-                self.soon(part.refit.finish_if_over)
 
     def _end(self, r: Replica, error: XferError, by: Client | None, gone: bool) -> None:
         """Replica `r` cannot go on: one of its processes is gone, or it got no plan or link, or a process cannot join."""
@@ -388,11 +387,10 @@ class Coordinator:
             r.phase, r.error = ReplicaPhase.LOST, error
             if refit is not None and part is not None:
                 part.end(error, gone=True)
-                self.soon(refit.finish_if_over)
             if r.first is not None:
                 r.first.end(error, gone=True)
             lost = PeerLost(f"replica {r.index}, which gave the weights, is lost", [str(error)])
-            first_copy.end_all(self, lost, donor=r)
+            self.end_copies(lost, donor=r)
             relays.left(self, r)
             waiting, unheard = r.processes(), part is None  # else the outcome tells the trainers
         else:
@@ -413,6 +411,12 @@ class Coordinator:
             self.fail(part, error, None if before.opening else by)
         if unheard:
             broadcast(self.trainers.values(), told)
+
+    def end_copies(self, error: XferError, donor: Replica | None = None) -> None:
+        """End all first copies that are not decided, or all those of one donor."""
+        for copy in list(self.copies.values()):
+            if donor in (None, copy.donor):
+                self.fail(copy, error)
 
     def stop_ranks(self, replica: Replica, error: XferError) -> None:
         """Stop the ranks that plan, link or move for this replica. Freeing a blocked one breaks the link for good."""
@@ -490,7 +494,7 @@ class Coordinator:
         refuse_untrained({name for _, names in told.values() for name in names}, self.options.drop)
         if self.catalog is not None and union.digest() == self.catalog.digest() and not anew:
             return False
-        first_copy.end_all(self, PlanMismatch("an engine wants weights in another form"))
+        self.end_copies(PlanMismatch("an engine wants weights in another form"))
         self.catalog, self.generation = union, self.generation + 1
         self.trainer_inventories.clear()
         for r in self.replicas.values():

@@ -18,14 +18,13 @@ What holds:
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from xfer.coordinator import messages as m
 from xfer.coordinator.commit import ReplicaRefit
-from xfer.coordinator.rolling import Rolling
+from xfer.coordinator.refit import Attempt, Owed
 from xfer.coordinator.state import ReplicaPhase, broadcast
-from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError, XferError
+from xfer.errors import DeadlineExceeded, XferError
 
 if TYPE_CHECKING:
     from xfer.coordinator.coordinator import Coordinator
@@ -57,46 +56,17 @@ def _donor(co: Coordinator, joiner: Replica) -> Replica | None:
     return min(some, key=lambda r: (r.inventories != joiner.inventories, read.count(r), r.index), default=None)
 
 
-def stop(co: Coordinator) -> None:
-    """All trainers are ready: they bring the weights from now on."""
-    end_all(co, PeerLost("a refit has begun, which brings a newer version"))
+class FirstCopy(Attempt):
+    """The first copy of one replica. `parts` has the joiner's part, once its processes have joined. Nothing is staged: the joiner has no
+    weights to serve meanwhile."""
 
-
-def end_all(co: Coordinator, error: XferError, donor: Replica | None = None) -> None:
-    """End all first copies that are not decided, or all those of one donor."""
-    for copy in list(co.copies.values()):
-        if donor in (None, copy.donor):
-            co.fail(copy, error)
-
-
-class FirstCopy:
-    """The first copy of one replica, in place of a refit in its `ReplicaRefit`.
-
-    Attributes:
-        number: stands in messages where a refit has its number.
-        order: as of `Refit`: the version is as new as the donor's.
-        source: name of the donor, for errors.
-        parts: the joiner's part, once its processes have joined.
-    """
-
-    all_ready = True
-    holds = by_changes = False
-    scratch = None  # nothing is staged: the joiner has no weights to serve meanwhile
-
-    def __init__(self, coordinator: Coordinator, joiner: Replica, donor: Replica):
-        co = self.coordinator = coordinator
-        self.joiner, self.donor = joiner, donor
+    def __init__(self, co: Coordinator, joiner: Replica, donor: Replica):
         co.copied += 1
-        self.number = m.FIRST_COPIES + co.copied
+        super().__init__(co, m.FIRST_COPIES + co.copied, Owed(donor.size, co.options.replicas, joiner.index))
+        self.joiner, self.donor = joiner, donor
         self.version, self.verify, self.order = donor.version, donor.verified, donor.committed
         self.source = f"replica {donor.index}"
-        self.parts: dict[int, ReplicaRefit] = {}
-        self.armed_s = co.options.deadline_s
-        self.began = self.ready_at = co.now
-        self.until = co.now + self.armed_s
-        self.drained_s = 0.0
-        self.rolling = Rolling(self, 0)
-        self._owing: set[Client] = set()
+        self.armed_s, self.ready_at = co.options.deadline_s, co.now
 
     @property
     def sources(self) -> list[Client]:
@@ -114,61 +84,15 @@ class FirstCopy:
             self.arm_all()
         self.advance()
 
-    def arm_all(self) -> None:
-        for part in self.parts.values():
-            part.arm()
-
     def arm(self, replica: Replica) -> None:
-        self.arm_all()
-
-    def staged_first(self, part: ReplicaRefit) -> bool:
-        return False
-
-    def apply_begins(self, replica: Replica) -> None:
-        raise XferError("nothing is staged in a first copy")
+        self.parts[replica.index].arm()
 
     def advance(self) -> None:
         for part in self.parts.values():
             if part.able():
                 part.begin()
-                self._owing = set(self.coordinator.domain(self.joiner))
+                self.owed.begin([self.joiner])
                 broadcast(self.sources, self.go([part]))
-
-    advance_soon = advance
-
-    def go(self, parts: Sequence[ReplicaRefit], tells: bool = False, kind: m.GoKind = m.GoKind.MOVE) -> m.Go:
-        left = max(1.0, self.until - self.coordinator.now)
-        index, epoch = (self.joiner.index,), (self.joiner.epoch,)
-        return m.Go(self.number, index, epoch, self.version, self.verify, left, tells=tells, kind=kind)
-
-    def handle(self, client: Client, msg: m.Armed | m.PartReady | m.Done | m.Committed | m.Stopped | m.Settled) -> None:
-        """A rank, or the joiner's controller, said something about this copy."""
-        part, own = self.parts.get(self.joiner.index), client.hello.replica == self.joiner.index
-        if part is None:
-            return
-        if isinstance(msg, m.Done):
-            self._done(part, client, msg, own)
-        elif not own:
-            raise ProtocolError(f"{client.label} speaks for replica {self.joiner.index}")
-        elif isinstance(msg, m.Armed):
-            part.arrived(client, msg)
-        elif isinstance(msg, m.Committed):
-            part.installed(client.hello.index)
-        elif isinstance(msg, m.Stopped):
-            part.worker_stopped(client, msg)
-        elif isinstance(msg, m.Settled):
-            part.settled(msg)
-
-    def _done(self, part: ReplicaRefit, client: Client, msg: m.Done, own: bool) -> None:
-        if client not in self._owing:
-            return
-        self._owing.discard(client)
-        for x in msg.moved:
-            part.totals.add(client, x, source=not own)
-        if own:
-            part.read(client.hello.index)
-        if part.moving and not self._owing:
-            part.decide()
 
     def _late(self) -> None:
         waiting = [f"waiting for {w}" for part in self.parts.values() for w in part.own_waiting_for()]
@@ -199,7 +123,6 @@ class FirstCopy:
             self._over(error)
 
     def moved_on(self, part: ReplicaRefit) -> None:
-        """The joiner changed its phase."""
         if part.over:
             self.coordinator.soon(self.finish_if_over)
 
@@ -240,12 +163,3 @@ class FirstCopy:
         co.timers.drop(self)
         broadcast([*self.sources, *r.workers.values()], m.CloseRoutes(r.index, link=True))
         return True
-
-    # ---- what others ask of it
-
-    def owes(self, client: Client, replica: int) -> bool:
-        """Whether the rank has not said `Done`."""
-        return client in self._owing
-
-    def trainers_waited_for(self) -> list[str]:
-        return []

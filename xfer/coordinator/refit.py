@@ -1,5 +1,7 @@
 """One refit: trainers enter, drain and are ready; each replica is armed and begins as soon as it can.
 
+`Attempt` has what a refit and a first copy (first_copy.py) have in common.
+
 commit.py has the rest of a replica's way, and the place where its version is committed.
 """
 
@@ -11,7 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from xfer import logs
-from xfer.coordinator import exports, first_copy, relays
+from xfer.coordinator import exports, relays
 from xfer.coordinator import messages as m
 from xfer.coordinator.blocks import SharedBlocks
 from xfer.coordinator.commit import Phase, ReplicaRefit
@@ -19,7 +21,15 @@ from xfer.coordinator.deadlines import ARM_AHEAD_S, TOGETHER_S
 from xfer.coordinator.messages import Label
 from xfer.coordinator.rolling import Rolling
 from xfer.coordinator.state import ReplicaPhase, broadcast
-from xfer.errors import DeadlineExceeded, EngineLost, PlanMismatch, ProtocolError, Unsupported, VerificationError
+from xfer.errors import (
+    DeadlineExceeded,
+    EngineLost,
+    PeerLost,
+    PlanMismatch,
+    ProtocolError,
+    Unsupported,
+    VerificationError,
+)
 
 if TYPE_CHECKING:
     from xfer.coordinator.coordinator import Coordinator
@@ -32,32 +42,39 @@ logger = logging.getLogger("xfer")
 class Owed:
     """Which ranks have not said `Done` for which replicas.
 
-    Ranks are numbered as in the domain of a replica: trainers, then its workers. A set of replicas is an integer with bit `r`
+    Ranks are numbered as in the domain of a replica: sources, then its workers. A set of replicas is an integer with bit `r`
     for replica `r`. Each replica is watched at the first rank that owes it, so a `Done` concerns only the replicas that are
     watched at its sender. The work of a refit thus grows with the number of ranks, not with the pairs of a rank and a replica.
+
+    Args:
+        sources: how many ranks have the weights: all trainers or, in a first copy, the workers of the donor.
+        replicas: of the job.
+        joiner: the replica that gets a first copy.
     """
 
-    def __init__(self, trainers: int, replicas: int):
-        self._trainers, self._replicas = trainers, replicas
-        self._owed = [0] * trainers
-        self._watched = [0] * trainers
+    def __init__(self, sources: int, replicas: int, joiner: int | None = None):
+        self._sources, self._replicas, self._joiner = sources, replicas, joiner
+        self._owed = [0] * sources
+        self._watched = [0] * sources
+
+    def is_source(self, client: Client) -> bool:
+        return client.hello.role == "trainer" or self._joiner not in (None, client.hello.replica)
 
     def rank(self, client: Client) -> int:
-        h = client.hello
-        return h.index if h.role == "trainer" else self._trainers + h.index
+        return client.hello.index if self.is_source(client) else self._sources + client.hello.index
 
-    def begin(self, replicas: Sequence[Replica], trainers: bool = True) -> None:
+    def begin(self, replicas: Sequence[Replica], sources: bool = True) -> None:
         """All ranks of these replicas are told Go, or their workers only."""
-        more = self._trainers + max(r.size for r in replicas) - len(self._owed)
+        more = self._sources + max(r.size for r in replicas) - len(self._owed)
         self._owed += [0] * more
         self._watched += [0] * more
         some = sum(1 << r.index for r in replicas)
-        for i in range(self._trainers if trainers else 0):
+        for i in range(self._sources if sources else 0):
             self._owed[i] |= some
         for r in replicas:
-            for i in range(self._trainers, self._trainers + r.size):
+            for i in range(self._sources, self._sources + r.size):
                 self._owed[i] |= 1 << r.index
-        self._watched[0 if trainers else self._trainers] |= some
+        self._watched[0 if sources else self._sources] |= some
 
     def owes(self, client: Client, replica: int) -> bool:
         i = self.rank(client)
@@ -94,11 +111,109 @@ def _bits(replicas: tuple[int, ...], count: int) -> int:
     return sum(1 << r for r in set(replicas))
 
 
-class Refit:
-    """All replicas in one refit.
+class Attempt:
+    """A refit or a first copy: some replicas get weights from the same sources, and each one has a decision of its own (commit.py).
 
     Attributes:
+        number: in messages; refits count from 1, first copies from `FIRST_COPIES`.
+        order: versions of a higher order are newer.
         source: name of those that have the weights, for errors.
+        parts: by replica, those that take part.
+        holds: whether no source changes its weights before the outcome.
+        by_changes: whether sources may send only what changed.
+        armed_s: seconds for which engines are paused at most.
+        scratch: see `Arguments`.
+    """
+
+    source = "trainers"
+    all_ready = True
+    holds = by_changes = verify = False
+    scratch: int | None = None
+    armed_s: float
+    version: Label = None
+
+    def __init__(self, coordinator: Coordinator, number: int, owed: Owed, at_once: int = 0):
+        self.coordinator, self.number, self.order, self.owed = coordinator, number, number, owed
+        self.parts: dict[int, ReplicaRefit] = {}
+        self.rolling = Rolling(self, at_once)
+        self.began = self.until = coordinator.now
+        self.ready_at = 0.0  # when the last source was ready
+        self.drained_s = 0.0  # seconds of the slowest trainer
+
+    def arm(self, replica: Replica) -> None:
+        """Arm a replica if it is its turn and nothing is in the way."""
+        raise NotImplementedError
+
+    def arm_all(self) -> None:
+        """Arm all replicas that can be."""
+        for part in self.parts.values():
+            self.arm(part.replica)
+
+    def advance(self) -> None:
+        """Let every replica begin that can. Called whenever something changed that they may wait for."""
+        raise NotImplementedError
+
+    def advance_soon(self) -> None:
+        """A replica is out of this attempt, and others may have waited for it. For use inside of `advance`."""
+
+    def moved_on(self, part: ReplicaRefit) -> None:
+        """A replica has another phase or other readers, or was told to move bytes."""
+        raise NotImplementedError
+
+    def trainers_waited_for(self) -> list[str]:
+        return []
+
+    def go(
+        self,
+        parts: Sequence[ReplicaRefit],
+        together: tuple[int, ...] = (),
+        tells: bool = False,
+        kind: m.GoKind = m.GoKind.MOVE,
+    ) -> m.Go:
+        replicas, epochs = tuple(p.replica.index for p in parts), tuple(p.epoch for p in parts)
+        left = max(1.0, self.until - self.coordinator.now)
+        bases = tuple(p.replica.base for p in parts) if self.by_changes else ()
+        return m.Go(self.number, replicas, epochs, self.version, self.verify, left, together, tells, bases, kind)
+
+    def handle(self, client: Client, msg: m.Armed | m.PartReady | m.Done | m.Committed | m.Stopped | m.Settled) -> None:
+        """A rank or a controller said something about this attempt."""
+        part = self.parts.get(client.hello.replica)
+        if isinstance(msg, m.Done):
+            self._done(client, msg)
+        elif part is None:
+            return
+        elif isinstance(msg, m.Armed):
+            part.arrived(client, msg)
+        elif isinstance(msg, m.PartReady):
+            relays.part_ready(self, part, client.hello.index, msg.part)
+        elif isinstance(msg, m.Committed):
+            part.installed(client.hello.index)
+        elif isinstance(msg, m.Stopped):
+            part.worker_stopped(client, msg)
+        elif isinstance(msg, m.Settled):
+            part.settled(msg)
+
+    def _done(self, client: Client, msg: m.Done) -> None:
+        """A rank has moved its part for some replicas.
+
+        Raises:
+            ProtocolError: the message names a replica that does not exist or, from a worker that receives, that is not its own.
+        """
+        h, source = client.hello, self.owed.is_source(client)
+        if not source:
+            if msg.replicas != (h.replica,):
+                raise ProtocolError(f"{client.label} speaks for replicas {msg.replicas[:8]}")
+            if h.replica in self.parts:
+                self.parts[h.replica].read(h.index)
+        for x in msg.moved:
+            if self.owed.owes(client, x.replica):
+                self.parts[x.replica].totals.add(client, x, source)
+        for r in self.owed.done(client, msg.replicas):
+            self.parts[r].done()
+
+
+class Refit(Attempt):
+    """All replicas in one refit.
 
     Args:
         number: which refit of the session this is, from 1.
@@ -106,25 +221,15 @@ class Refit:
         asked: what its first trainer asks for; None: it is prepared, and armed before any trainer has called.
     """
 
-    source = "trainers"
-
     def __init__(self, coordinator: Coordinator, number: int, deadline_s: float, asked: m.Arguments | None):
-        self.coordinator, self.number = coordinator, number
-        self.rolling = Rolling(self, asked.at_once if asked is not None else 0)
+        owed = Owed(coordinator.options.trainers, coordinator.options.replicas)
+        super().__init__(coordinator, number, owed, asked.at_once if asked is not None else 0)
         self.entered: dict[int, m.Enter] = {}
         self.drained: dict[int, m.Ready] = {}
-        self.drained_s = 0.0  # seconds of the slowest trainer
-        self.parts: dict[int, ReplicaRefit] = {}
         self.waiting: dict[int, ReplicaRefit] = {}  # those of `parts` that have not begun
-        self.open = 0  # how many of `parts` are not over
-        self.began = coordinator.now
-        self.version: Label = None
-        self.verify = False
-        self.delta = False
-        self.holds = True  # no trainer changes its weights before the outcome
-        self.scratch: int | None = None  # see `Enter.scratch`
+        self.open: set[int] = set()  # those of `parts` that are not over
+        self.delta, self.holds = False, True
         self._first = Phase.STAGING if asked is not None and asked.scratch is not None else Phase.ARMING
-        self.ready_at = 0.0  # when the last trainer was ready
         self.called = False  # by some trainer, whose call this refit uses up whatever becomes of it
         self.abandoned = False  # nobody called in time: a trainer that calls now gets the next refit
         self.deadline_s = deadline_s
@@ -134,7 +239,6 @@ class Refit:
         self.shared = SharedBlocks(self)
         # The different arguments of `entered`. A comparison of all ranks at each call would take time quadratic in their number.
         self._asked: set[m.Arguments] = set()
-        self.owed = Owed(coordinator.options.trainers, coordinator.options.replicas)
         self._undrained = 0  # how many of `parts` may be read from
         self._to_tell: list[int] = []  # replicas for which trainers are not told Drained yet
         self._arm_at = self.began + (0.0 if asked is None else coordinator.refits.arm_after)
@@ -144,39 +248,29 @@ class Refit:
     def start(self) -> None:
         co = self.coordinator
         for r in co.replicas.values():
-            self.parts[r.index] = self.waiting[r.index] = ReplicaRefit(self, r, self._first)
+            part = self.parts[r.index] = ReplicaRefit(self, r, self._first)
             r.stage(co.now)
             r.plan_s = r.link_s = 0.0
-        self.open = self._undrained = len(self.parts)
-        for part in self.parts.values():
-            r = part.replica
             if r.controller is None:
-                part.error = r.error or EngineLost(
-                    f"replica {r.index} is not connected", ["start it and call xfer.serve() with this replica number"]
+                part.phase, part.error = (
+                    Phase.OVER,
+                    r.error
+                    or EngineLost(
+                        f"replica {r.index} is not connected",
+                        ["start it and call xfer.serve() with this replica number"],
+                    ),
                 )
-                part.to(Phase.OVER)
             elif r.phase is ReplicaPhase.FAILED and r.complete:
                 r.stale = True
-            self.arm(r)
+        self.waiting = {r: part for r, part in self.parts.items() if not part.over}
+        self.open, self._undrained = {*self.waiting}, len(self.parts)
+        self.arm_all()
         if self._arm_at > self.coordinator.now:
             self.coordinator.at(self._arm_at, self.arm_all, of=self)
         self._set_deadline(self.deadline_s)
 
-    def apply_begins(self, replica: Replica) -> None:
-        """The replica's workers are told to apply what they have staged."""
-        self.owed.begin([replica], trainers=False)
-
     @property
-    def order(self) -> int:
-        """Versions of a higher order are newer."""
-        return self.number
-
-    def owes(self, client: Client, replica: int) -> bool:
-        """Whether the rank has not said `Done` for this replica."""
-        return self.owed.owes(client, replica)
-
-    @property
-    def all_ready(self) -> bool:
+    def all_ready(self) -> bool:  # type: ignore[override]
         """Whether all trainers are ready."""
         return len(self.drained) == self.coordinator.options.trainers
 
@@ -186,32 +280,29 @@ class Refit:
         return any(not p.waiting and not p.over for p in self.parts.values())
 
     @property
-    def by_changes(self) -> bool:
+    def by_changes(self) -> bool:  # type: ignore[override]
         """Whether sources may send only what changed. A scratch that others read needs all bytes."""
         return self.delta and (self.scratch is None or not self.coordinator.options.relay)
 
     def moved_on(self, part: ReplicaRefit) -> None:
-        """A replica changed its phase, or was told to move bytes."""
+        co, r = self.coordinator, part.replica.index
         if part.waiting:
-            self.waiting[part.replica.index] = part
+            self.waiting[r] = part
         else:
-            self.waiting.pop(part.replica.index, None)
-        self.open -= part.over
-        self.coordinator.soon(lambda: self._note_drained(part))  # not now: trainers hear Go first
-        if part.over and self.rolling.at_once:
-            self.coordinator.soon(self.arm_all)
+            self.waiting.pop(r, None)
+        co.soon(lambda: self._note_drained(part))  # not now: trainers hear Go first
+        if part.over and r in self.open:
+            self.open.discard(r)
+            if not self.open:
+                co.soon(self.finish_if_over)
+            elif self.rolling.at_once:
+                co.soon(self.arm_all)
 
     def arm(self, replica: Replica) -> None:
-        """Arm a replica if it is its turn and nothing is in the way, unless trainers are expected to need longer to be ready than its
-        engine to arm."""
+        """As `Attempt.arm`, unless trainers are expected to need longer to be ready than the engine to arm."""
         part = self.parts[replica.index]
         if self.rolling.may_begin(part) and (self.coordinator.now >= self._arm_at or self.all_ready):
             part.arm()
-
-    def arm_all(self) -> None:
-        """Arm all replicas that can be."""
-        for part in self.parts.values():
-            self.arm(part.replica)
 
     def arm_after(self) -> float:
         """Seconds between the first call and Arm with which all engines of this refit would have armed shortly before the last
@@ -271,7 +362,8 @@ class Refit:
         if self.all_ready:
             self.ready_at = co.now
             co.mark("all trainers are ready")
-            first_copy.stop(co)
+            # They bring the weights from now on.
+            co.end_copies(PeerLost("a refit has begun, which brings a newer version"))
             co.silence.take(self.drained.values())
             co.settle_catalog()
             self._put_aside(self.entered[client.hello.index].asked.min_replicas)
@@ -303,50 +395,7 @@ class Refit:
             why = "trainers hold different bytes of one tensor; nothing was moved"
             co.fail(self, VerificationError(why, [*bad, exports.HOLDERS_ADVICE]))
 
-    def handle(self, client: Client, msg: m.Armed | m.PartReady | m.Done | m.Committed | m.Stopped | m.Settled) -> None:
-        """A rank or a controller said something about this refit."""
-        h = client.hello
-        if isinstance(msg, m.Done):
-            return self._done(client, msg)
-        part = self.parts[h.replica]
-        phase, readers = part.phase, len(part.readers)
-        if isinstance(msg, m.Armed):
-            part.arrived(client, msg)
-        elif isinstance(msg, m.PartReady):
-            relays.part_ready(self, part, h.index, msg.part)
-        elif isinstance(msg, m.Committed):
-            part.installed(h.index)
-        elif isinstance(msg, m.Stopped):
-            part.worker_stopped(client, msg)
-        elif isinstance(msg, m.Settled):
-            part.settled(msg)
-        if phase is not part.phase or readers != len(part.readers):
-            self._changed(part)
-
-    def _done(self, client: Client, msg: m.Done) -> None:
-        """A rank has moved its part for some replicas.
-
-        Raises:
-            ProtocolError: the message names a replica that does not exist or, from a worker, that is not its own.
-        """
-        h, parts = client.hello, self.parts
-        worker = h.role == "worker"
-        if worker and msg.replicas != (h.replica,):
-            raise ProtocolError(f"{client.label} speaks for replicas {msg.replicas[:8]}")
-        if worker:
-            parts[h.replica].read(h.index)
-        for x in msg.moved:
-            if self.owed.owes(client, x.replica):
-                parts[x.replica].totals.add(client, x, source=not worker)
-        for part in [parts[r] for r in self.owed.done(client, msg.replicas)]:
-            if part.phase in (Phase.STAGING, Phase.MOVING):
-                part.done()
-                self._changed(part)
-        if worker:
-            self._changed(parts[h.replica])
-
     def advance(self) -> None:
-        """Let every replica begin that can. Called whenever something changed that they may wait for."""
         co = self.coordinator
         if co.refit is not self or not self.all_ready:
             return
@@ -367,27 +416,6 @@ class Refit:
             # Trainers after workers, and the trainer of this process last: its threads would take the interpreter from the coordinator.
             together = tuple(part.replica.index for part in begun) if co.options.gathers else ()
             broadcast([co.trainers[i] for i in sorted(co.trainers, reverse=True)], self.go(begun, together))
-
-    def go(
-        self,
-        parts: Sequence[ReplicaRefit],
-        together: tuple[int, ...] = (),
-        tells: bool = False,
-        kind: m.GoKind = m.GoKind.MOVE,
-    ) -> m.Go:
-        replicas, epochs = tuple(p.replica.index for p in parts), tuple(p.epoch for p in parts)
-        left = max(1.0, self.until - self.coordinator.now)
-        bases = tuple(p.replica.base for p in parts) if self.by_changes else ()
-        return m.Go(self.number, replicas, epochs, self.version, self.verify, left, together, tells, bases, kind)
-
-    def staged_first(self, part: ReplicaRefit) -> bool:
-        """Whether bytes of this replica come into scratch before its engine is armed. If they cannot, arm it now: its engine serves
-        no whole version, is not back from an earlier refit, or has to read its layout anew, which it does when it is armed."""
-        r = part.replica
-        if part.phase is Phase.STAGING and (r.dirty or r.unsettled or not r.complete and not r.phase.before_ready):
-            part.to(Phase.ARMING)
-            self.arm(r)
-        return part.phase is Phase.STAGING
 
     def _all_there(self, able: list[ReplicaRefit]) -> bool:
         """Whether replicas that can begin do so now: no other one can still come, or they have waited long enough.
@@ -410,7 +438,6 @@ class Refit:
         return True
 
     def advance_soon(self) -> None:
-        """A replica is out of this refit, and others may have waited for it. For use inside of `advance`."""
         if self.coordinator.options.gathers or self.coordinator.options.relay:
             self.coordinator.soon(self.advance)
 
@@ -426,12 +453,6 @@ class Refit:
         self.finish_if_over()
 
     # ---- the end
-
-    def _changed(self, part: ReplicaRefit) -> None:
-        """A replica's phase or readers changed."""
-        self._note_drained(part)
-        if not self.open:
-            self.finish_if_over()
 
     def _note_drained(self, part: ReplicaRefit) -> None:
         """Tell trainers when no worker of a replica reads their storages, nor will. One that waits may, however late it joins."""
