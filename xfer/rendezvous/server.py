@@ -122,7 +122,9 @@ class Server:
     def _run(self) -> None:
         self._prepare_thread()
         asyncio.set_event_loop(self.loop)
-        self._accepting = [self.loop.create_task(self._accept(sock)) for sock in self._listeners]
+        for listener in self._listeners:
+            listener.setblocking(False)
+            self._watch(listener)
         self.feed(Tick())
         try:
             self.loop.run_forever()
@@ -175,41 +177,33 @@ class Server:
         for connection, frames in batch.items():
             connection.write(b"".join(frames))
 
-    async def _accept(self, listener: socket.socket) -> None:
-        listener.setblocking(False)
-        while True:
-            await self._readable(listener)
-            while len(self.unproven) >= GREETERS:
-                oldest, since = next(iter(self.unproven.items()))
-                left = since + PATIENCE_S - time.monotonic()
-                if left > 0:
-                    await asyncio.sleep(min(left, 0.02))
-                else:
-                    oldest.end("it did not prove the token in time")
-            try:
-                sock, peer = listener.accept()
-            except BlockingIOError:
-                continue  # the caller has left again
-            except OSError:
-                await asyncio.sleep(0.1)  # out of descriptors, which must not end the rendezvous
-                continue
-            connection = _Connection(self, sock, str(peer[0]))
-            try:
-                connection.start()
-            except OSError as e:
-                connection.end(str(e))
+    def _watch(self, listener: socket.socket) -> None:
+        if not self.closing:
+            self.loop.add_reader(listener, self._accept, listener)
 
-    def _readable(self, listener: socket.socket) -> asyncio.Future[None]:
-        """Done when a client dials. `loop.sock_accept` would accept by itself, and lose the connection if it were cancelled then."""
-        ready = self.loop.create_future()
+    def _accept(self, listener: socket.socket) -> None:
+        """Somebody dials."""
+        if len(self.unproven) >= GREETERS:
+            oldest, since = next(iter(self.unproven.items()))
+            left = since + PATIENCE_S - time.monotonic()
+            if left > 0:
+                return self._look_away(listener, min(left, 0.02))
+            oldest.end("it did not prove the token in time")
+        try:
+            sock, peer = listener.accept()
+        except BlockingIOError:
+            return  # the caller has left again
+        except OSError:
+            return self._look_away(listener, 0.1)  # out of descriptors, which must not end the rendezvous
+        connection = _Connection(self, sock, str(peer[0]))
+        try:
+            connection.start()
+        except OSError as e:
+            connection.end(str(e))
 
-        def came() -> None:
-            if not ready.done():
-                ready.set_result(None)
-
-        self.loop.add_reader(listener, came)
-        ready.add_done_callback(lambda _: self.loop.remove_reader(listener))
-        return ready
+    def _look_away(self, listener: socket.socket, seconds: float) -> None:
+        self.loop.remove_reader(listener)
+        self.loop.call_later(seconds, self._watch, listener)
 
     def proven(self, connection: _Connection) -> int:
         """A connection has proved the token. Returns its number."""
@@ -228,9 +222,8 @@ class Server:
     async def _close(self) -> None:
         self._flush()
         self.closing = True
-        for task, listener in zip(self._accepting, self._listeners):
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        for listener in self._listeners:
+            self.loop.remove_reader(listener)
             listener.close()
         if self._alarm is not None:
             self._alarm.cancel()
