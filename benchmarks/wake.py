@@ -25,8 +25,8 @@ from pathlib import Path
 
 from benchmarks.lib import command
 from xfer.coordinator import messages as m
-from xfer.participants.turns import quick_turns, short_sleeps
 from xfer.rendezvous.channel import Channel
+from xfer.turns import quick_turns, short_sleeps
 
 WAIT_S = 20.0
 

@@ -24,7 +24,7 @@ _HOME = {
     "connect": "xfer.api", "serve": "xfer.api", "nccl_xfer_refit": "xfer.api", "Session": "xfer.api",
     "Controller": "xfer.participants.controller", "Direct": "xfer.routes", "Packed": "xfer.routes",
     "MegatronTrainer": "xfer.trainers.megatron", "TensorTrainer": "xfer.trainers.dtensor",
-    "Declared": "xfer.trainers.dtensor", "xferdtensor": "xfer.dtensor", "RefitReport": "xfer.participants.report",
+    "Declared": "xfer.trainers.dtensor", "xferdtensor": "xfer.dtensor", "RefitReport": "xfer.report",
     "MeshInfo": "xfer.mesh.mesh_info", "errors": "xfer", "XferError": "xfer.errors",
     "LayerWiseOptimizer": "xfer.layerwise", "ParamGroup": "xfer.layerwise", "Muon": "xfer.layerwise",
     "LayerWiseTrainer": "xfer.trainers.layerwise",
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from xfer.layerwise import LayerWiseOptimizer, Muon, ParamGroup
     from xfer.mesh.mesh_info import MeshInfo
     from xfer.participants.controller import Controller
-    from xfer.participants.report import RefitReport
+    from xfer.report import RefitReport
     from xfer.routes import Direct, Packed
     from xfer.trainers.dtensor import Declared, TensorTrainer
     from xfer.trainers.layerwise import LayerWiseTrainer

@@ -18,14 +18,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from xfer import logs
+from xfer.arguments import RefitOptions
 from xfer.errors import Unsupported, XferError
-from xfer.participants.arguments import RefitOptions
 from xfer.routes import Direct, Route
 
 if TYPE_CHECKING:
     from xfer.participants.controller import Controller
-    from xfer.participants.report import RefitReport
     from xfer.participants.trainer import Source, TrainerSession
+    from xfer.report import RefitReport
 
 logger = logging.getLogger("xfer")
 DEADLINE_S = 600.0
@@ -248,9 +248,9 @@ def connect(
         LayoutError, CoverageError, Unsupported, HandshakeError, PlanMismatch, DeadlineExceeded, PeerLost: All ranks may then
             call it again, at once and with other arguments.
     """
+    from xfer import arguments as check
     from xfer.coordinator.state import Options
     from xfer.engines.choose_handle import handle_for
-    from xfer.participants import arguments as check
     from xfer.participants.controller import Controller
     from xfer.participants.trainer import TrainerSession
 
@@ -330,8 +330,8 @@ def serve(
         XferError: Some arguments cannot work; it names all of them.
         Unsupported: xfer cannot reach an engine through such an object.
     """
+    from xfer import arguments as check
     from xfer.engines.choose_handle import handle_for, wrong_options
-    from xfer.participants import arguments as check
     from xfer.participants.controller import Controller
 
     logs.show()

@@ -18,8 +18,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from xfer.errors import NAMES, Unsupported
-from xfer.participants.observers import EngineFinished, TrainerFinished
-from xfer.participants.observers import observe as observe
+from xfer.observers import EngineFinished, TrainerFinished
+from xfer.observers import observe as observe
 
 if TYPE_CHECKING:
     from prometheus_client.registry import CollectorRegistry

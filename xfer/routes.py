@@ -17,8 +17,8 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from xfer import arguments as check
 from xfer.errors import Unsupported, XferError
-from xfer.participants import arguments as check
 
 if TYPE_CHECKING:
     from xfer.coordinator.state import Options

@@ -48,7 +48,7 @@ def gap(total: torch.Tensor) -> Gap:
 @dataclass(frozen=True)
 class Row:
     """One step of the curve, as it stands in the file: one JSON object a line. Seconds of the refit: of the whole call, of the
-    bytes, of the engine's pause (participants/report.py)."""
+    bytes, of the engine's pause (report.py)."""
 
     step: int
     version: str

@@ -25,7 +25,7 @@ from examples.common.ports import free_port
 from tests.functional.test_extending import Trained
 from tests.support.tiny_engine import Engine
 from xfer import errors
-from xfer.participants.observers import EngineFinished, TrainerFinished, observe
+from xfer.observers import EngineFinished, TrainerFinished, observe
 
 pytestmark = pytest.mark.engine
 TOKEN = "token of the metrics"

@@ -76,7 +76,7 @@ FORKS = """
 import os, sys, time
 from tests.support.world import REFIT, World
 from xfer.errors import PeerLost
-from xfer.participants.arguments import RefitOptions
+from xfer.arguments import RefitOptions
 
 w = World(trainers=1, workers=1).connect()
 w.commits(1)

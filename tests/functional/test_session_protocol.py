@@ -15,8 +15,8 @@ from tests.support.world import (
     good,
 )
 from xfer import errors as e
+from xfer.arguments import RefitOptions
 from xfer.participants import faults
-from xfer.participants.arguments import RefitOptions
 from xfer.trace.traced import Traced
 from xfer.transport.p2p import P2P
 

@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.support.world import World
+from xfer import timeline
 from xfer.cli import app, timelines
 from xfer.errors import XferError
-from xfer.participants import timeline
 
 
 @pytest.fixture

@@ -22,14 +22,17 @@ ROOT = Path(__file__).resolve().parents[2]
 CONTROL = ("coordinator", "rendezvous", "participants")
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("__version__", "errors", "logs", "ending", "sources", "tested"),
-    ("background", "agreement", "pending"),
+    ("background", "agreement", "pending", "turns"),
     ("mesh",),
     ("trace",),
     ("plan",),
     ("kernels",),
     ("transport",),
+    ("timeline",),
     ("coordinator",),
+    ("report", "observers"),
     ("rendezvous",),
+    ("arguments",),
     ("participants",),
     ("direct", "packed"),
     ("routes",),

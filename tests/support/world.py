@@ -16,10 +16,10 @@ import torch
 
 from examples.common.ports import free_port
 from tests.support.threads import all_good, run_ranks
+from xfer.arguments import RefitOptions
 from xfer.coordinator.coordinator import Coordinator
 from xfer.coordinator.state import Options
 from xfer.engines.layout import EngineLayout
-from xfer.participants.arguments import RefitOptions
 from xfer.participants.controller import Controller
 from xfer.participants.lane import Lane
 from xfer.participants.trainer import TrainerSession

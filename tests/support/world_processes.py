@@ -22,8 +22,8 @@ from examples.common.ports import free_port
 from tests.support.hosts import Host
 from tests.support.proc import cause, stopped
 from tests.support.world import REFIT, TOKEN, ToyEngine, ToySource, ToyTaker, trainer_session
+from xfer.arguments import RefitOptions
 from xfer.errors import DeadlineExceeded, EngineLost
-from xfer.participants.arguments import RefitOptions
 from xfer.participants.controller import Controller
 from xfer.participants.trainer import TrainerSession
 from xfer.participants.worker import WorkerSession

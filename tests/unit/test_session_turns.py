@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from xfer.participants.turns import INTERVAL_S, SLACK_NS, quick_turns, short_sleeps
+from xfer.turns import INTERVAL_S, SLACK_NS, quick_turns, short_sleeps
 
 
 def test_turns_are_as_before_after_the_last_of_several():

@@ -64,9 +64,9 @@ def status(
     """Show the connected processes, their state, and the processes that are waited for."""
     from rich.console import Console
 
+    from xfer.arguments import wrong_seconds
     from xfer.coordinator import messages as m
     from xfer.errors import XferError
-    from xfer.participants.arguments import wrong_seconds
     from xfer.rendezvous.client import RendezvousClient
 
     bad = wrong_seconds("--timeout", timeout) + (wrong_seconds("--watch", watch) if watch else [])

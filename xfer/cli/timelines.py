@@ -1,4 +1,4 @@
-"""Reads and summarizes the timelines that participants/timeline.py writes, for `xfer timeline`."""
+"""Reads and summarizes the timelines that timeline.py writes, for `xfer timeline`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read(folder: Path, note: Callable[[str], None] = _log.warning) -> Iterator[M
     """Yield all moments in a folder, in no order.
 
     Args:
-        folder: A folder of files that `xfer.participants.timeline.write` made.
+        folder: A folder of files that `xfer.timeline.write` made.
         note: Called with a message about an incomplete last line, which is left out: its writer is still writing, or has ended.
 
     Raises:

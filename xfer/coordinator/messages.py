@@ -656,7 +656,7 @@ class ReplicaOutcome(Record, frozen=True):
         committed: Whether it committed this refit.
         serving: Whether its engine serves.
         version: The version that it serves now; None if it serves nothing.
-        transfer_s: Seconds on the transfer clock (participants/report.py).
+        transfer_s: Seconds on the transfer clock (report.py).
         outage_s: Seconds on the outage clock.
         bytes_moved: Bytes that all its workers received.
         bytes_per_worker: The same by worker.

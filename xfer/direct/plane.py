@@ -22,12 +22,12 @@ from xfer.errors import PeerLost, PlanMismatch
 from xfer.participants import faults
 from xfer.participants.data_plane import PlanFacts, Progress, Stop
 from xfer.participants.lane import labels_of
-from xfer.participants.timeline import mark
 from xfer.plan.cache import PlanCache
 from xfer.plan.options import PlanOptions
 from xfer.plan.part import PlanPart
 from xfer.rendezvous.client import RendezvousClient
 from xfer.rendezvous.store import RendezvousStore
+from xfer.timeline import mark
 from xfer.trace.catalog import Catalog
 from xfer.transport import routes
 from xfer.transport.changes import HeldBytes

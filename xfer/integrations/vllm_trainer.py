@@ -31,7 +31,7 @@ from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from xfer.api import DEADLINE_S, Session, connect
 from xfer.engines.vllm_plugin import BACKEND, register_trainer
 from xfer.errors import Unsupported, XferError
-from xfer.participants.report import RefitReport
+from xfer.report import RefitReport
 from xfer.routes import Direct, Route
 from xfer.trainers.dtensor import TensorTrainer
 

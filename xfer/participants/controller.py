@@ -15,15 +15,14 @@ from contextlib import contextmanager, suppress
 from enum import Enum
 from typing import Any
 
-from xfer import logs
+from xfer import logs, observers, timeline
 from xfer.coordinator import messages as m
 from xfer.coordinator.deadlines import SETTLE_GRACE_S, SILENCE_S, STOP_GRACE_S
 from xfer.errors import DeadlineExceeded, EngineLost, PeerLost, Unsupported, XferError
-from xfer.participants import observers, timeline
 from xfer.participants.engine import EngineHandle
-from xfer.participants.timeline import mark
-from xfer.participants.turns import quick_turns
 from xfer.rendezvous.client import RendezvousClient
+from xfer.timeline import mark
+from xfer.turns import quick_turns
 
 logger = logging.getLogger("xfer")
 UPDATE_GRACE_S = 5.0

@@ -25,10 +25,10 @@ from xfer.ending import wait_for_all
 from xfer.errors import PeerLost, PlanMismatch, XferError
 from xfer.participants import faults
 from xfer.participants.data_plane import DataPlane, PlanFacts, Stop
-from xfer.participants.timeline import mark, nvtx
-from xfer.participants.turns import short_sleeps
 from xfer.plan.explain import size
 from xfer.rendezvous.client import RendezvousClient
+from xfer.timeline import mark, nvtx
+from xfer.turns import short_sleeps
 
 logger = logging.getLogger("xfer")
 PROGRESS_S = 0.5

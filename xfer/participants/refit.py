@@ -19,9 +19,9 @@ from xfer.coordinator import messages as m
 from xfer.coordinator.deadlines import CALL_GRACE_S, SILENCE_S, STOP_GRACE_S
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
 from xfer.participants import computing, faults
-from xfer.participants.report import RefitReport
-from xfer.participants.timeline import mark
 from xfer.rendezvous.client import host_identity
+from xfer.report import RefitReport
+from xfer.timeline import mark
 from xfer.transport.group import wait_for_stream
 from xfer.transport.peer import DRAIN_S
 

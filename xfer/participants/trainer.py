@@ -17,26 +17,26 @@ from typing import Protocol
 
 import torch
 
-from xfer import logs
+from xfer import logs, observers, timeline
+from xfer.arguments import Labels, RefitOptions
 from xfer.background import BackgroundCall
 from xfer.coordinator import messages as m
 from xfer.coordinator.deadlines import STOP_GRACE_S, TOLD_S
 from xfer.coordinator.layouts import pack_specs, unpack_one
 from xfer.coordinator.state import Options, told
 from xfer.errors import DeadlineExceeded, RebindError, Unsupported, XferError
-from xfer.participants import computing, observers, timeline
-from xfer.participants.arguments import Labels, RefitOptions
+from xfer.participants import computing
 from xfer.participants.data_plane import Change, NewTrainerSide
 from xfer.participants.lane import Lane
 from xfer.participants.refit import RefitCall
-from xfer.participants.report import RefitReport
-from xfer.participants.timeline import nvtx
-from xfer.participants.turns import quick_turns, short_sleeps
 from xfer.rendezvous.client import SILENT, RendezvousClient, data_plane
 from xfer.rendezvous.server import Server
+from xfer.report import RefitReport
+from xfer.timeline import nvtx
 from xfer.trace.catalog import Catalog
 from xfer.trace.traced import TrainerLayout
 from xfer.transport.group import wait_for_stream
+from xfer.turns import quick_turns, short_sleeps
 
 logger = logging.getLogger("xfer")
 

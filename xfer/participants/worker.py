@@ -15,19 +15,20 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from xfer import timeline
 from xfer.coordinator import messages as m
 from xfer.coordinator.deadlines import SILENCE_S, STOP_GRACE_S
 from xfer.coordinator.layouts import pack_specs, unpack_one
 from xfer.coordinator.messages import Label
 from xfer.errors import DeadlineExceeded, PeerLost, RebindError, XferError
-from xfer.participants import faults, timeline
+from xfer.participants import faults
 from xfer.participants.data_plane import Change, DataPlane
 from xfer.participants.lane import Lane
-from xfer.participants.timeline import mark, nvtx
-from xfer.participants.turns import quick_turns
 from xfer.rendezvous.client import RendezvousClient, data_plane
+from xfer.timeline import mark, nvtx
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import TensorSpec
+from xfer.turns import quick_turns
 
 logger = logging.getLogger("xfer")
 

@@ -17,6 +17,8 @@ describes a fabric (fabric_file.py), who sends what over it (flow.py), how long 
 
 from __future__ import annotations
 
+import os
+import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +36,11 @@ MAX_PATH = 4
 MAX_RATE = 10**15
 """Bytes/s; a thousand times what one NVLink switch moves."""
 MAX_GPUS = 1 << 20
+
+
+def host_identity() -> str:
+    """Return the name of this host, since plans prefer sources on the same host. XFER_HOST overrides it."""
+    return os.environ.get("XFER_HOST") or socket.gethostname()
 
 
 @dataclass(frozen=True, slots=True)

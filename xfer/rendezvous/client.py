@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ from xfer.coordinator.deadlines import LEAVE_S, SILENCE_S
 from xfer.coordinator.messages import Label
 from xfer.ending import EXIT_S
 from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolError, XferError
-from xfer.plan.fabric import Site
+from xfer.plan.fabric import Site, host_identity
 from xfer.rendezvous.channel import SEND_S, Channel, dial
 from xfer.rendezvous.layouts import Shelf
 
@@ -38,11 +37,6 @@ SILENT = "trainer 0: its process, which has the rendezvous in it, does not answe
 """Why no answer came in time to a question that the coordinator answers at once."""
 _left: dict[tuple[str, str], str] = {}
 """By rendezvous and label of a client of this process: the last session that it left or that refused it."""
-
-
-def host_identity() -> str:
-    """Return the name of this host, since plans prefer sources on the same host. XFER_HOST overrides it."""
-    return os.environ.get("XFER_HOST") or socket.gethostname()
 
 
 def data_plane(device: torch.device) -> tuple[tuple[str, str], ...]:

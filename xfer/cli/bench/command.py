@@ -58,10 +58,10 @@ def bench_refits(
     import torch
     from rich.console import Console
 
+    from xfer.arguments import wrong_seconds
     from xfer.cli.bench.run import ROUTES, bench
     from xfer.cli.describe import describe
     from xfer.errors import XferError
-    from xfer.participants.arguments import wrong_seconds
 
     logging.getLogger("xfer").setLevel(logging.WARNING)  # controllers are in this process, and log each refit
     out, err = Console(), Console(stderr=True)

@@ -46,10 +46,10 @@ def check_hosts(
     """Runs `xfer doctor`; HELP describes it."""
     from rich.console import Console
 
+    from xfer.arguments import wrong_seconds
     from xfer.cli.doctor.checks import examine
     from xfer.cli.doctor.page import make_doctor_report, show
     from xfer.errors import XferError
-    from xfer.participants.arguments import wrong_seconds
     from xfer.rendezvous.channel import check_token, parse_address
 
     out, err = Console(), Console(stderr=True)

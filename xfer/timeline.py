@@ -21,6 +21,8 @@ from pathlib import Path
 
 import torch
 
+from xfer.plan.fabric import host_identity
+
 VARIABLE = "XFER_TIMELINE"
 _log = logging.getLogger("xfer")
 _writing = threading.Lock()
@@ -67,8 +69,6 @@ def write(attempt: int, session: str = "", wait_s: float = 0.0) -> None:
 
 
 def _put(attempt: int, session: str, noted: list[tuple[float, str, str]]) -> None:
-    from xfer.rendezvous.client import host_identity
-
     global _moments
     with _writing:
         if _moments is None:

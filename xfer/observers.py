@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from xfer.errors import XferError
-    from xfer.participants.report import RefitReport
+    from xfer.report import RefitReport
 
 logger = logging.getLogger("xfer")
 
