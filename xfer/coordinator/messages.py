@@ -92,16 +92,17 @@ class Hello(WireMessage, frozen=True):
     """Client -> coordinator: the first message of every client. It is answered by `Welcome` or `Refused`, or by the end of the
     connection: dial again, for the next session.
 
-    `index`: trainer rank, or worker rank inside its replica; 0 for others. `after`: the last session at this rendezvous
+    `index`: trainer rank, or worker rank inside its replica. `size`: trainer ranks, or workers of the replica. `settings`: equal to those
+    of trainer 0 where both have a key. `after`: the last session at this rendezvous
     that this client left or that refused it. If that session has failed, the client waits for the next one.
     """
 
     role: Annotated[str, Meta(pattern="^(trainer|controller|worker|observer)$")]
-    index: Count
-    size: Count  # trainer ranks, or workers of the replica
-    replica: Count
-    host: Name
-    pid: Count
+    index: Count = 0
+    size: Count = 0
+    replica: Count = 0
+    host: Name = ""
+    pid: Count = 0
     settings: Annotated[tuple[tuple[Name, Name], ...], Meta(max_length=64)] = ()
     holds: Holds = "whole"  # worker
     session_open: bool = False  # worker: an earlier controller opened an update and did not finish it

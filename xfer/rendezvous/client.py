@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -178,15 +178,10 @@ class RendezvousClient:
     Args:
         rendezvous: "tcp://HOST:PORT".
         token: the job's secret.
-        role: "trainer", "controller", "worker" or "observer".
-        index: trainer rank, or worker rank inside its replica.
-        size: trainer ranks, or workers of the replica.
+        role: see `Hello`.
         deadline_s: seconds to connect.
-        settings: must be equal to those of trainer 0 where both have a key.
-        holds: of a worker, what its weights are (messages.Holds).
-        session_open: of a worker, whether an earlier controller left an update open.
-        version: of a worker, the label of the last refit that it installed.
         given_up: called before each attempt to connect; if it returns True, PeerLost is raised.
+        who: further fields of `Hello`.
 
     Attributes:
         lanes: by replica. The owner sets it.
@@ -207,19 +202,11 @@ class RendezvousClient:
         token: str,
         role: str,
         *,
-        index: int = 0,
-        size: int = 0,
-        replica: int = 0,
         deadline_s: float,
-        settings: tuple[tuple[str, str], ...] = (),
-        holds: m.Holds = "whole",
-        session_open: bool = False,
-        version: Label = None,
         given_up: Callable[[], bool] = lambda: False,
+        **who: Any,
     ):
-        hello = m.Hello(
-            role, index, size, replica, host_identity(), os.getpid(), settings, holds, session_open, version
-        )
+        hello = m.Hello(role, host=host_identity(), pid=os.getpid(), **who)
         self.label = hello.label
         self.lanes: Mapping[int, LanePort] = {}
         self.named: tuple[int, Label] = (0, None)
@@ -339,28 +326,26 @@ class RendezvousClient:
         self.found = message
 
     def _abort(self, message: m.Abort) -> bool:
-        lane = self.lanes.get(message.replica)
-        if lane is not None:
-            lane.cancel(message.error.error(), message.epoch)
+        if message.replica in self.lanes:
+            self.lanes[message.replica].cancel(message.error.error(), message.epoch)
         return True
 
     def _part_ready(self, message: m.PartReady) -> None:
-        lane = self.lanes.get(message.replica)
-        if lane is not None:
-            lane.part_ready(message)
+        if message.replica in self.lanes:
+            self.lanes[message.replica].part_ready(message)
 
     def _drained(self, message: m.Drained) -> None:
         self.drained.update(dict.fromkeys(message.replicas, message.attempt))
         self.named = (message.attempt, message.version)
 
-    def _post(self, message: m.PlanInputs | m.OpenLink | m.CloseRoutes) -> None:
-        lane = self.on_lane(message.replica)
+    def _post(self, replica: int, message: m.PlanInputs | m.OpenLink | m.Go) -> None:
+        lane = self.on_lane(replica)
         if lane is not None:
             lane.post(message)
 
     def _close_routes(self, message: m.CloseRoutes) -> None:
         if message.replica in self.lanes:
-            self._post(message)
+            self.lanes[message.replica].post(message)
         elif not message.link:
             self.try_send(m.RoutesClosed(message.replica))  # nothing was ever opened here
 
@@ -369,9 +354,7 @@ class RendezvousClient:
         if self._collector is not None:
             self._collector.begin(message)
         for replica, go in message.each():
-            lane = self.on_lane(replica)
-            if lane is not None:
-                lane.post(go)
+            self._post(replica, go)
 
     def _outcome(self, message: m.Outcome) -> bool:
         if message.void:
@@ -392,8 +375,8 @@ class RendezvousClient:
         m.Abort: _abort,
         m.PartReady: _part_ready,
         m.Drained: _drained,
-        m.PlanInputs: _post,
-        m.OpenLink: _post,
+        m.PlanInputs: lambda self, message: self._post(message.replica, message),
+        m.OpenLink: lambda self, message: self._post(message.replica, message),
         m.CloseRoutes: _close_routes,
         m.Go: _go,
         m.Outcome: _outcome,

@@ -114,6 +114,7 @@ class Server:
         else:
             _ended.pop(self.rendezvous, None)
         if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self._stop_listening)
             asyncio.run_coroutine_threadsafe(self._close(), self.loop)
             self._thread.join(2 * GOODBYE_S + 1.0)
 
@@ -178,8 +179,13 @@ class Server:
             connection.write(b"".join(frames))
 
     def _watch(self, listener: socket.socket) -> None:
-        if not self.closing:
+        if listener.fileno() >= 0:
             self.loop.add_reader(listener, self._accept, listener)
+
+    def _stop_listening(self) -> None:
+        for listener in self._listeners:
+            self.loop.remove_reader(listener)
+            listener.close()
 
     def _accept(self, listener: socket.socket) -> None:
         """Somebody dials."""
@@ -222,9 +228,6 @@ class Server:
     async def _close(self) -> None:
         self._flush()
         self.closing = True
-        for listener in self._listeners:
-            self.loop.remove_reader(listener)
-            listener.close()
         if self._alarm is not None:
             self._alarm.cancel()
         for connection in list(self.unproven):
