@@ -11,7 +11,7 @@ and does not import torch, so a test can drive it with a fake clock through any 
     planning     how a replica gets a plan and a data link; how trainers take their storages back
     layouts      which rank needs which layout, each sent once; their coding
     refits       the queue of refits: prepared, running, finished
-    refit        one refit: trainers enter, drain and are ready; replicas begin
+    refit        what a refit and a first copy share; one refit: trainers enter, drain and are ready; replicas begin
     commit       one replica in a refit: its phases, the decision, the way back
     first_copy   the first weights of a replica that joins, from another one
     relays       chains and rings of replicas that read from each other

@@ -18,7 +18,6 @@ from xfer.coordinator import messages as m
 from xfer.errors import ProtocolError
 
 if TYPE_CHECKING:
-    from xfer.coordinator.coordinator import Coordinator
     from xfer.coordinator.refit import Refit
     from xfer.coordinator.state import Client
 
@@ -42,17 +41,13 @@ class SharedBlocks:
         """The trainers that have measured and wait for others."""
         return {c.hello.index for c in self._waiting}
 
-    @property
-    def _coordinator(self) -> Coordinator:
-        return self._refit.coordinator
-
     def measured(self, client: Client, msg: m.Measured) -> None:
         """A trainer has measured.
 
         Raises:
             ProtocolError: It has not one value for each block, or names a block that the catalog does not have.
         """
-        co = self._coordinator
+        co = self._refit.coordinator
         if msg.generation == co.generation and co.catalog is not None:
             blocks, count = np.frombuffer(msg.blocks, _BITS), co.catalog.blocks[1]
             if len(msg.blocks) != len(msg.largest) or int(blocks.max(initial=0)) >= count:
@@ -64,7 +59,7 @@ class SharedBlocks:
 
     def agree(self) -> None:
         """Answer the trainers that wait, if nobody else has a part to measure. Called whenever that may have changed."""
-        co, refit = self._coordinator, self._refit
+        co, refit = self._refit.coordinator, self._refit
         if not self._waiting or len(self._waiting) + len(refit.drained) < co.options.trainers:
             return
         # A trainer that is ready has read this catalog, or is about to measure by it.

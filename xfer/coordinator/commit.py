@@ -21,7 +21,7 @@ from xfer.plan.checksum import added
 from xfer.plan.relay import ALL_PARTS
 
 if TYPE_CHECKING:
-    from xfer.coordinator.refit import Attempt
+    from xfer.coordinator.refit import Transfer
     from xfer.coordinator.state import Client, Replica
 
 
@@ -128,7 +128,7 @@ class Totals:
 class ReplicaRefit:
     """One replica in one refit or, in its place, a first copy."""
 
-    refit: Attempt
+    refit: Transfer
     replica: Replica
     phase: Phase = Phase.ARMING
     begun: bool = False  # its ranks were told to move bytes

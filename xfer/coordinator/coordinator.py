@@ -604,6 +604,10 @@ class Coordinator:
         if (running := self._running(msg.attempt)) is not None:  # else the answer comes too late
             running.handle(client, msg)
 
+    def _ready(self, client: Client, msg: m.Ready) -> None:
+        self.note_moves(client, msg)
+        self.refits.told(client, msg)
+
     def _progress(self, client: Client, msg: m.Progress) -> None:
         client.progress = msg
 
@@ -629,8 +633,8 @@ _RULES: dict[type[m.WireMessage], tuple[tuple[str, ...], _Handler]] = {
     m.RoutesClosed: (_DOMAIN, lambda co, client, msg: co.planning.closed(client, msg.replica)),
     m.Prepare: (_TRAINER, lambda co, client, msg: co.refits.prepare(msg)),
     m.Enter: (_TRAINER, lambda co, client, msg: co.refits.enter(client, msg)),
-    m.Measured: (_TRAINER, lambda co, client, msg: co.refits.measured(client, msg)),
-    m.Ready: (_TRAINER, lambda co, client, msg: co.refits.ready(client, msg)),
+    m.Measured: (_TRAINER, lambda co, client, msg: co.refits.told(client, msg)),
+    m.Ready: (_TRAINER, Coordinator._ready),
     m.Armed: (_WORKER, Coordinator._armed),
     m.PartReady: (_WORKER, Coordinator._for_refit),
     m.Done: (_DOMAIN, Coordinator._for_refit),

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from xfer.coordinator import messages as m
 from xfer.coordinator.commit import ReplicaRefit
-from xfer.coordinator.refit import Attempt, Owed
+from xfer.coordinator.refit import Owed, Transfer
 from xfer.coordinator.state import ReplicaPhase, broadcast
 from xfer.errors import DeadlineExceeded, XferError
 
@@ -56,7 +56,7 @@ def _donor(co: Coordinator, joiner: Replica) -> Replica | None:
     return min(some, key=lambda r: (r.inventories != joiner.inventories, read.count(r), r.index), default=None)
 
 
-class FirstCopy(Attempt):
+class FirstCopy(Transfer):
     """The first copy of one replica. `parts` has the joiner's part, once its processes have joined. Nothing is staged: the joiner has no
     weights to serve meanwhile."""
 

@@ -1,6 +1,6 @@
 """One refit: trainers enter, drain and are ready; each replica is armed and begins as soon as it can.
 
-`Attempt` has what a refit and a first copy (first_copy.py) have in common.
+`Transfer` has what a refit and a first copy (first_copy.py) have in common.
 
 commit.py has the rest of a replica's way, and the place where its version is committed.
 """
@@ -111,7 +111,7 @@ def _bits(replicas: tuple[int, ...], count: int) -> int:
     return sum(1 << r for r in set(replicas))
 
 
-class Attempt:
+class Transfer:
     """A refit or a first copy: some replicas get weights from the same sources, and each one has a decision of its own (commit.py).
 
     Attributes:
@@ -154,7 +154,7 @@ class Attempt:
         raise NotImplementedError
 
     def advance_soon(self) -> None:
-        """A replica is out of this attempt, and others may have waited for it. For use inside of `advance`."""
+        """A replica is out of it, and others may have waited for it. For use inside of `advance`."""
 
     def moved_on(self, part: ReplicaRefit) -> None:
         """A replica has another phase or other readers, or was told to move bytes."""
@@ -176,7 +176,7 @@ class Attempt:
         return m.Go(self.number, replicas, epochs, self.version, self.verify, left, together, tells, bases, kind)
 
     def handle(self, client: Client, msg: m.Armed | m.PartReady | m.Done | m.Committed | m.Stopped | m.Settled) -> None:
-        """A rank or a controller said something about this attempt."""
+        """A rank or a controller said something about this transfer."""
         part = self.parts.get(client.hello.replica)
         if isinstance(msg, m.Done):
             self._done(client, msg)
@@ -212,7 +212,7 @@ class Attempt:
             self.parts[r].done()
 
 
-class Refit(Attempt):
+class Refit(Transfer):
     """All replicas in one refit.
 
     Args:
@@ -299,7 +299,7 @@ class Refit(Attempt):
                 co.soon(self.arm_all)
 
     def arm(self, replica: Replica) -> None:
-        """As `Attempt.arm`, unless trainers are expected to need longer to be ready than the engine to arm."""
+        """As `Transfer.arm`, unless trainers are expected to need longer to be ready than the engine to arm."""
         part = self.parts[replica.index]
         if self.rolling.may_begin(part) and (self.coordinator.now >= self._arm_at or self.all_ready):
             part.arm()

@@ -121,21 +121,15 @@ class RefitQueue:
         )
         return _refused(msg, error)
 
-    def ready(self, client: Client, msg: m.Ready) -> None:
-        self.coordinator.note_moves(client, msg)
-        self._ready(client, msg, self.coordinator.now)
-
-    def measured(self, client: Client, msg: m.Measured) -> None:
-        self._ready(client, msg, self.coordinator.now)
-
-    def _ready(self, client: Client, msg: m.Ready | m.Measured, came: float) -> None:
+    def told(self, client: Client, msg: m.Ready | m.Measured) -> None:
+        """A trainer that has called is ready, or has measured."""
         running = self.coordinator.refit
         if running is None or msg.attempt in self.finished:
             return
         if running.number == msg.attempt:
             running.ready(client, msg) if isinstance(msg, m.Ready) else running.measured(client, msg)
         elif running.number < msg.attempt:
-            self._waiting.append(_Waiting(client, msg, came))
+            self._waiting.append(_Waiting(client, msg, self.coordinator.now))
 
     def refuse(self, number: int, error: XferError) -> None:
         """A trainer raised before refit `number` began. Every rank that has entered it, or does later, gets the same error."""
@@ -194,7 +188,7 @@ class RefitQueue:
             if isinstance(w.message, m.Enter):
                 self.enter(w.client, w.message, w.came)
             else:
-                self._ready(w.client, w.message, w.came)
+                self.told(w.client, w.message)
 
 
 def _refused(msg: m.Enter, error: XferError) -> m.Outcome:

@@ -35,7 +35,7 @@ from xfer.plan.relay import ALL_PARTS
 if TYPE_CHECKING:
     from xfer.coordinator.commit import ReplicaRefit
     from xfer.coordinator.coordinator import Coordinator
-    from xfer.coordinator.refit import Attempt
+    from xfer.coordinator.refit import Transfer
     from xfer.coordinator.state import Replica
 
 
@@ -126,7 +126,7 @@ def _others(co: Coordinator, replica: Replica) -> Iterator[Replica]:
 # ---- in a refit
 
 
-def held_up_by(refit: Attempt, part: ReplicaRefit) -> ReplicaRefit | None:
+def held_up_by(refit: Transfer, part: ReplicaRefit) -> ReplicaRefit | None:
     """Return a replica that this one waits for before it opens its routes or begins, since it might read from it."""
     mine = part.replica
     if not refit.coordinator.options.relay or mine.first is not None:
@@ -147,13 +147,13 @@ def held_up_by(refit: Attempt, part: ReplicaRefit) -> ReplicaRefit | None:
     return None
 
 
-def _sources(refit: Attempt, part: ReplicaRefit) -> list[ReplicaRefit]:
+def _sources(refit: Transfer, part: ReplicaRefit) -> list[ReplicaRefit]:
     """The replicas that this one reads from."""
     r = part.replica
     return [refit.parts[i] for i, _ in r.sources if i != r.index] if r.follows else []
 
 
-def can_begin(refit: Attempt, able: Sequence[ReplicaRefit]) -> list[ReplicaRefit]:
+def can_begin(refit: Transfer, able: Sequence[ReplicaRefit]) -> list[ReplicaRefit]:
     """Return those of these replicas whose sources have begun, or begin with them, and cut their bytes alike."""
 
     def follows(part: ReplicaRefit, other: ReplicaRefit) -> bool:
@@ -166,26 +166,26 @@ def can_begin(refit: Attempt, able: Sequence[ReplicaRefit]) -> list[ReplicaRefit
     return some
 
 
-def ahead(refit: Attempt, part: ReplicaRefit) -> ReplicaRefit | None:
+def ahead(refit: Transfer, part: ReplicaRefit) -> ReplicaRefit | None:
     """For reports: return a replica that keeps this one from beginning although all of its workers are armed."""
     if not part.able_since or not refit.coordinator.options.relay:
         return None
     return next((o for o in _sources(refit, part) if o.waiting), None) or held_up_by(refit, part)
 
 
-def look_again(refit: Attempt, part: ReplicaRefit) -> None:
+def look_again(refit: Transfer, part: ReplicaRefit) -> None:
     """Set a timer, since this replica waits for another one `TOGETHER_S` at most."""
     if not part.waits and _waited(refit, part) < TOGETHER_S:
         part.waits = True
         refit.coordinator.at((part.able_since or refit.coordinator.now) + TOGETHER_S, refit.advance)
 
 
-def _waited(refit: Attempt, part: ReplicaRefit) -> float:
+def _waited(refit: Transfer, part: ReplicaRefit) -> float:
     """Return the seconds since this replica could have begun by itself."""
     return refit.coordinator.now - part.able_since if part.able_since else 0.0
 
 
-def tells(refit: Attempt, part: ReplicaRefit) -> bool:
+def tells(refit: Transfer, part: ReplicaRefit) -> bool:
     """Whether some replica reads from this one in this refit, or may yet."""
     r = part.replica
     return refit.coordinator.options.relay and any(
@@ -194,13 +194,13 @@ def tells(refit: Attempt, part: ReplicaRefit) -> bool:
     )
 
 
-def began(refit: Attempt, part: ReplicaRefit) -> None:
+def began(refit: Transfer, part: ReplicaRefit) -> None:
     """This replica was told to go: tell it which parts are ready in those that it reads from."""
     for w in part.replica.follows:
         _tell(refit, part, w)
 
 
-def part_ready(refit: Attempt, part: ReplicaRefit, worker: int, last: int) -> None:
+def part_ready(refit: Transfer, part: ReplicaRefit, worker: int, last: int) -> None:
     """A worker has all parts up to `last`: tell the workers that read from it."""
     part.ready_parts[worker] = max(last, part.ready_parts.get(worker, -1))
     for other in _readers(refit, part):
@@ -208,7 +208,7 @@ def part_ready(refit: Attempt, part: ReplicaRefit, worker: int, last: int) -> No
             _tell(refit, other, worker)
 
 
-def fallen(refit: Attempt, part: ReplicaRefit, error: XferError) -> None:
+def fallen(refit: Transfer, part: ReplicaRefit, error: XferError) -> None:
     """A replica failed. A replica that reads from it cannot get a whole version, unless all parts are ready."""
     for other in _readers(refit, part):
         if any(part.ready_parts.get(w) != ALL_PARTS for w in other.replica.follows):
@@ -225,13 +225,13 @@ def left(co: Coordinator, replica: Replica) -> None:
                 co.planning.unmap(r)
 
 
-def _readers(refit: Attempt, part: ReplicaRefit) -> list[ReplicaRefit]:
+def _readers(refit: Transfer, part: ReplicaRefit) -> list[ReplicaRefit]:
     """The replicas that move bytes and read from this one."""
     me = part.replica.index, part.replica.offered
     return [p for p in refit.parts.values() if p.moving and p.replica.follows and me in p.replica.sources]
 
 
-def _tell(refit: Attempt, part: ReplicaRefit, worker: int) -> None:
+def _tell(refit: Transfer, part: ReplicaRefit, worker: int) -> None:
     """Tell a worker of the parts that all workers have from which it reads."""
     last = min(other.ready_parts.get(worker, -1) for other in _sources(refit, part))
     client = part.replica.workers.get(worker)

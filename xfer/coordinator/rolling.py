@@ -20,7 +20,7 @@ from xfer.errors import DeadlineExceeded
 
 if TYPE_CHECKING:
     from xfer.coordinator.commit import ReplicaRefit
-    from xfer.coordinator.refit import Attempt
+    from xfer.coordinator.refit import Transfer
 
 
 class Rolling:
@@ -30,7 +30,7 @@ class Rolling:
         at_once: Most replicas that have their turn at the same time; 0: all, without deadlines of their own.
     """
 
-    def __init__(self, refit: Attempt, at_once: int):
+    def __init__(self, refit: Transfer, at_once: int):
         self.at_once, self._refit = at_once, refit
         self._late: set[ReplicaRefit] = set()  # their turns have ended, although they may still be out of service
 

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from xfer.background import LOOK_S, BackgroundCall
 from xfer.coordinator import messages as m
@@ -200,11 +200,7 @@ class RefitCall:
             raise error from e
 
     def _computed(self) -> float:
-        session = self.session
-
-        def begun(call: BackgroundCall[bool]) -> None:
-            session.computing = call
-
+        session, begun = self.session, partial(setattr, self.session, "computing")
         try:
             return computing.compute(
                 session.source, session.layout, self.party, self.number, self.until, self._is_over, begun
@@ -273,23 +269,20 @@ class RefitCall:
         """
         session = self.session
 
-        def begun(drain: BackgroundCall[None]) -> None:
-            session.drain = drain
+        def ended(left: BackgroundCall[Any] | None) -> bool:  # the earlier call has raised its error
+            return left is None or left.ended(self.until, self._is_over, STOP_GRACE_S)
 
         if not self._gathers_ended():
             raise self._late(
                 "a gather of an earlier refit has not ended, and reads the storages that this refit would check"
             )
-        if (left := session.computing) is not None:
-            if not left.ended(self.until, self._is_over, STOP_GRACE_S):  # the earlier call has raised its error
-                raise self._late(
-                    "a computation of an earlier refit has not ended, and writes the scratch that this one needs"
-                )
-            session.computing = None
-        if session.drain is not None and not session.drain.over:
-            session.drain.ended(self.until, self._is_over, STOP_GRACE_S)  # the earlier call has raised its error
-        if session.drain is None or session.drain.over:
-            drain = begin_drain(session.source, self.label, begun)
+        if not ended(session.computing):
+            raise self._late(
+                "a computation of an earlier refit has not ended, and writes the scratch that this one needs"
+            )
+        session.computing = None
+        if ended(session.drain):
+            drain = begin_drain(session.source, self.label, partial(setattr, session, "drain"))
             if drain.wait(self.until, self._is_over, STOP_GRACE_S):
                 return None if self._is_over() else drain
         raise self._late(
@@ -379,9 +372,13 @@ class RefitCall:
             )
         ):
             return e
-        self.session.side.keep_alive()
         why = "workers may still read this rank's parameters" if stopped else "a transfer of this rank did not stop"
-        return PeerLost(f"{e.message}; {why}", e.violations, where=self.label, drained=False)
+        return self._undrained(f"{e.message}; {why}", e.violations)
+
+    def _undrained(self, why: str, lines: Sequence[str] = ()) -> PeerLost:
+        """Keep this rank's storages alive, and return the error that says why."""
+        self.session.side.keep_alive()
+        return PeerLost(why, lines, where=self.label, drained=False)
 
     def _pulled(self, lane: Lane) -> bool:
         """Whether destinations read from this rank in this attempt. The lane's present routes may belong to an engine that
@@ -416,12 +413,7 @@ class RefitCall:
             raise outcome.error.error()
         # Other lanes plan and link for replicas that join: they read nothing and may take long.
         if not self._idle([lane for lane in list(self.session.lanes.values()) if lane.go_attempt >= self.number]):
-            self.session.side.keep_alive()
-            raise PeerLost(
-                "a transfer of this rank did not stop: its parameters may still be read",
-                where=self.label,
-                drained=False,
-            )
+            raise self._undrained("a transfer of this rank did not stop: its parameters may still be read")
         self._quarantine_if_read(outcome)
         report = self.report = self._report(outcome.version, outcome.outcomes)
         if report.committed:  # if fewer replicas than wanted committed, the call raises below
@@ -439,13 +431,8 @@ class RefitCall:
         ]
         seconds = min(READERS_S, max(_LAST_S, self.ends - time.monotonic()))
         if some and (left := still_reading(some, seconds)):
-            self.session.side.keep_alive()
-            raise PeerLost(
-                "workers may still read this rank's parameters: do not write or free them before those have ended",
-                left,
-                where=self.label,
-                drained=False,
-            )
+            why = "workers may still read this rank's parameters: do not write or free them before those have ended"
+            raise self._undrained(why, left)
 
     def _version(self) -> int | str | None:
         """The label of this refit before its outcome is known."""

@@ -222,11 +222,8 @@ class TrainerSession:
             wait: Return only when every replica has a plan and a link.
         """
         until = time.monotonic() + self.deadline_s
-        try:
+        with self._telling():
             self.layout = self._read_together(until, wait) if self.source.reads_together else self.source.read()
-        except Exception as e:
-            self._party.try_send(m.Failed(m.WireError.of(e, self._party.label)))
-            raise
         self._specs = self._own_specs()
         self._tell()
         missing = set(range(self.replicas)) if wait else set[int]()
@@ -244,12 +241,13 @@ class TrainerSession:
                     match=lambda x: not isinstance(x, m.Failed) or x.ends(wait),
                 )
             except DeadlineExceeded as e:
-                # Send the error before this rank leaves; otherwise the others would learn only that it has left.
                 e.violations += tuple(self._server.rejected()) if self._server is not None else ()
-                self._party.try_send(m.Failed(m.WireError.of(e, self._party.label)))
-                raise
+                with self._telling():
+                    raise
             if isinstance(message, m.CatalogMsg):
-                self._answer(message)
+                with self._telling():
+                    self._take_catalog(message)
+                self._tell()
             elif isinstance(message, m.Failed):
                 raise message.error.error()
             else:
@@ -257,6 +255,15 @@ class TrainerSession:
         self._open = True
         if self._server is not None:
             self._server.coordinator.opening = False
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tell the coordinator of an error inside, before this rank leaves; otherwise the others would learn only that it has left."""
+        try:
+            yield
+        except Exception as e:
+            self._party.try_send(m.Failed(m.WireError.of(e, self._party.label)))
+            raise
 
     def cannot_join(self, replica: int, fatal: bool, error: BaseException) -> None:
         """Tell the coordinator that a replica will not join, because its controller in this process never reached it.
@@ -286,16 +293,6 @@ class TrainerSession:
             ["call xfer.connect() on every trainer rank, with the same probe="],
             where=self._party.label,
         )
-
-    def _answer(self, message: m.CatalogMsg) -> None:
-        """Take a catalog while connecting, and answer with the inventory. What this rank cannot do ends the session: all ranks
-        get its error."""
-        try:
-            self._take_catalog(message)
-        except Exception as e:
-            self._party.try_send(m.Failed(m.WireError.of(e, self._party.label)))
-            raise
-        self._tell()
 
     def _take_catalog(self, message: m.CatalogMsg) -> None:
         self._told = self._told[0], b""  # the coordinator waits for an inventory, even if this fails
