@@ -216,7 +216,7 @@ class ReplicaRefit:
         co, r, worker = self.refit.coordinator, self.replica, client.hello.index
         co.note_moves(client, msg)
         if self.phase is not Phase.ARMING:
-            why = m.WireError.of(self.error or EngineLost("too late"), "rendezvous")
+            why = m.WireError.of(self.error or EngineLost("too late"))
             return client.send(m.Abort(r.index, self.refit.number, r.epoch, why))
         if worker in self.astray:
             self.astray.discard(worker)
@@ -407,7 +407,7 @@ class ReplicaRefit:
             if self.over:
                 return
             co.stop_ranks(r, error)
-            r.tell(m.Settle(self.refit.number, True, m.WireError.of(error, "rendezvous")))
+            r.tell(m.Settle(self.refit.number, True, m.WireError.of(error)))
             self.dirty = before not in (Phase.STAGING, Phase.ARMING)
             self.to(Phase.OVER)
         elif before is Phase.COMMITTING and by is not None and by.hello.role == "worker":
@@ -476,7 +476,7 @@ class ReplicaRefit:
         self.to(Phase.SETTLING)
         self._settle_timers()
         # The controller knows what the engine held before: a replica that had no weights yet does not hold a mix now.
-        controller.send(m.Settle(self.refit.number, dirty, m.WireError.of(self.error or UNKNOWN, "rendezvous")))
+        controller.send(m.Settle(self.refit.number, dirty, m.WireError.of(self.error or UNKNOWN)))
 
     def _settle_timers(self) -> None:
         co, r, refit = self.refit.coordinator, self.replica, self.refit
@@ -601,7 +601,7 @@ class ReplicaRefit:
             phases=phases,
             verified=self.verified,
             dirty=self.dirty and not ok,
-            failure=None if ok else m.WireError.of(self.error or UNKNOWN, "rendezvous"),
+            failure=None if ok else m.WireError.of(self.error or UNKNOWN),
             routes=tuple(t.routes[k] for k in sorted(t.routes)),
             readers=tuple(self.readers.values()),
             scratch_bytes=sum(t.scratch.values()),

@@ -190,7 +190,7 @@ class Coordinator:
                 return None  # its replica was lost, and another process may have its number by now
             return handler(self, client, msg)
         except ProtocolError as e:
-            client.send(m.Refused(m.WireError.of(e, "rendezvous")))
+            client.send(m.Refused(m.WireError.of(e)))
             client.close()
 
     def _speaks_for(self, client: Client) -> set[int]:
@@ -214,7 +214,7 @@ class Coordinator:
         if h.role == "worker" and replica is not None and replica.controller is None:
             # Its controller was told why nothing can join here, and has left. The worker is told the same.
             if (why := self.failure or replica.error) is not None:
-                return self._send_away(client, m.Refused(m.WireError.of(why, "rendezvous"), self.session))
+                return self._send_away(client, m.Refused(m.WireError.of(why), self.session))
         if bad := hello_violations(h, o, self.trainers, self.replicas):
             return self._refuse(client, h, bad)
         client.hello, client.label = h, h.label
@@ -229,7 +229,7 @@ class Coordinator:
         elif h.role == "worker":
             self._worker_came(client, h, self.replicas[h.replica])
         if self.failure is not None:
-            client.send(m.Failed(m.WireError.of(self.failure, "rendezvous")))
+            client.send(m.Failed(m.WireError.of(self.failure)))
 
     def _trainer_came(self, client: Client, h: m.Hello) -> None:
         self.trainers[h.index] = client
@@ -238,7 +238,7 @@ class Coordinator:
             logger.info("xfer: %d of %d trainers have joined", len(self.trainers), self.options.trainers)
         for r in self.replicas.values():  # trainers that were connected when it failed have been told
             if r.phase in (ReplicaPhase.FAILED, ReplicaPhase.LOST) and r.error is not None:
-                client.send(m.Failed(m.WireError.of(r.error, "rendezvous"), replica=r.index))
+                client.send(m.Failed(m.WireError.of(r.error), replica=r.index))
 
     def _controller_came(self, client: Client, h: m.Hello, replica: Replica) -> None:
         replica.controller, replica.size, replica.phase, replica.error = client, h.size, ReplicaPhase.JOINING, None
@@ -260,7 +260,7 @@ class Coordinator:
         session = any(c.hello.session_open for c in replica.workers.values())
         replica.tell(m.Found(len(replica.workers), replica.holds, session))
         if replica.phase is ReplicaPhase.FAILED and replica.error is not None:
-            client.send(m.Failed(m.WireError.of(replica.error, "rendezvous"), replica=replica.index))
+            client.send(m.Failed(m.WireError.of(replica.error), replica=replica.index))
         elif self.catalog is not None:
             client.send(m.CatalogMsg(self.packed_catalog, self.generation))
 
@@ -290,7 +290,7 @@ class Coordinator:
             [f"{h.role} {h.index} (host {h.host}, pid {h.pid}): {b}" for b in bad],
         )
         self.rejected.refused(h, error.violations)
-        self._send_away(client, m.Refused(m.WireError.of(error, "rendezvous"), self.session))
+        self._send_away(client, m.Refused(m.WireError.of(error), self.session))
         # It belongs to this job and cannot take part: others would wait for it until their deadline.
         if bad == differences(h, self.options) or (h.role == "worker" and h.index >= h.size):
             replica = self.replicas.get(h.replica)
@@ -366,7 +366,7 @@ class Coordinator:
             for r in self.replicas.values():
                 if r.phase.opening:
                     self.stop_ranks(r, error)
-            broadcast(self.clients, m.Failed(m.WireError.of(error, "rendezvous"), left=left))
+            broadcast(self.clients, m.Failed(m.WireError.of(error), left=left))
         elif isinstance(scope, Replica):
             self._end(scope, error, by, gone)
         elif isinstance(scope, first_copy.FirstCopy):
@@ -403,7 +403,7 @@ class Coordinator:
                 waiting = [c for c in some if c is not None and c is not by]
         if before.opening:
             self.stop_ranks(r, error)
-        told = m.Failed(m.WireError.of(error, "rendezvous"), replica=r.index)
+        told = m.Failed(m.WireError.of(error), replica=r.index)
         broadcast(waiting, told)
         if gone:
             r.controller, r.workers, r.inventories, r.version, r.unsettled = None, {}, {}, None, 0
@@ -422,7 +422,7 @@ class Coordinator:
         """Stop the ranks that plan, link or move for this replica. Freeing a blocked one breaks the link for good."""
         running = replica.first or self.refit
         number = running.number if running is not None else 0
-        abort = m.Abort(replica.index, number, replica.epoch, m.WireError.of(error, "rendezvous"))
+        abort = m.Abort(replica.index, number, replica.epoch, m.WireError.of(error))
         broadcast(self.domain(replica), abort)
 
     def _check_trainers(self) -> None:
@@ -597,7 +597,7 @@ class Coordinator:
         # That refit is over. A controller that was closed since may have called the worker into it, and the worker would hold
         # the engine until that refit's deadline. Epoch 0: nothing of a later refit is stopped.
         self.note_moves(client, msg)
-        over = m.WireError.of(PeerLost(f"refit {msg.attempt} is over"), "rendezvous")
+        over = m.WireError.of(PeerLost(f"refit {msg.attempt} is over"))
         client.send(m.Abort(client.hello.replica, msg.attempt, 0, over))
 
     def _for_refit(self, client: Client, msg: m.Done | m.PartReady | m.Committed | m.Stopped | m.Settled) -> None:

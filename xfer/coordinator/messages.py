@@ -73,8 +73,9 @@ class WireError(Record, frozen=True):
     where: Name = ""
 
     @classmethod
-    def of(cls, error: BaseException, where: str) -> WireError:
-        """Encode an error. A foreign exception becomes an XferError that names its class. Long texts are cut."""
+    def of(cls, error: BaseException, where: str = "rendezvous") -> WireError:
+        """Encode an error. A foreign exception becomes an XferError that names its class. Long texts are cut. `where`: the process, unless
+        the error names one."""
         if not isinstance(error, XferError):
             error = XferError(f"{type(error).__name__}: {error}")
         kind, message, violations, at = error.to_wire()

@@ -133,7 +133,7 @@ class RefitQueue:
 
     def refuse(self, number: int, error: XferError) -> None:
         """A trainer raised before refit `number` began. Every rank that has entered it, or does later, gets the same error."""
-        outcome = m.Outcome(number, None, (), m.WireError.of(error, "rendezvous"))
+        outcome = m.Outcome(number, None, (), m.WireError.of(error))
         running = self.coordinator.refit
         if running is not None and running.number == number:
             return self.end(outcome)  # no replica takes part, so nothing has to be undone
@@ -192,4 +192,4 @@ class RefitQueue:
 
 
 def _refused(msg: m.Enter, error: XferError) -> m.Outcome:
-    return m.Outcome(msg.attempt, msg.asked.version, (), m.WireError.of(error, "rendezvous"))
+    return m.Outcome(msg.attempt, msg.asked.version, (), m.WireError.of(error))

@@ -110,7 +110,7 @@ class Server:
             time.sleep(0.005)
         missing = frozenset(range(co.options.trainers)) - co.met
         if co.failure is not None and missing:
-            _ended[self.rendezvous] = Ended(co.session, WireError.of(co.failure, "rendezvous"), missing)
+            _ended[self.rendezvous] = Ended(co.session, WireError.of(co.failure), missing)
         else:
             _ended.pop(self.rendezvous, None)
         if self._thread.is_alive():
