@@ -15,15 +15,15 @@ from tests.support.world import (
     good,
 )
 from xfer import errors as e
+from xfer import faults
 from xfer.arguments import RefitOptions
-from xfer.participants import faults
 from xfer.trace.traced import Traced
 from xfer.transport.p2p import P2P
 
 
 @pytest.fixture
 def fault(monkeypatch):
-    """Gives a function: from now on these faults happen (xfer/participants/faults.py), in threads of this process."""
+    """Gives a function: from now on these faults happen (xfer/faults.py), in threads of this process."""
 
     def set_fault(text: str, hang_s: float = 60.0):
         faults._passed.clear()

@@ -110,7 +110,7 @@ class Bench:
         return [r for r in range(len(self.trainers)) if r != rank]
 
     def fault(self, who: str, text: str) -> None:
-        """`who`: "trainers" or "engine"; `text` as in xfer/participants/faults.py."""
+        """`who`: "trainers" or "engine"; `text` as in xfer/faults.py."""
         cause(self.work / f"{who}.fault", text)
 
     def begin(self, who: str, text: str, **how) -> None:

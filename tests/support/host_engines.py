@@ -181,7 +181,7 @@ class Bench:
         return 3 - self.seed
 
     def fault(self, text: str) -> None:
-        """In trainers, xfer/participants/faults.py."""
+        """In trainers, xfer/faults.py."""
         cause(self.faults, text)
 
 

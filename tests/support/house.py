@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONTROL = ("coordinator", "rendezvous", "participants")
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("__version__", "errors", "logs", "ending", "sources", "tested"),
-    ("background", "agreement", "pending", "turns"),
+    ("background", "agreement", "pending", "turns", "faults"),
     ("mesh",),
     ("trace",),
     ("plan",),

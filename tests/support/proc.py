@@ -81,7 +81,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def cause(faults: Path, text: str) -> None:
-    """From now on these faults happen (xfer/participants/faults.py) in processes whose XFER_FAULT_FILE this is."""
+    """From now on these faults happen (xfer/faults.py) in processes whose XFER_FAULT_FILE this is."""
     new = faults.with_suffix(".new")
     new.write_text(text)
     os.replace(new, faults)

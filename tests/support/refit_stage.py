@@ -27,7 +27,7 @@ class Stage:
         engine_env: Environment of engines.
 
     Attributes:
-        faults: File from which engines' workers read faults (xfer/participants/faults.py).
+        faults: File from which engines' workers read faults (xfer/faults.py).
     """
 
     token = "end to end token"

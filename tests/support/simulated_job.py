@@ -16,12 +16,12 @@ from functools import cache
 from tests.support import cpu_peer, fp8_engine, world
 from tests.support.simulation import Simulation
 from tests.support.world import REFIT, Meets, ToyEngine, ToySource, ToyTaker, World
+from xfer import faults
 from xfer.arguments import RefitOptions
 from xfer.coordinator.deadlines import CALL_GRACE_S, HOLD_S, TOGETHER_S
 from xfer.direct import trainer, worker  # noqa: F401  # before a simulation replaces the locks of all modules
 from xfer.errors import EngineLost, VerificationError, XferError
 from xfer.kernels.block_fp8 import ScaleRule
-from xfer.participants import faults
 from xfer.participants.controller import Controller, ControllerPhase, _EngineCalls
 from xfer.transport import peer_host, routes
 

@@ -297,7 +297,7 @@ class ProcessWorld:
         return Replica(index, controller, workers)
 
     def fault(self, who: str, text: str) -> None:
-        """`who`: "trainers" or "replica0"; `text` as in xfer/participants/faults.py."""
+        """`who`: "trainers" or "replica0"; `text` as in xfer/faults.py."""
         cause(self.folder / f"{who}.fault", text)
 
     def meet(self, **more) -> list[dict]:

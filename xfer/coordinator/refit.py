@@ -473,8 +473,6 @@ class Refit(Transfer):
 
     def finish_if_over(self) -> None:
         co = self.coordinator
-        for part in self.parts.values():
-            self._note_drained(part)
         if self.open or co.refit is not self:
             return
         why_until = max((part.why_until for part in self.parts.values()), default=0.0)

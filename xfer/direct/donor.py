@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from xfer import faults
 from xfer.coordinator import messages as m
 from xfer.direct.sums import SourceSums
 from xfer.errors import Unsupported
-from xfer.participants import faults
 from xfer.plan.part import PlanPart
 from xfer.plan.table import padded_shapes
 from xfer.trace.catalog import Catalog

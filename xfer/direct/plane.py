@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
+from xfer import faults
 from xfer.coordinator import messages as m
 from xfer.direct import late
 from xfer.errors import PeerLost, PlanMismatch
-from xfer.participants import faults
 from xfer.participants.data_plane import PlanFacts, Progress, Stop
 from xfer.participants.lane import labels_of
 from xfer.plan.cache import PlanCache

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from xfer import faults
 from xfer.coordinator import messages as m
 from xfer.direct import holders
 from xfer.direct.native import Native
@@ -14,7 +15,6 @@ from xfer.direct.quantized import Quantized
 from xfer.direct.sums import SourceSums
 from xfer.direct.unsent import Unsent
 from xfer.kernels.marks import ChangeMarks
-from xfer.participants import faults
 from xfer.participants.data_plane import News, PartialBlocks
 from xfer.plan.cache import PlanCache
 from xfer.plan.inventory import Inventory, trainer_inventory

@@ -7,13 +7,13 @@ from typing import Protocol
 
 import torch
 
+from xfer import faults
 from xfer.coordinator import messages as m
 from xfer.direct.donor import Donor
 from xfer.direct.early import FIRST, EarlySums, first_storages, whole_storages
 from xfer.direct.plane import DirectPlane
 from xfer.errors import VerificationError
 from xfer.kernels.checksum import Constants, Sums
-from xfer.participants import faults
 from xfer.plan.inventory import footprint_rows
 from xfer.plan.part import PlanPart
 from xfer.plan.table import padded_shapes

@@ -22,11 +22,11 @@ from typing import Protocol
 
 import torch
 
+from xfer import faults
 from xfer.coordinator import messages as m
 from xfer.errors import PeerLost
 from xfer.packed.shared import place_of
 from xfer.packed.wire import Exporters, nbytes_of
-from xfer.participants import faults
 from xfer.participants.data_plane import PlanFacts, Progress, Stop
 from xfer.participants.lane import labels_of
 from xfer.rendezvous.client import RendezvousClient

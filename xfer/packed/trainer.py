@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from xfer import faults
 from xfer.coordinator import messages as m
 from xfer.errors import DeadlineExceeded
 from xfer.packed.broadcast import OneAhead, own_stream
@@ -18,7 +19,6 @@ from xfer.packed.plane import HEAD_TAG, MAGIC, PackedPlane, words_of
 from xfer.packed.shared import announce, exporters_of, send_offer, wait_done
 from xfer.packed.source import PackedSource
 from xfer.packed.wire import Exporters, decode_exporters, digest, encode
-from xfer.participants import faults
 from xfer.participants.data_plane import News, Progress, Stop
 from xfer.plan.checksum import added
 from xfer.rendezvous.client import RendezvousClient

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from xfer import faults
 from xfer.coordinator import messages as m
 from xfer.errors import PeerLost, ProtocolError, RefitFailed, Unsupported, out_of_memory
 from xfer.packed.broadcast import Arrivals
@@ -25,7 +26,6 @@ from xfer.packed.wire import (
     digest,
     longest_of,
 )
-from xfer.participants import faults
 from xfer.participants.data_plane import Progress, Stop
 from xfer.rendezvous.client import RendezvousClient
 from xfer.rendezvous.store import RendezvousStore

@@ -20,10 +20,10 @@ from collections.abc import Sequence
 
 import torch
 
+from xfer import faults
 from xfer.coordinator import messages as m
 from xfer.ending import wait_for_all
 from xfer.errors import PeerLost, PlanMismatch, XferError
-from xfer.participants import faults
 from xfer.participants.data_plane import DataPlane, PlanFacts, Stop
 from xfer.plan.explain import size
 from xfer.rendezvous.client import RendezvousClient

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from xfer import faults
 from xfer.background import LOOK_S, BackgroundCall
 from xfer.coordinator import messages as m
 from xfer.coordinator.deadlines import CALL_GRACE_S, SILENCE_S, STOP_GRACE_S
 from xfer.errors import DeadlineExceeded, PeerLost, XferError
-from xfer.participants import computing, faults
+from xfer.participants import computing
 from xfer.rendezvous.client import host_identity
 from xfer.report import RefitReport
 from xfer.timeline import mark

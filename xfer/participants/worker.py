@@ -15,13 +15,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from xfer import timeline
+from xfer import faults, timeline
 from xfer.coordinator import messages as m
 from xfer.coordinator.deadlines import SILENCE_S, STOP_GRACE_S
 from xfer.coordinator.layouts import pack_specs, unpack_one
 from xfer.coordinator.messages import Label
 from xfer.errors import DeadlineExceeded, PeerLost, RebindError, XferError
-from xfer.participants import faults
 from xfer.participants.data_plane import Change, DataPlane
 from xfer.participants.lane import Lane
 from xfer.rendezvous.client import RendezvousClient, data_plane
