@@ -181,7 +181,8 @@ class Trainer(Client):
 
     def refit(self, number: int) -> None:
         m = self.place.m
-        self.say(m.Enter(number, m.Arguments("", min_replicas=1, deadline_s=60.0)))
+        asked = "", False, 1, 60.0
+        self.say(m.Enter(number, m.Arguments(*asked)) if hasattr(m, "Arguments") else m.Enter(number, *asked))
         self.say(m.Ready(number))
 
 
@@ -206,10 +207,8 @@ class Controller(Client):
         elif isinstance(x, m.Arm):
             for w in self.workers:
                 w.say(m.Armed(x.attempt))
-        elif isinstance(x, m.Commit):
-            self.say(m.Settled(x.attempt, x.version, True, 0.0))
-        elif isinstance(x, m.Settle):
-            self.say(m.Settled(x.attempt, "0", True, 0.0))
+        elif isinstance(x, m.Settle) or isinstance(x, m.Commit) and hasattr(m, "Decided"):  # as older trees say it
+            self.say(m.Settled(x.attempt, getattr(x, "version", "0"), True, 0.0))
 
     async def bring(self) -> None:
         await asyncio.gather(*(w.connect() for w in self.workers))

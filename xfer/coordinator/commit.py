@@ -69,9 +69,9 @@ TRANSITIONS: tuple[tuple[Phase, Phase, str], ...] = (
     (
         Phase.MOVING,
         Phase.COMMITTING,
-        "every rank said Done and the checksums agree: the decision, Commit to the workers",
+        "every rank said Done and the checksums agree: the decision, Commit to workers and controller",
     ),
-    (Phase.COMMITTING, Phase.SETTLING, "every worker has installed: Commit to the controller"),
+    (Phase.COMMITTING, Phase.SETTLING, "every worker has installed: Settle to the controller"),
     (Phase.COMMITTING, Phase.SETTLING, "a worker failed, or STOP_GRACE_S passed: the replica is torn, Settle"),
     (Phase.ARMING, Phase.ABORTING, "an error or the deadline: Abort to the ranks"),
     (Phase.MOVING, Phase.ABORTING, "an error, unequal checksums or the deadline: Abort to the ranks"),
@@ -353,16 +353,14 @@ class ReplicaRefit:
         self.to(Phase.COMMITTING)
         co.mark(f"replica {r.index}: decided")
         co.at(co.now + STOP_GRACE_S, self._install_late, of=refit)
-        broadcast(r.workers.values(), m.Commit(r.index, refit.number, refit.version))
-        if r.controller is not None:
-            r.controller.send(m.Decided(refit.number))
+        broadcast(r.processes(), m.Commit(r.index, refit.number, refit.version))
 
     def installed(self, worker: int) -> None:
         self.committed.add(worker)
         if self.phase is Phase.COMMITTING and len(self.committed) == self.replica.size:
             self.to(Phase.SETTLING)
             self._settle_timers()
-            self.replica.tell(m.Commit(self.replica.index, self.refit.number, self.refit.version))
+            self.replica.tell(m.Settle(self.refit.number, self.refit.version))
 
     def settled(self, msg: m.Settled) -> None:
         """The controller says what its engine serves."""
@@ -407,7 +405,7 @@ class ReplicaRefit:
             if self.over:
                 return
             co.stop_ranks(r, error)
-            r.tell(m.Settle(self.refit.number, True, m.WireError.of(error)))
+            r.tell(m.Settle(self.refit.number, None, True, m.WireError.of(error)))
             self.dirty = before not in (Phase.STAGING, Phase.ARMING)
             self.to(Phase.OVER)
         elif before is Phase.COMMITTING and by is not None and by.hello.role == "worker":
@@ -476,7 +474,7 @@ class ReplicaRefit:
         self.to(Phase.SETTLING)
         self._settle_timers()
         # The controller knows what the engine held before: a replica that had no weights yet does not hold a mix now.
-        controller.send(m.Settle(self.refit.number, dirty, m.WireError.of(self.error or UNKNOWN)))
+        controller.send(m.Settle(self.refit.number, None, dirty, m.WireError.of(self.error or UNKNOWN)))
 
     def _settle_timers(self) -> None:
         co, r, refit = self.refit.coordinator, self.replica, self.refit

@@ -561,21 +561,15 @@ class Drained(WireMessage, frozen=True):
 
 
 class Commit(WireMessage, frozen=True):
-    """Coordinator -> workers, controller: install and serve `version`."""
+    """Coordinator -> workers: install `version`.
+
+    Coordinator -> controller: workers were told so. The update call is about to return, and the controller may prepare what follows it.
+    It may serve only after `Settle`.
+    """
 
     replica: Count
     attempt: Count
     version: Label
-
-
-class Decided(WireMessage, frozen=True):
-    """Coordinator -> controller: workers were told to install.
-
-    The update call is about to return, and the controller may prepare what follows it. It may serve only after `Commit`,
-    which says that all workers have installed.
-    """
-
-    attempt: Count
 
 
 class Committed(WireMessage, frozen=True):
@@ -607,11 +601,13 @@ class Stopped(WireMessage, frozen=True):
 
 
 class Settle(WireMessage, frozen=True):
-    """Coordinator -> controller, after an abort: resume if clean, stay paused if dirty."""
+    """Coordinator -> controller: bring the engine back. Without an `error` all workers have installed `version`: serve it. After an
+    abort, resume if clean, stay paused if dirty."""
 
     attempt: Count
-    dirty: bool
-    error: WireError
+    version: Label
+    dirty: bool = False
+    error: WireError | None = None
 
 
 class Settled(WireMessage, frozen=True):
@@ -791,7 +787,7 @@ Message = (
     Hello | Welcome | Refused | Specs | CatalogMsg | InventoryMsg | Fetch | LayoutAsk | Layout
     | PlanInputs | Planned | OpenLink | LinkOpen | Found | ReplicaReady
     | Prepare | Enter | Measured | Ready | Arm | Armed | CallAgain | Go | PartReady | Progress | Done | Drained
-    | Commit | Decided | Committed
+    | Commit | Committed
     | Abort | Stopped | Settle | Settled | Failed | Release | CloseRoutes | RoutesClosed
     | Outcome | Leave | Ping | Reply | Store | StatusAsk | StatusReply
 )  # fmt: skip

@@ -464,18 +464,18 @@ class Controller:
         # If the engine serves, it must not stop because the trainers are gone: this send raises nothing.
         now = (self.version, True, calls.seconds) if serves else (None, False, 0.0)
         party.try_send(m.Settled(arm.attempt, *now, calls.phases))
-        committed = serves and isinstance(decision, m.Commit)
-        why = None if committed else self.error if isinstance(decision, m.Commit) else decision.error.error()
+        committed = serves and decision.error is None
+        why = None if committed else self.error if decision.error is None else decision.error.error()
         here = party.welcome.session, arm.attempt, self.replica
         observers.tell(
             observers.EngineFinished(*here, committed, serves, self.torn, *(now[0], now[2]), calls.phases, why)
         )
         return lost
 
-    def _carry_out(self, calls: _EngineCalls, decision: m.Commit | m.Settle, party: RendezvousClient) -> bool:
+    def _carry_out(self, calls: _EngineCalls, decision: m.Settle, party: RendezvousClient) -> bool:
         """Carry out a decision. Returns whether the engine serves."""
         calls.close(decision)
-        if isinstance(decision, m.Commit):
+        if decision.error is None:
             self.refits += 1
             self._label = str(decision.version)
             self._set(torn=False, version=decision.version)
@@ -485,18 +485,16 @@ class Controller:
         if self.torn and self.error is not None:  # as before this attempt, which wrote nothing
             self._keep_out(self.error)
             return False
-        calls.resume(None if isinstance(decision, m.Commit) else self._label)
+        calls.resume(None if decision.error is None else self._label)
         mark(party.label, "its engine serves")
-        if isinstance(decision, m.Commit):
+        if decision.error is None:
             outage = calls.seconds * 1e3
             logger.info("xfer: replica %d serves version %r, outage %.1f ms", self.replica, self.version, outage)
         elif self.version is not None:
             self._set()
         return True
 
-    def _decision(
-        self, party: RendezvousClient, arm: m.Arm, calls: _EngineCalls
-    ) -> tuple[m.Commit | m.Settle, list[m.Failed]]:
+    def _decision(self, party: RendezvousClient, arm: m.Arm, calls: _EngineCalls) -> tuple[m.Settle, list[m.Failed]]:
         """Wait for the decision. Returns it, and the messages about lost trainers or workers that came before it."""
         due, lost = time.monotonic() + arm.deadline_s, list[m.Failed]()
         try:
@@ -507,12 +505,11 @@ class Controller:
                     m.Commit,
                     m.Settle,
                     m.Failed,
-                    m.Decided,
                     m.CallAgain,
                     match=lambda x: isinstance(x, m.Failed) or x.attempt == arm.attempt,
                     due=due,
                 )
-                if isinstance(message, m.Decided):
+                if isinstance(message, m.Commit):
                     calls.wind_up()
                 elif isinstance(message, m.CallAgain):
                     calls.call_again()
@@ -522,7 +519,7 @@ class Controller:
                     return message, lost
         except XferError as e:
             # The coordinator is silent: the workers assume an abort, but they may have begun to write.
-            self._unheard = m.Settle(arm.attempt, True, m.WireError.of(e, party.label))
+            self._unheard = m.Settle(arm.attempt, None, True, m.WireError.of(e, party.label))
             return self._unheard, lost
 
 
@@ -603,7 +600,7 @@ class _EngineCalls:
         except Exception as e:
             self._unwound = e
 
-    def close(self, decision: m.Commit | m.Settle) -> None:
+    def close(self, decision: m.Settle) -> None:
         """Carry out the decision.
 
         Raises:
@@ -612,8 +609,8 @@ class _EngineCalls:
         if self._unwound is not None:
             raise self._unwound
         if not self._decided:
-            self._wind_up(isinstance(decision, m.Commit))
-        if isinstance(decision, m.Commit):
+            self._wind_up(decision.error is None)
+        if decision.error is None:
             self.handle.set_version(str(decision.version), SETTLE_GRACE_S)
 
     def _wind_up(self, commit: bool) -> None:
