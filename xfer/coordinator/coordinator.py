@@ -23,7 +23,7 @@ from xfer.coordinator.events import Connected, Disconnected, Effect, Event, Mark
 from xfer.coordinator.exports import Silence, refuse_untrained
 from xfer.coordinator.layouts import pack, unpack_specs
 from xfer.coordinator.planning import Planning
-from xfer.coordinator.refit import Refit
+from xfer.coordinator.refit import Refit, Transfer
 from xfer.coordinator.refits import RefitQueue
 from xfer.coordinator.state import (
     STRANGER,
@@ -340,7 +340,7 @@ class Coordinator:
 
     def fail(
         self,
-        scope: Coordinator | Refit | ReplicaRefit | first_copy.FirstCopy | Replica,
+        scope: Coordinator | Transfer | ReplicaRefit | Replica,
         error: XferError,
         by: Client | None = None,
         gone: bool = False,
@@ -350,9 +350,9 @@ class Coordinator:
         a refit whose parts are all over then ends after the present event.
 
         Args:
-            scope: This coordinator: the job, with the running refit and all later ones. A refit: the parts of all replicas
-                that are not decided; or one of these parts. A first copy, unless it is decided. A replica: its joining, plan or
-                link, and its part in the refit or its first copy.
+            scope: This coordinator: the job, with the running refit and all later ones. A refit or first copy: the parts of all
+                replicas that are not decided; or one of these parts. A replica: its joining, plan or link, and its part in the refit
+                or its first copy.
             by: the process that reported the error.
             gone: a process of the replica is gone. It takes no part until a new controller joins with its number.
             left: the trainer that the job has lost left on purpose.
@@ -369,11 +369,8 @@ class Coordinator:
             broadcast(self.clients, m.Failed(m.WireError.of(error), left=left))
         elif isinstance(scope, Replica):
             self._end(scope, error, by, gone)
-        elif isinstance(scope, first_copy.FirstCopy):
-            scope.end(error, by)
         else:
-            for part in scope.parts.values() if isinstance(scope, Refit) else [scope]:
-                part.end(error, by)
+            scope.end(error, by)
 
     def _end(self, r: Replica, error: XferError, by: Client | None, gone: bool) -> None:
         """Replica `r` cannot go on: one of its processes is gone, or it got no plan or link, or a process cannot join."""
@@ -587,7 +584,7 @@ class Coordinator:
             self.refit.arm(replica)
             self.refit.advance()
 
-    def _running(self, number: int) -> Refit | first_copy.FirstCopy | None:
+    def _running(self, number: int) -> Transfer | None:
         """Return the refit or the first copy of this number, if it is not over."""
         return self.refit if self.refit is not None and self.refit.number == number else self.copies.get(number)
 

@@ -115,10 +115,8 @@ class FirstCopy(Transfer):
         return True
 
     def end(self, error: XferError, by: Client | None = None, gone: bool = False) -> None:
-        """End this copy because of `error`, unless it is decided. Only `Coordinator` calls this. Arguments as of `ReplicaRefit.end`."""
-        if self.parts:
-            self.parts[self.joiner.index].end(error, by, gone)
-        else:
+        super().end(error, by, gone)
+        if not self.parts:
             self.coordinator.stop_ranks(self.joiner, error)
             self._over(error)
 

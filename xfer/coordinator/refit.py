@@ -29,6 +29,7 @@ from xfer.errors import (
     ProtocolError,
     Unsupported,
     VerificationError,
+    XferError,
 )
 
 if TYPE_CHECKING:
@@ -162,6 +163,11 @@ class Transfer:
 
     def trainers_waited_for(self) -> list[str]:
         return []
+
+    def end(self, error: XferError, by: Client | None = None, gone: bool = False) -> None:
+        """End the parts of all replicas that are not decided. Only `Coordinator.fail` calls this. Arguments as of `ReplicaRefit.end`."""
+        for part in self.parts.values():
+            part.end(error, by, gone)
 
     def go(
         self,
