@@ -258,13 +258,9 @@ class Refit(Transfer):
             r.stage(co.now)
             r.plan_s = r.link_s = 0.0
             if r.controller is None:
-                part.phase, part.error = (
-                    Phase.OVER,
-                    r.error
-                    or EngineLost(
-                        f"replica {r.index} is not connected",
-                        ["start it and call xfer.serve() with this replica number"],
-                    ),
+                part.phase = Phase.OVER
+                part.error = r.error or EngineLost(
+                    f"replica {r.index} is not connected", ["start it and call xfer.serve() with this replica number"]
                 )
             elif r.phase is ReplicaPhase.FAILED and r.complete:
                 r.stale = True
@@ -296,7 +292,8 @@ class Refit(Transfer):
             self.waiting[r] = part
         else:
             self.waiting.pop(r, None)
-        co.soon(lambda: self._note_drained(part))  # not now: trainers hear Go first
+        if not part.drained and not part.may_be_read:
+            co.soon(lambda: self._note_drained(part))  # not now: trainers hear Go first
         if part.over and r in self.open:
             self.open.discard(r)
             if not self.open:
