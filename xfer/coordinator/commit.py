@@ -434,7 +434,7 @@ class ReplicaRefit:
 
         A rank that raises while bytes move closes its connections, and others may report that before it reports why.
         """
-        if self.why_until and not isinstance(error, PeerLost):
+        if not isinstance(error, PeerLost):
             self.error, self.why_until = error, 0.0
 
     def worker_stopped(self, client: Client, msg: m.Stopped) -> None:

@@ -241,12 +241,7 @@ class Coordinator:
                 client.send(m.Failed(m.WireError.of(r.error), replica=r.index))
 
     def _controller_came(self, client: Client, h: m.Hello, replica: Replica) -> None:
-        replica.controller, replica.size, replica.phase, replica.error = client, h.size, ReplicaPhase.JOINING, None
-        replica.workers, replica.inventories, replica.version, replica.dirty = {}, {}, None, False
-        replica.wanted, replica.derives, replica.scratch, replica.joined, replica.base = {}, False, None, False, 0
-        replica.tried = replica.verified = False
-        replica.committed, replica.gave_to = 0, set()
-        replica.until = self.now + self.options.deadline_s
+        replica.renew(client, h.size, self.now + self.options.deadline_s)
         self.at(replica.until, lambda: self._check_join(replica))
 
     def _worker_came(self, client: Client, h: m.Hello, replica: Replica) -> None:
@@ -331,9 +326,8 @@ class Coordinator:
         else:
             return
         gave_up = client.left and replica.phase is ReplicaPhase.FAILED  # then it has told the reason
-        if replica.phase is not ReplicaPhase.LOST:
-            how = logging.INFO if client.left else logging.WARNING
-            logger.log(how, "xfer: replica %d takes part no more: %s", replica.index, lost.message)
+        how = logging.INFO if client.left else logging.WARNING
+        logger.log(how, "xfer: replica %d takes part no more: %s", replica.index, lost.message)
         self.fail(replica, replica.error if gave_up and replica.error is not None else lost, gone=True)
 
     # ---- failures
@@ -376,8 +370,6 @@ class Coordinator:
         """Replica `r` cannot go on: one of its processes is gone, or it got no plan or link, or a process cannot join."""
         refit, before = self.refit, r.phase
         part = refit.parts[r.index] if refit is not None else None
-        if before is ReplicaPhase.LOST:
-            return
         if r.first is not None and not gone:
             return self.fail(r.first, error, by)
         if gone:

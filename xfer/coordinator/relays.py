@@ -111,7 +111,7 @@ def _others(co: Coordinator, replica: Replica) -> Iterator[Replica]:
     for i, r in sorted(co.replicas.items(), reverse=True):
         if r is replica or r.controller is None:
             continue
-        if refit is not None and i in refit.parts and replica.index in refit.parts:
+        if refit is not None:
             part, waiting = refit.parts[i], refit.parts[replica.index]
             if part.waiting and refit.rolling.waits(part):
                 continue

@@ -131,6 +131,11 @@ class Replica:
     tried: bool = False  # that has been tried since it came; it is tried once
     gave_to: set[int] = field(default_factory=set)  # replicas to which its workers have given first weights
 
+    def renew(self, controller: Client, size: int, until: float) -> None:
+        """Begin anew with another engine, of which nothing is known. Only the epochs go on, since messages of older ones are ignored."""
+        fresh = Replica(self.index, size, controller, epoch=self.epoch, phase=ReplicaPhase.JOINING, until=until)
+        vars(self).update(vars(fresh))
+
     def tell(self, message: m.Message) -> None:
         """Send it to the controller, if that is connected."""
         if self.controller is not None:

@@ -21,7 +21,7 @@ from xfer.coordinator import messages as m
 from xfer.coordinator.deadlines import LEAVE_S, SILENCE_S
 from xfer.coordinator.messages import Label
 from xfer.ending import EXIT_S
-from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolError, XferError
+from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError, XferError
 from xfer.plan.fabric import Site, host_identity
 from xfer.rendezvous.channel import SEND_S, Channel, dial
 from xfer.rendezvous.layouts import Shelf
@@ -468,8 +468,7 @@ class RendezvousClient:
                 return message
             wait = max(0.0, min(wait, until - time.monotonic()))
             if isinstance(message, m.Refused) and m.Refused not in kinds:
-                error = message.error.error()
-                raise error if isinstance(error, XferError) else HandshakeError(str(error))
+                raise message.error.error()
 
     def close(self) -> None:
         if self.channel.theirs:
