@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tests.support.plan_worlds import SIZE, World, places, worlds
-from xfer.coordinator.exports import HELD, differences
 from xfer.direct import holders
 from xfer.errors import ProtocolError
+from xfer.plan.holders import HELD, differences
 from xfer.plan.inventory import trainer_inventory
 from xfer.plan.part import PlanPart
 from xfer.plan.planner import plan_replica

@@ -17,7 +17,7 @@ and does not import torch, so a test can drive it with a fake clock through any 
     relays       chains and rings of replicas that read from each other
     rolling      replicas that take turns
     failures     what ends when a process reports an error
-    exports      whether trainers agree on the bytes they hold, and whether training reaches the engines
+    exports      whether training reaches the engines
     deadlines    all waits beyond the caller's deadline
     status       texts for people: `xfer status`, log lines, rejected connections
 """

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from xfer.coordinator import exports, relays
 from xfer.coordinator import messages as m
+from xfer.coordinator import relays
 from xfer.coordinator.deadlines import ANSWER_GRACE_S, APART_S, CAUSE_S, SETTLE_GRACE_S, STOP_GRACE_S
 from xfer.coordinator.state import ReplicaPhase, broadcast
 from xfer.errors import DeadlineExceeded, EngineLost, PeerLost, RebindError, VerificationError, XferError
+from xfer.plan import holders
 from xfer.plan.checksum import added
 from xfer.plan.relay import ALL_PARTS
 
@@ -564,8 +565,8 @@ class ReplicaRefit:
         """Tensors of which trainers hold different bytes, by the digests of a verified refit."""
         held = self.totals.held
         catalog = self.refit.coordinator.catalog
-        lines = exports.differences(held, catalog) if held and catalog is not None else []
-        return [*lines, exports.HOLDERS_ADVICE] if lines else []
+        lines = holders.differences(held, catalog) if held and catalog is not None else []
+        return [*lines, holders.ADVICE] if lines else []
 
     def outcome(self) -> m.ReplicaOutcome:
         """The result of this replica, for the trainers' reports."""

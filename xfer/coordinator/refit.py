@@ -13,8 +13,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from xfer import logs
-from xfer.coordinator import exports, relays
 from xfer.coordinator import messages as m
+from xfer.coordinator import relays
 from xfer.coordinator.blocks import SharedBlocks
 from xfer.coordinator.commit import Phase, ReplicaRefit
 from xfer.coordinator.deadlines import ARM_AHEAD_S, TOGETHER_S
@@ -31,6 +31,7 @@ from xfer.errors import (
     VerificationError,
     XferError,
 )
+from xfer.plan import holders
 
 if TYPE_CHECKING:
     from xfer.coordinator.coordinator import Coordinator
@@ -394,9 +395,9 @@ class Refit(Transfer):
         """
         co = self.coordinator
         told = {i: r.sample for i, r in self.drained.items() if r.sample and r.generation == co.generation}
-        if told and co.catalog is not None and (bad := exports.differences(told, co.catalog)):
+        if told and co.catalog is not None and (bad := holders.differences(told, co.catalog)):
             why = "trainers hold different bytes of one tensor; nothing was moved"
-            co.fail(self, VerificationError(why, [*bad, exports.HOLDERS_ADVICE]))
+            co.fail(self, VerificationError(why, [*bad, holders.ADVICE]))
 
     def advance(self) -> None:
         co = self.coordinator

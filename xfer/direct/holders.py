@@ -19,10 +19,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from xfer.coordinator.exports import HELD
 from xfer.kernels.checksum import Sums
 from xfer.kernels.torch_impl import Space
 from xfer.plan import columns as col
+from xfer.plan.holders import HELD
 from xfer.plan.inventory import Inventory
 from xfer.plan.options import sent
 from xfer.plan.program import ITEM, MAX_DIMS
