@@ -68,7 +68,7 @@ def talking(address: str, ended=lambda reason: None) -> c.Channel:
 
 def test_both_prove_the_token_and_talk(listener):
     client = talking(listener.address)
-    client.send(m.Store(m.StoreCall.SET, ("r0/a",), b"x" * 60000))
+    client.send(m.StoreAsk(m.StoreCall.SET, ("r0/a",), b"x" * 60000))
     client.send(m.Leave())
     until_true(lambda: len(listener.got) == 2)
     assert listener.got[0].value == b"x" * 60000 and isinstance(listener.got[1], m.Leave)

@@ -36,7 +36,7 @@ SAMPLES = [
     m.Abort(0, 1, 2, m.WireError("PeerLost", "gone", ("a", "b"), "trainer 1")),
     m.Go(3, (0, 2), (1, 4), "7", True, 60.0),
     m.Done(3, (0, 2), (m.Moved(2, 10, 20, 0.1, 0.2, 0.3, 0.0, (m.Checksum(0, b"12345678"),)),)),
-    m.Store(m.StoreCall.SET, ("r0/e1/key",), b"value"),
+    m.StoreAsk(m.StoreCall.SET, ("r0/e1/key",), b"value"),
 ]
 
 

@@ -630,7 +630,7 @@ _RULES: dict[type[m.WireMessage], tuple[tuple[str, ...], _Handler]] = {
     m.Committed: (_WORKER, Coordinator._for_refit),
     m.Stopped: (_WORKER, Coordinator._for_refit),
     m.Settled: (_CONTROLLER, Coordinator._settled),
-    m.Store: (_DOMAIN, lambda co, client, msg: co.store.handle(client, msg, co._speaks_for(client))),
+    m.StoreAsk: (_DOMAIN, lambda co, client, msg: co.store.handle(client, msg, co._speaks_for(client))),
 }
 """By message: the roles that may send it, and its handler. All other messages are sent by the coordinator only."""
 

@@ -750,7 +750,7 @@ class StoreCall(Enum):
     CHECK = "check"  # answered by "1" if all keys exist, else by nothing
 
 
-class Store(WireMessage, frozen=True):
+class StoreAsk(WireMessage, frozen=True):
     """Client -> coordinator: a call about one key, or, to CHECK, about several."""
 
     kind: StoreCall
@@ -789,7 +789,7 @@ Message = (
     | Prepare | Enter | Measured | Ready | Arm | Armed | CallAgain | Go | PartReady | Progress | Done | Drained
     | Commit | Committed
     | Abort | Stopped | Settle | Settled | Failed | Release | CloseRoutes | RoutesClosed
-    | Outcome | Leave | Ping | Reply | Store | StatusAsk | StatusReply
+    | Outcome | Leave | Ping | Reply | StoreAsk | StatusAsk | StatusReply
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -301,7 +301,7 @@ class KeyValues:
         self._values: dict[str, bytes] = {}
         self._parked: dict[str, list[tuple[Client, int]]] = defaultdict(list)
 
-    def handle(self, client: Client, msg: m.Store, replicas: Iterable[int]) -> None:
+    def handle(self, client: Client, msg: m.StoreAsk, replicas: Iterable[int]) -> None:
         """Carry out a call and answer it.
 
         Args:

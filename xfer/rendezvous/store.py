@@ -42,8 +42,8 @@ class RendezvousStore(Store):
         what = f"{kind.value} {', '.join(keys)[:80]!r} in the store"
         return self._questions.ask(what, until, ask, cancelled=self._cancelled, why=why)[0]
 
-    def _call(self, kind: m.StoreCall, keys: Sequence[str], value: bytes, call: int = 0) -> m.Store:
-        return m.Store(kind, tuple(self._prefix + key for key in keys), value, call)
+    def _call(self, kind: m.StoreCall, keys: Sequence[str], value: bytes, call: int = 0) -> m.StoreAsk:
+        return m.StoreAsk(kind, tuple(self._prefix + key for key in keys), value, call)
 
     def set(self, key: str, value: bytes | str) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
