@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from xfer.coordinator import messages as m
 from xfer.coordinator.commit import TRANSITIONS, Phase
 from xfer.coordinator.coordinator import Coordinator
-from xfer.coordinator.events import Connected, Received, Send, Unproven
+from xfer.coordinator.events import Connected, Disconnected, Received, Send, Unproven
 from xfer.coordinator.layouts import pack_specs
 from xfer.coordinator.refit import Owed
 from xfer.coordinator.state import Client, Options, Replica, differences, told
@@ -143,6 +143,16 @@ def test_a_trainer_that_was_refused_for_its_arguments_is_not_waited_for_by_the_c
         co.handle(Connected(i), 0.0)
         co.handle(Received(i, m.Hello("trainer", i, 2, 0, "host", 7, settings=(("deadline_s", seconds),))), 0.0)
     assert "deadline_s is '19', trainer 0 has '20'" in str(co.failure) and co.met == {0, 1}
+
+
+def test_a_call_ends_at_once_when_a_trainer_dies_while_no_replica_is_there():
+    """No replica has a part in that refit whose end could be the refit's."""
+    admission = Admission()
+    admission.say(admission.controller, m.Leave())
+    admission.say(1, m.Enter(1, m.Arguments(min_replicas=1, deadline_s=9.0)))
+    effects = admission.coordinator.handle(Disconnected(2, "killed"), 0.0)
+    told = [x.message.attempt for x in effects if isinstance(x, Send) and isinstance(x.message, m.Outcome)]
+    assert told == [1] and admission.coordinator.refit is None
 
 
 def test_rejected_processes_are_listed_for_timeout_errors():

@@ -169,6 +169,11 @@ class Transfer:
         """End the parts of all replicas that are not decided. Only `Coordinator.fail` calls this. Arguments as of `ReplicaRefit.end`."""
         for part in self.parts.values():
             part.end(error, by, gone)
+        self.coordinator.soon(self.finish_if_over)  # no part has to be open
+
+    def finish_if_over(self) -> None:
+        """End it if no part is open."""
+        raise NotImplementedError
 
     def go(
         self,
