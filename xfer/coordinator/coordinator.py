@@ -96,8 +96,8 @@ class Coordinator:
         """
         self.now = max(self.now, now)
         # Due timers run first: if this process was stopped, others have acted on those deadlines already.
-        while self.timers.overdue(self.now):
-            self._soon += self.timers.due(self.now)
+        while due := self.timers.due(self.now):
+            self._soon += due
             self._run_soon()
         try:
             self._take(event)

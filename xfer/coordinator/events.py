@@ -87,10 +87,6 @@ class Timers:
         """Time of the first action; None if there is none."""
         return self._heap[0][0] if self._heap else None
 
-    def overdue(self, now: float) -> bool:
-        """Whether an action is due."""
-        return bool(self._heap) and self._heap[0][0] <= now
-
     def due(self, now: float) -> list[Callable[[], None]]:
         """Remove and return the actions that are due, in order of time."""
         out = []

@@ -295,8 +295,6 @@ class ReplicaReady(WireMessage, frozen=True):
     """
 
     replica: Count
-    epoch: Count
-    digest: Name
 
 
 # ---- one refit

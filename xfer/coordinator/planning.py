@@ -165,8 +165,8 @@ class Planning:
     def _ready(self, replica: Replica) -> None:
         co = self.coordinator
         replica.phase, replica.joined = ReplicaPhase.READY, True
-        ready = m.ReplicaReady(replica.index, replica.epoch, replica.digest)
-        broadcast([*(co.sources(replica) if replica.first is None else ()), *replica.processes()], ready)
+        told = [*(co.sources(replica) if replica.first is None else ()), *replica.processes()]
+        broadcast(told, m.ReplicaReady(replica.index))
         if replica.first is not None:
             replica.first.linked()
         elif co.refit is not None:
