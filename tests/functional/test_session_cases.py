@@ -974,7 +974,7 @@ def test_a_trainer_that_lost_the_coordinator_before_its_go_does_not_take_its_par
         call(job, deadline_s=2.0)
         job.sim.until(cpu_peer.Hold.reached.is_set)
         job.sessions[1].party.channel.break_("connection reset by peer")
-        job.sim.until(lambda: not job.sessions[1]._busy.locked())
+        job.sim.until(lambda: not job.sessions[1]._busy._inside.locked())
         assert len(job.sessions[1].side._kept) == 1
         cpu_peer.Hold.clear()
         end = job.ended()[1]

@@ -316,7 +316,7 @@ class TrainerSession:
         self._busy.refuse_closed("prepare()")
         self._party.send(m.Prepare(self.attempt + 1))
 
-    def refit(self, options: RefitOptions) -> RefitReport:
+    def refit(self, options: RefitOptions = RefitOptions()) -> RefitReport:  # noqa: B008  frozen
         """See `xfer.nccl_xfer_refit`."""
         with self._busy.alone("nccl_xfer_refit()"):
             try:
