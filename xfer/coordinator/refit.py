@@ -60,10 +60,12 @@ class Owed:
         self._watched = [0] * sources
 
     def is_source(self, client: Client) -> bool:
-        return client.hello.role == "trainer" or self._joiner not in (None, client.hello.replica)
+        h = client.hello
+        return h.role == "trainer" or self._joiner not in (None, h.replica)
 
     def rank(self, client: Client) -> int:
-        return client.hello.index if self.is_source(client) else self._sources + client.hello.index
+        h = client.hello
+        return h.index if h.role == "trainer" or self.is_source(client) else self._sources + h.index
 
     def begin(self, replicas: Sequence[Replica], sources: bool = True) -> None:
         """All ranks of these replicas are told Go, or their workers only."""
@@ -189,12 +191,11 @@ class Transfer:
 
     def handle(self, client: Client, msg: m.Armed | m.PartReady | m.Done | m.Committed | m.Stopped | m.Settled) -> None:
         """A rank or a controller said something about this transfer."""
-        part = self.parts.get(client.hello.replica)
         if isinstance(msg, m.Done):
-            self._done(client, msg)
-        elif part is None:
+            return self._done(client, msg)
+        if (part := self.parts.get(client.hello.replica)) is None:
             return
-        elif isinstance(msg, m.Armed):
+        if isinstance(msg, m.Armed):
             part.arrived(client, msg)
         elif isinstance(msg, m.PartReady):
             relays.part_ready(self, part, client.hello.index, msg.part)
@@ -211,7 +212,8 @@ class Transfer:
         Raises:
             ProtocolError: the message names a replica that does not exist or, from a worker that receives, that is not its own.
         """
-        h, source = client.hello, self.owed.is_source(client)
+        h = client.hello
+        source = h.role == "trainer" or self.owed.is_source(client)
         if not source:
             if msg.replicas != (h.replica,):
                 raise ProtocolError(f"{client.label} speaks for replicas {msg.replicas[:8]}")
