@@ -80,7 +80,9 @@ class RefitCall:
     def run(self) -> RefitReport:
         """Run the refit until its outcome; with `wait="sources"` until this rank's storages are free; with `wait="ready"` until this
         rank is ready."""
-        return self._interruptible(self._run)
+        with self._guarded():
+            self._begin()
+            return self._pending() if self.wait == "ready" else self._until_free()
 
     def fence(self) -> RefitReport:
         """Wait until this rank's storages are free, after `wait="ready"`.
@@ -90,30 +92,33 @@ class RefitCall:
         """
         began = time.perf_counter()
         try:
-            return self._interruptible(self._until_free)
+            with self._guarded():
+                return self._until_free()
         finally:
             self.fence_s = time.perf_counter() - began
 
-    def _interruptible(self, run: Callable[[], RefitReport]) -> RefitReport:
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Make an error say first what the caller must not do while a part of this refit still runs. Stop this refit if the caller is
+        interrupted (KeyboardInterrupt, for example) before its storages are free: it may then change the weights."""
         try:
-            with self._naming_gathers():
-                return run()
+            yield
+        except XferError as e:
+            e.violations = self.session.side.warn(e.violations)
+            raise
         except Exception:
             raise
         except BaseException as e:
-            # KeyboardInterrupt, for example. The caller may catch it and change the weights, so this refit must stop.
-            if self._entered:
+            if self._entered and not self.free:
                 why = self._untold(PeerLost(f"nccl_xfer_refit() was interrupted: {type(e).__name__}", where=self.label))
                 if not getattr(why, "drained", True):
                     logger.error("xfer: %s", why)
             raise
 
-    def _run(self) -> RefitReport:
-        self._begin()
-        if self.wait == "ready":
-            self.session.pending, self._seconds = self, self.elapsed
-            return self._report(self._version(), (), pending=True)
-        return self._until_free()
+    def _pending(self) -> RefitReport:
+        """Leave the outcome to a later call."""
+        self.session.pending, self._seconds = self, self.elapsed
+        return self._report(self._version(), (), pending=True)
 
     def _begin(self) -> None:
         self.number = self.session.next_attempt()
@@ -123,29 +128,22 @@ class RefitCall:
         while True:
             if self.wait != "commit" and self._wait_for_sources():
                 self._remember()
-                self.free, self.session.pending, self._seconds = True, self, self.elapsed
-                return self._report(self._version(), (), pending=True)
+                self.free = True
+                return self._pending()
             outcome = self._outcome()
             if not outcome.void:
                 if any(o.error is None for o in outcome.outcomes):
                     self._remember()
-                self.free, self.session.pending = True, None
-                return self._conclude(outcome)
+                self.session.pending = None
+                report = self._conclude(outcome)
+                self.free = True
+                return report
             self._begin()  # the attempt was prepared and given up before a rank called
 
     def _remember(self) -> None:
         """Keep what this refit sent, before the caller changes it."""
         if self.asked.delta:
             self.session.side.remember(self.number)
-
-    @contextlib.contextmanager
-    def _naming_gathers(self) -> Iterator[None]:
-        """Make an error say first what the caller must not do while a part of this refit still runs."""
-        try:
-            yield
-        except XferError as e:
-            e.violations = self.session.side.warn(e.violations)
-            raise
 
     # ---- going in
 
@@ -406,7 +404,7 @@ class RefitCall:
         """Wait for the outcome and report it, or raise its error. The coordinator gets at least CALL_GRACE_S from now on to
         answer."""
         self.ends = max(self.ends, time.monotonic() + CALL_GRACE_S)
-        with self._naming_gathers():
+        with self._guarded():
             return self._conclude(self._outcome())
 
     def _conclude(self, outcome: m.Outcome) -> RefitReport:
