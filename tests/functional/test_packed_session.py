@@ -18,6 +18,7 @@ from tests.functional.test_session_protocol import fault  # noqa: F401
 from tests.support.packed_world import PackedWorld
 from tests.support.world import good, raised, right, until_true
 from xfer import errors as e
+from xfer.arguments import RefitOptions
 from xfer.coordinator import refit
 from xfer.packed import feed, plan, trainer, worker
 from xfer.packed.buffer import Buffers
@@ -71,7 +72,7 @@ def test_deltas_are_refused_by_a_route_that_sends_all_bytes():
     with PackedWorld(trainers=1, workers=1) as w:
         good(w.refit(1))
         with pytest.raises(e.XferError) as caught:
-            w.sessions[0].refit(delta="auto", wait="step")
+            w.sessions[0].refit(RefitOptions(delta="auto", wait="step"))
         assert [line.split(": ")[0] for line in caught.value.violations] == ["wait='step'", "delta='auto'"]
         assert "publish()" in caught.value.violations[0] and "xfer.Direct()" in caught.value.violations[1]
         good(w.refit(2))
@@ -92,7 +93,7 @@ def test_buffers_are_not_released_before_all_replicas_have_loaded_from_them(monk
             return opened(*args)
 
         def call(i: int):
-            report = w.sessions[i].refit(version=None, verify=True, wait="sources", min_replicas=None, deadline_s=None)
+            report = w.sessions[i].refit(RefitOptions(verify=True, wait="sources"))
             if i == 1:
                 assert maps.wait(20)
                 w.sessions[1].release()

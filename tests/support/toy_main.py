@@ -12,6 +12,7 @@ import sys
 
 from tests.support.proc import PATIENCE
 from tests.support.world import REFIT, ToyEngine, ToySource, trainer_session, until_true
+from xfer.arguments import RefitOptions
 from xfer.participants.controller import Controller
 
 DEADLINE_S = 60.0 * PATIENCE
@@ -23,7 +24,7 @@ def trainer(rendezvous: str, seed: int, rank: int, ranks: int) -> None:
     try:
         session.open(True)
         source.set(seed)
-        session.refit(**REFIT | {"version": seed})
+        session.refit(RefitOptions(**REFIT | {"version": seed}))
     finally:
         session.close()
 
