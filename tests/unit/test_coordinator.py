@@ -17,6 +17,7 @@ from xfer.coordinator import messages as m
 from xfer.coordinator.commit import TRANSITIONS, Phase
 from xfer.coordinator.coordinator import Coordinator
 from xfer.coordinator.events import Connected, Disconnected, Received, Send, Unproven
+from xfer.coordinator.first_copy import FirstCopy
 from xfer.coordinator.layouts import pack_specs
 from xfer.coordinator.refit import Owed
 from xfer.coordinator.state import Client, Options, Replica, differences, told
@@ -51,6 +52,21 @@ def test_a_replica_is_done_when_its_last_rank_is(trainers, sizes, random):
                 left[r].discard(c)
             assert owed.done(c, said) == sorted(r for r, ranks in left.items() if not ranks)
             left = {r: ranks for r, ranks in left.items() if ranks}
+
+
+def test_only_the_ranks_of_a_first_copy_are_heard_about_it():
+    """Trainers and workers of other replicas have the same numbers as those of its donor and its joiner."""
+    co = Coordinator(Options(1, 3, 20.0, 4096), "session", 0.0)
+    for r in co.replicas.values():
+        r.size, r.workers = 1, {0: Client(0, [], m.Hello("worker", 0, 1, r.index))}
+    joiner, donor, third = (r.workers[0] for r in co.replicas.values())
+    copy = FirstCopy(co, co.replicas[0], co.replicas[1])
+    copy.owed.begin([copy.joiner])
+    for stranger in (third, Client(0, [], m.Hello("trainer", 0, 1))):
+        copy.handle(stranger, m.Done(copy.number, (0,)))
+        assert copy.owed.owes(donor, 0) and copy.owed.owes(joiner, 0)
+    copy.handle(donor, m.Done(copy.number, (0,)))
+    assert not copy.owed.owes(donor, 0) and copy.owed.owes(joiner, 0)
 
 
 def test_every_phase_ends_and_no_decision_is_taken_back():

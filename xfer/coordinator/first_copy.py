@@ -94,6 +94,11 @@ class FirstCopy(Transfer):
                 self.owed.begin([self.joiner])
                 broadcast(self.sources, self.go([part]))
 
+    def handle(self, client: Client, msg: m.Armed | m.PartReady | m.Done | m.Committed | m.Stopped | m.Settled) -> None:
+        """As of `Transfer`. Ranks that are none of this copy have the same numbers."""
+        if client in (*self.sources, *self.joiner.processes()):
+            super().handle(client, msg)
+
     def _late(self) -> None:
         waiting = [f"waiting for {w}" for part in self.parts.values() for w in part.own_waiting_for()]
         late = f"the first copy of replica {self.joiner.index} ended at its deadline of {self.armed_s:.1f} s"
