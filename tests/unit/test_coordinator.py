@@ -58,11 +58,11 @@ def test_only_the_ranks_of_a_first_copy_are_heard_about_it():
     """Trainers and workers of other replicas have the same numbers as those of its donor and its joiner."""
     co = Coordinator(Options(1, 3, 20.0, 4096), "session", 0.0)
     for r in co.replicas.values():
-        r.size, r.workers = 1, {0: Client(0, [], m.Hello("worker", 0, 1, r.index))}
+        r.size, r.workers = 1, {0: Client(0, [], m.Hello("worker", 0, 1, r.index, "", 0))}
     joiner, donor, third = (r.workers[0] for r in co.replicas.values())
     copy = FirstCopy(co, co.replicas[0], co.replicas[1])
     copy.owed.begin([copy.joiner])
-    for stranger in (third, Client(0, [], m.Hello("trainer", 0, 1))):
+    for stranger in (third, Client(0, [], m.Hello("trainer", 0, 1, 0, "", 0))):
         copy.handle(stranger, m.Done(copy.number, (0,)))
         assert copy.owed.owes(donor, 0) and copy.owed.owes(joiner, 0)
     copy.handle(donor, m.Done(copy.number, (0,)))

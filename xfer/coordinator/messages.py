@@ -99,11 +99,11 @@ class Hello(WireMessage, frozen=True):
     """
 
     role: Annotated[str, Meta(pattern="^(trainer|controller|worker|observer)$")]
-    index: Count = 0
-    size: Count = 0
-    replica: Count = 0
-    host: Name = ""
-    pid: Count = 0
+    index: Count
+    size: Count
+    replica: Count
+    host: Name
+    pid: Count
     settings: Annotated[tuple[tuple[Name, Name], ...], Meta(max_length=64)] = ()
     holds: Holds = "whole"  # worker
     session_open: bool = False  # worker: an earlier controller opened an update and did not finish it

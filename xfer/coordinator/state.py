@@ -20,7 +20,7 @@ from xfer.errors import ProtocolError, XferError
 if TYPE_CHECKING:
     from xfer.coordinator.first_copy import FirstCopy
 
-STRANGER = m.Hello("observer")
+STRANGER = m.Hello("observer", 0, 0, 0, "", 0)
 """Stands for the hello of a connection that has not sent one. It takes part in nothing."""
 
 

@@ -181,7 +181,7 @@ class RendezvousClient:
         role: see `Hello`.
         deadline_s: seconds to connect.
         given_up: called before each attempt to connect; if it returns True, PeerLost is raised.
-        who: further fields of `Hello`.
+        who: further fields of `Hello`; the numbers are 0 by default.
 
     Attributes:
         lanes: by replica. The owner sets it.
@@ -206,7 +206,8 @@ class RendezvousClient:
         given_up: Callable[[], bool] = lambda: False,
         **who: Any,
     ):
-        hello = m.Hello(role, host=host_identity(), pid=os.getpid(), **who)
+        numbers = dict.fromkeys(("index", "size", "replica"), 0)
+        hello = m.Hello(role, host=host_identity(), pid=os.getpid(), **numbers | who)
         self.label = hello.label
         self.lanes: Mapping[int, LanePort] = {}
         self.named: tuple[int, Label] = (0, None)
