@@ -6,18 +6,21 @@ import json
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import zip_longest
+from pathlib import Path
 
 import pytest
 import torch
 
 from examples.common.ports import free_port
+from tests.support import forge
 from tests.support.hosts import Cluster, Host, missing
-from tests.support.proc import PATIENCE, environment
+from tests.support.proc import PATIENCE, ROOT, environment
 from xfer.cli.doctor import visits
 from xfer.cli.doctor.facts import Checkup
 from xfer.cli.doctor.line import Line
@@ -34,21 +37,30 @@ LIMIT_S = 60 * PATIENCE
 
 
 class Doctor:
-    """A process of `xfer doctor`. `end` gives its exit code and its JSON."""
+    """A process of `xfer doctor`, on an emulated host if one is given. `end` gives its exit code and its JSON.
 
-    def __init__(self, *options: str, prefix: tuple[str, ...] = (), **env: str):
-        command = [*prefix, sys.executable, "-m", "xfer", "doctor", "--json", "-", "--seconds", "0.1", *options]
-        self.process = subprocess.Popen(
-            command, env=environment(**{"XFER_TOKEN": TOKEN, **env}), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )  # fmt: skip
+    prefix: a command that runs it, which cannot be forked.
+    """
+
+    def __init__(self, *options: str, host: Host | None = None, prefix: tuple[str, ...] = (), **env: str):
+        self.folder = tempfile.TemporaryDirectory()
+        self.json, self.said = Path(self.folder.name, "json"), Path(self.folder.name, "said")
+        run = ["-m", "xfer", "doctor", "--json", str(self.json), "--seconds", "0.1", *options]
+        env = environment(**{"XFER_TOKEN": TOKEN, **env})
+        with open(self.said, "w") as out:
+            if prefix:
+                command = host.command(*prefix, sys.executable, *run)
+                self.process = subprocess.Popen(command, env=env, stdout=out, stderr=out)
+            else:
+                self.process = forge.start(sys.executable, run, env, ROOT, out, out, host)
 
     def end(self) -> tuple[int, dict]:
         try:
-            out, err = self.process.communicate(timeout=LIMIT_S)
+            code = self.process.wait(LIMIT_S)
         finally:
             self.process.kill()
-        assert out, err
-        return self.process.returncode, json.loads(out)["doctor"]
+        assert self.json.exists(), self.said.read_text()
+        return code, json.loads(self.json.read_text())["doctor"]
 
 
 def problems(report: dict) -> list[tuple[str, str, str]]:
@@ -280,9 +292,10 @@ def on_hosts(
 ) -> list[tuple[int, dict]]:
     """A doctor on each host. envs: their variables. prefix: a command that runs the last one."""
     options = "--rendezvous", f"tcp://{at}:29600", "--size", str(len(hosts)), "--timeout", str(LIMIT_S / 2), *more
-    ways = [h.command() for h in hosts]
-    ways[-1] += prefix
-    return [d.end() for d in [Doctor(*options, prefix=tuple(w), **e) for w, e in zip_longest(ways, envs, fillvalue={})]]
+    started = []
+    for h, env in zip_longest(hosts, envs, fillvalue={}):
+        started.append(Doctor(*options, host=h, prefix=prefix if h is hosts[-1] else (), **env))
+    return [d.end() for d in started]
 
 
 def test_emulated_hosts_that_are_sound_have_no_problem_and_reach_their_rate(cluster):
@@ -299,13 +312,8 @@ def test_emulated_hosts_that_are_sound_have_no_problem_and_reach_their_rate(clus
 
 def test_a_host_name_that_resolves_to_loopback_is_found_and_the_right_interface_advised(cluster, tmp_path):
     (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 h1\n{cluster.hosts[0].address} h0\n")
-    wrong = (
-        "unshare",
-        "--mount",
-        "sh",
-        "-c",
-        f'umount /etc/hosts && mount --bind {tmp_path}/hosts /etc/hosts && exec "$0" "$@"',
-    )
+    mounts = f'umount /etc/hosts && mount --bind {tmp_path}/hosts /etc/hosts && exec "$0" "$@"'
+    wrong = ("unshare", "--mount", "sh", "-c", mounts)
     (code, report), _ = on_hosts(cluster.hosts[:2], prefix=wrong)
     assert code == 1 and {topic for topic, _, _ in problems(report)} == {"host name", "reachability"}, report[
         "findings"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import signal
 import threading
 import time
@@ -18,6 +16,7 @@ from tests.support.proc import PATIENCE
 from tests.support.row_worlds import row
 from tests.support.threads import all_good, memory_store, run_ranks, soon
 from tests.support.world import until_true
+from tests.support.world_processes import Process
 from xfer import background
 from xfer.errors import DeadlineExceeded, PeerLost
 from xfer.plan.program import Program
@@ -71,16 +70,15 @@ def test_what_is_not_contiguous_is_refused_because_gloo_would_send_other_bytes(m
     assert not torch.equal(got[1], strided)
 
 
-def _stalls(store: str, nbytes: int) -> None:
+def _stalls(conn, store: str, nbytes: int) -> None:
     """Another process, which is stopped while it sends."""
     link = open_group(dist.FileStore(store, 2), 1, 2, 20.0)
     link.send(torch.ones(nbytes, dtype=torch.uint8), 0, 0, time.monotonic() + 60.0)
 
 
 def test_abort_frees_a_wait_for_a_message_of_which_a_part_has_come_and_no_more_comes(tmp_path):
-    store, nbytes = str(tmp_path / "store"), 512 << 20
-    sender = multiprocessing.get_context("spawn").Process(target=_stalls, args=(store, nbytes))
-    sender.start()
+    store, nbytes = str(tmp_path / "store"), 256 << 20
+    sender = Process(_stalls, store, nbytes)
     try:
         link = open_group(dist.FileStore(store, 2), 0, 2, 20.0)
         got = torch.zeros(nbytes, dtype=torch.uint8)
@@ -95,7 +93,7 @@ def test_abort_frees_a_wait_for_a_message_of_which_a_part_has_come_and_no_more_c
         thread = threading.Thread(target=receive)
         thread.start()
         until_true(lambda: bool(got[0]))
-        os.kill(sender.pid, signal.SIGSTOP)
+        sender.signal(signal.SIGSTOP)
         time.sleep(0.1)  # what it had sent arrives
         began = time.monotonic()
         link.abort()
@@ -103,12 +101,12 @@ def test_abort_frees_a_wait_for_a_message_of_which_a_part_has_come_and_no_more_c
         assert time.monotonic() - began < PATIENCE and isinstance(raised[0], Aborted)
         there = got.count_nonzero()
         assert there < nbytes, "this machine was too quick for the test"
-        os.kill(sender.pid, signal.SIGCONT)
-        sender.join(20.0)
+        sender.signal(signal.SIGCONT)
+        time.sleep(1.0)  # it goes on sending
         assert got.count_nonzero() == there
         link.close()
     finally:
-        sender.kill()
+        sender.stop()
 
 
 @pytest.mark.parametrize("blocked", ["recv", "send", "broadcast"])

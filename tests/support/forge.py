@@ -27,15 +27,20 @@ import threading
 import traceback
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
+
+from tests.support.hosts import Host
 
 ROOT = Path(__file__).resolve().parents[2]
 PR_SET_CHILD_SUBREAPER = 36
 FORKS_S = 120.0
 """Deadline of a fork, whose forge may have to import first."""
-OURS = ("XFER_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "PYTEST_", "PYTHONWARNINGS", "TORCHINDUCTOR_CACHE_DIR")
+OURS = (
+    "XFER_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "GLOO_", "NCCL_", "PYTEST_", "PYTHONWARNINGS",
+    "TORCHINDUCTOR_CACHE_DIR",
+)  # fmt: skip
 """Variables that are read when they are needed, not at import: in these, a child's environment may differ. (torch sets the last
 when its compiler is imported, so a test that imports it has it from then on.)"""
 
@@ -85,6 +90,7 @@ class Request:
     run: tuple[str, ...]  # ("-m", module, args…) or (script, args…), as python takes them
     env: dict[str, str]
     cwd: str
+    host: Host | None = None  # an emulated one, where it runs
 
 
 class Forge:
@@ -116,7 +122,7 @@ class Forge:
     def fork(self, request: Request, stdin: int, stdout: int, stderr: int) -> int:
         """Returns the child's pid. Raises RuntimeError if the forge cannot fork."""
         try:
-            said = json.dumps([request.run, request.env, request.cwd]).encode()
+            said = json.dumps(asdict(request)).encode()
             with self._lock:
                 socket.send_fds(self._socket, [said], [stdin, stdout, stderr])
                 return int(self._socket.recv(64))
@@ -149,19 +155,26 @@ def forge_of(python: str, name: str, env: dict[str, str]) -> Forge | None:
 
 
 def start(
-    python: str, run: Sequence[str], env: dict[str, str], cwd: Path, out: IO | None, err: IO
+    python: str,
+    run: Sequence[str],
+    env: dict[str, str],
+    cwd: Path,
+    out: IO | None,
+    err: IO,
+    host: Host | None = None,
 ) -> Forged | subprocess.Popen:
     """Runs `python run…` in a session of its own, forked if that is possible.
 
     Args:
         out: file for standard output, with empty standard input; None: both are pipes to the caller, as text.
+        host: An emulated host to run on.
     """
     name = run[1].rpartition(".")[2] if run[0] == "-m" else Path(run[0]).stem
     forge = forge_of(python, name, env)
     if forge is None:
         ours = (subprocess.PIPE, subprocess.PIPE) if out is None else (subprocess.DEVNULL, out)
         return subprocess.Popen(
-            [python, *run],
+            [python, *run] if host is None else host.command(python, *run),
             env=env,
             cwd=cwd,
             text=True,
@@ -170,7 +183,7 @@ def start(
             stdout=ours[1],
             stderr=err,
         )
-    request = Request(tuple(run), env, str(cwd))
+    request = Request(tuple(run), env, str(cwd), host)
     if out is not None:
         with open(os.devnull) as nothing:
             return Forged(forge.fork(request, nothing.fileno(), out.fileno(), err.fileno()), None, None)
@@ -207,8 +220,9 @@ def serve(asked: socket.socket) -> Request | None:
             os.close(fd)
         asked.close()
         os.setsid()
-        run, env, cwd = json.loads(said)
-        return Request(tuple(run), env, cwd)
+        asked_for = json.loads(said)
+        host = asked_for.pop("host")
+        return Request(**asked_for, host=host and Host(**host))
 
 
 def become(request: Request) -> None:
@@ -216,6 +230,13 @@ def become(request: Request) -> None:
     os.environ.clear()
     os.environ.update(request.env)
     os.chdir(request.cwd)
+    if request.host is None:
+        run(request)
+    else:
+        request.host.run(run, request)
+
+
+def run(request: Request) -> None:
     if request.env.get("PYTHONWARNINGS") == "ignore":
         warnings.simplefilter("ignore")
     if "numpy" in sys.modules:
