@@ -45,7 +45,7 @@ def right(w, version, replicas=None):
     for r in w.replicas:
         if replicas is None or r.index in replicas:
             assert r.controller.value("state")["serves"], f"replica {r.index}"
-            held = [x.value("holds", versions=list(range(8)))["whole"] for x in r.workers]
+            held = [x.value("holds", versions=[version])["whole"] for x in r.workers]
             assert held == [[version]] * w.workers, f"replica {r.index}"
 
 
