@@ -17,6 +17,7 @@ import torch
 pytestmark = pytest.mark.engine
 pytest.importorskip("vllm")
 
+from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 from vllm.distributed.weight_transfer import (  # noqa: E402
     HTTPVLLMWeightSyncClient,
@@ -179,51 +180,55 @@ def test_async_llm(tmp_path):
         engine.ask("close")
 
 
-def test_vllm_serve_by_its_url(tmp_path):
-    with Job(tmp_path, "qwen3", world=2) as job:
-        server = Server(job.family, job.model)
-        truth = refits_while_it_serves(job, server)
-        job.trainers.ask("close", "closed")
-        assert same(server.observe(), truth) == [True, True]  # without trainers it serves what it has
-        said = server.child.log_path.read_text()
-        joined = r"^\(Worker\S* pid=\d+\) INFO \d\d-\d\d [\d:]{8} \[.*\] xfer: replica 0 worker 0 has joined tcp://"
-        assert re.search(joined, said, re.M), "the server's processes say what xfer does, as vLLM says it"
-        lines = [x for x in job.trainers.ranks[0].log_path.read_text().splitlines() if " xfer: " in x]
-        committed = r"\d\d-\d\d [\d:]{8} INFO xfer: version 2 committed by 1 of 1 replica: "
-        assert any(re.match(committed, x) for x in lines), lines
-        assert any("xfer: replica 0 serves version 1, outage" in x for x in lines), lines
-        assert not [x for x in (*lines, *said.splitlines()) if " xfer: " in x and " INFO " not in x]
-        server.child.proc.terminate()
-        server.child.proc.wait(60)
-        with pytest.raises(EngineLost):
-            handle_for(server.url).pause(30)
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """A job that has no engine of its own, and a server of its model."""
+    with Job(tmp_path_factory.mktemp("served"), "qwen3", world=2) as job:
+        yield job, Server(job.family, job.model)
 
 
-def test_vllms_own_trainer_calls(tmp_path, monkeypatch):
+def test_vllm_serve_by_its_url(served):
+    job, server = served
+    truth = refits_while_it_serves(job, server)
+    job.trainers.ask("close", "closed")
+    assert same(server.observe(), truth) == [True, True]  # without trainers it serves what it has
+    said = server.child.log_path.read_text()
+    joined = r"^\(Worker\S* pid=\d+\) INFO \d\d-\d\d [\d:]{8} \[.*\] xfer: replica 0 worker 0 has joined tcp://"
+    assert re.search(joined, said, re.M), "the server's processes say what xfer does, as vLLM says it"
+    lines = [x for x in job.trainers.ranks[0].log_path.read_text().splitlines() if " xfer: " in x]
+    committed = r"\d\d-\d\d [\d:]{8} INFO xfer: version 2 committed by 1 of 1 replica: "
+    assert any(re.match(committed, x) for x in lines), lines
+    assert any("xfer: replica 0 serves version 1, outage" in x for x in lines), lines
+    assert not [x for x in (*lines, *said.splitlines()) if " xfer: " in x and " INFO " not in x]
+
+
+def test_vllms_own_trainer_calls(served, tmp_path, monkeypatch):
     """`trainer_init` and `send_weights` as vLLM documents them, with xfer behind them, from a module of transformers. Its caller
-    may pause the server, as vLLM's examples do."""
-    folders = [tmp_path / "model", tmp_path / "other"]
-    weights = [toy.write_checkpoint("qwen3", folder, seed=i) for i, folder in enumerate(folders)]
-    model = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.bfloat16)
+    may pause the server, as vLLM's examples do. In the end the server is gone."""
+    job, server = served
+    truth, loaded = server.observe(), load_file(job.model / "model.safetensors")
+    toy.write_checkpoint("qwen3", tmp_path / "other", seed=5)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "other", dtype=torch.bfloat16)
     monkeypatch.setenv("XFER_TOKEN", "the token of this job")
-    with Family(tmp_path) as family:
-        server = Server(family, folders[0])
-        truth = server.observe()
-        engine = WeightTransferTrainerFactory.trainer_init(
-            XferTrainerInitInfo(f"tcp://127.0.0.1:{free_port()}", deadline_s=60.0, rank=0),
-            client=HTTPVLLMWeightSyncClient(server.url),
-            source=ModuleSource(model),
-        )
-        server.pause()
-        engine.send_weights()
-        assert server.paused() and engine.report.committed == 1
-        server.resume()
-        assert same(server.observe(), truth) == [False, False]
-        model.load_state_dict(weights[0])
-        engine.send_weights()
-        assert not server.paused() and same(server.observe(), truth) == [True, True]
-        engine.shutdown()
-        assert same(server.observe(), truth) == [True, True]
+    engine = WeightTransferTrainerFactory.trainer_init(
+        XferTrainerInitInfo(f"tcp://127.0.0.1:{free_port()}", deadline_s=60.0, rank=0),
+        client=HTTPVLLMWeightSyncClient(server.url),
+        source=ModuleSource(model),
+    )
+    server.pause()
+    engine.send_weights()
+    assert server.paused() and engine.report.committed == 1
+    server.resume()
+    assert same(server.observe(), truth) == [False, False]
+    model.load_state_dict(loaded)
+    engine.send_weights()
+    assert not server.paused() and same(server.observe(), truth) == [True, True]
+    engine.shutdown()
+    assert same(server.observe(), truth) == [True, True]
+    server.child.proc.terminate()
+    server.child.proc.wait(60)
+    with pytest.raises(EngineLost):
+        handle_for(server.url).pause(30)
 
 
 def test_what_cannot_stand_behind_vllms_own_trainer_calls_is_refused_by_name():
