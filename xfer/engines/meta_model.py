@@ -168,8 +168,10 @@ def _registries() -> Iterator[dict]:
         if name.startswith("vllm.") and module is not None:
             yield from (
                 value
-                for value in list(vars(module).values())
-                if type(value) is dict and any(isinstance(x, torch.nn.Module) for x in list(value.values()))
+                for key, value in list(vars(module).items())
+                if type(value) is dict
+                and key != "__builtins__"  # every module has it, and it is longer than all others together
+                and any(isinstance(x, torch.nn.Module) for x in list(value.values()))
             )
 
 
