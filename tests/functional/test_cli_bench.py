@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import statistics
+import subprocess
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from examples.common import toy
+from tests.support import forge
 from tests.support.marks import BOTH
+from tests.support.proc import ROOT, environment
 from xfer.cli import app
+from xfer.cli.bench import run
 
 pytestmark = BOTH
 CONFIG = toy.FAMILIES["qwen3_moe"] | {"vocab_size": 192}
@@ -23,13 +28,24 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def forked(monkeypatch):
+    """The twelve processes of all routes are forked. Each would import torch anew."""
+
+    def start(command, env, stderr, **_):
+        own = environment(**{k: v for k, v in env.items() if k.startswith("XFER_")})
+        return forge.start(command[0], command[1:], own, ROOT, None, stderr)
+
+    monkeypatch.setattr(run, "subprocess", SimpleNamespace(Popen=start, PIPE=subprocess.PIPE))
+
+
 def xfer_bench(*arguments: object) -> tuple[int, str]:
     done = CliRunner().invoke(app, ["bench", *map(str, arguments)], env={"COLUMNS": "160"})
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
     return done.exit_code, done.output
 
 
-def test_every_route_moves_every_bit_and_is_timed_beside_its_floor(folder, tmp_path):
+def test_every_route_moves_every_bit_and_is_timed_beside_its_floor(folder, tmp_path, forked):
     data = tmp_path / "bench.json"
     sides = ("--trainer", f"{folder} world=2 tp=2 ep=2 etp=1", "--engine", "tp=1 replicas=2")
     code, text = xfer_bench(*sides, "--device", "cpu", "--repeats", 2, "--json", data, "--cache", tmp_path)
