@@ -6,10 +6,8 @@ The ten lines run against toys for model and engine (tests/support/world.py); be
 import ast
 import builtins
 import inspect
-import os
 import queue
 import re
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -19,9 +17,10 @@ import pytest
 
 import xfer
 from tests.functional.test_session_controller import ToyLLM
+from tests.support import forge
+from tests.support.proc import PATIENCE, ROOT, environment
 from tests.support.world import TOKEN, ToyEngine, ToySource, free_port
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/integrations").glob("*.md"))]
 YOURS = {
     *"model_chunks other_chunks bridge batches train_step loss_of loss log folder net model matrices others optimizer".split(),
@@ -156,10 +155,14 @@ assert {t.untyped_storage().data_ptr() for t in layout.tensors.values()} <= poin
 def test_fused_experts_of_an_fsdp2_model_are_given_under_the_checkpoints_names(tmp_path):
     """transformers 5 is the engines' here. Five experts over two ranks, against what transformers itself saves."""
     (tmp_path / "rank.py").write_text(FUSED_EXPERTS)
-    command = f"-m torch.distributed.run --nproc-per-node 2 --master-port {free_port()} {tmp_path}/rank.py"
-    env = {
-        **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""
-    }  # fmt: skip
-    words = [sys.executable, *command.split(), ROOT / "docs/guide.md", tmp_path / "model"]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, "\n".join(x for x in done.stderr.splitlines() if "[rank" in x or "Error" in x)
+    run = [str(tmp_path / "rank.py"), str(ROOT / "docs/guide.md"), str(tmp_path / "model")]
+    job = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    with open(tmp_path / "log", "w") as log:
+        envs = [environment(RANK=r, LOCAL_RANK=r, **job) for r in "01"]
+        ranks = [forge.start(sys.executable, run, env, ROOT, log, log) for env in envs]
+        try:
+            codes = [p.wait(120 * PATIENCE) for p in ranks]
+        finally:
+            for p in ranks:
+                p.kill()
+    assert codes == [0, 0], (tmp_path / "log").read_text()[-3000:]
