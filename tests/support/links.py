@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from xfer.plan.balance import Demand, SourceShare
 from xfer.plan.fabric import Fabric, Host, Nic, Site
+from xfer.plan.flow import Flow
 
 UNIT = 512
 G = 10**9
@@ -115,3 +116,23 @@ def problems(draw) -> tuple[Site, list[Demand]]:
         destinations = draw(st.lists(st.integers(0, len(site.replicas[0]) - 1), min_size=1, unique=True))
         demands += [Demand(holders, n + t, units) for t in sorted(destinations)]
     return site, demands
+
+
+def all_shares(site: Site, demands: list[Demand]):
+    flow = Flow(demands, np.array(site.trainers), np.array(site.replicas), site.fabric.links, UNIT)
+    return [flow.shares(r) for r in range(len(site.replicas))]
+
+
+def fixed_choice() -> str:
+    """Shares of a few problems whose numbers divide badly."""
+    out = []
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        rates = dict(nvlink=396_123_456_789, nic=48_333_333_331, spine=97_777_777_777)
+        fabric = Fabric.uniform(6, 8, **rates, cross_rail="spine")
+        at = rng.permutation(48).tolist()
+        site = Site(fabric, tuple(at[:24]), tuple(tuple(at[24 + 8 * r : 32 + 8 * r]) for r in range(3)))
+        holders = [tuple(sorted(rng.choice(24, n, replace=False).tolist())) for n in rng.integers(1, 24, 40)]
+        demands = [Demand(h, 24 + int(rng.integers(8)), int(rng.integers(1e6))) for h in holders]
+        out.append([(s.demand, s.source, s.begin) for shares in all_shares(site, demands) for s in shares])
+    return str(out)

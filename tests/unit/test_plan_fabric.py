@@ -20,7 +20,18 @@ from hypothesis import strategies as st
 
 from benchmarks import plan_predictions
 from benchmarks.lib.layouts import FP8_ROWS, ROWS, Model, engine, trainer
-from tests.support.links import UNIT, G, divided, fabrics, least_busiest, problems, seconds, sites
+from tests.support.links import (
+    UNIT,
+    G,
+    all_shares,
+    divided,
+    fabrics,
+    fixed_choice,
+    least_busiest,
+    problems,
+    seconds,
+    sites,
+)
 from tests.support.plan_worlds import EXAMPLES, execute, worlds
 from tests.support.plan_worlds import quick as few
 from xfer.errors import LayoutError, ProtocolError, XferError
@@ -29,15 +40,9 @@ from xfer.plan.balance import Demand, balance
 from xfer.plan.draft import make_draft
 from xfer.plan.fabric import Fabric, Host, Nic, Site
 from xfer.plan.fabric_file import parse, read_site, read_toml
-from xfer.plan.flow import Flow
 from xfer.plan.planner import Drafts, PlanOptions, plan_replica
 
 quick = settings(few, max_examples=EXAMPLES // 4 + 1)
-
-
-def all_shares(site: Site, demands: list[Demand]):
-    flow = Flow(demands, np.array(site.trainers), np.array(site.replicas), site.fabric.links, UNIT)
-    return [flow.shares(r) for r in range(len(site.replicas))]
 
 
 # ---- the choice
@@ -84,30 +89,12 @@ def test_the_choice_does_not_depend_on_the_vector_instructions_of_a_machine():
     used = [f for f in __cpu_dispatch__ if __cpu_features__.get(f)]
     if not used:
         pytest.skip("numpy has only its base instructions here")
-    seen = [
-        subprocess.run(
-            [sys.executable, "-c", "from tests.unit.test_plan_fabric import fixed_choice; print(fixed_choice())"],
-            capture_output=True, text=True, check=True, timeout=120, cwd=Path(__file__).resolve().parents[2],
-            env={**os.environ, "NPY_DISABLE_CPU_FEATURES": " ".join(off)},
-        ).stdout
-        for off in ([], used)
-    ]  # fmt: skip
-    assert seen[0] == seen[1] and len(seen[0]) > 1000
-
-
-def fixed_choice() -> str:
-    """Shares of a few problems whose numbers divide badly."""
-    out = []
-    for seed in range(8):
-        rng = np.random.default_rng(seed)
-        rates = dict(nvlink=396_123_456_789, nic=48_333_333_331, spine=97_777_777_777)
-        fabric = Fabric.uniform(6, 8, **rates, cross_rail="spine")
-        at = rng.permutation(48).tolist()
-        site = Site(fabric, tuple(at[:24]), tuple(tuple(at[24 + 8 * r : 32 + 8 * r]) for r in range(3)))
-        holders = [tuple(sorted(rng.choice(24, n, replace=False).tolist())) for n in rng.integers(1, 24, 40)]
-        demands = [Demand(h, 24 + int(rng.integers(8)), int(rng.integers(1e6))) for h in holders]
-        out.append([(s.demand, s.source, s.begin) for shares in all_shares(site, demands) for s in shares])
-    return str(out)
+    other = subprocess.run(
+        [sys.executable, "-c", "from tests.support.links import fixed_choice; print(fixed_choice())"],
+        capture_output=True, text=True, check=True, timeout=120, cwd=Path(__file__).resolve().parents[2],
+        env={**os.environ, "NPY_DISABLE_CPU_FEATURES": " ".join(used)},
+    ).stdout.strip()  # fmt: skip
+    assert other == fixed_choice() and len(other) > 1000
 
 
 def planned_row(name: str):
