@@ -155,13 +155,7 @@ def forge_of(python: str, name: str, env: dict[str, str]) -> Forge | None:
 
 
 def start(
-    python: str,
-    run: Sequence[str],
-    env: dict[str, str],
-    cwd: Path,
-    out: IO | None,
-    err: IO,
-    host: Host | None = None,
+    python: str, run: Sequence[str], env: dict[str, str], cwd: Path, out: IO | None, err: IO, host: Host | None = None
 ) -> Forged | subprocess.Popen:
     """Runs `python run…` in a session of its own, forked if that is possible.
 
@@ -173,15 +167,9 @@ def start(
     forge = forge_of(python, name, env)
     if forge is None:
         ours = (subprocess.PIPE, subprocess.PIPE) if out is None else (subprocess.DEVNULL, out)
+        command = [python, *run] if host is None else host.command(python, *run)
         return subprocess.Popen(
-            [python, *run] if host is None else host.command(python, *run),
-            env=env,
-            cwd=cwd,
-            text=True,
-            start_new_session=True,
-            stdin=ours[0],
-            stdout=ours[1],
-            stderr=err,
+            command, env=env, cwd=cwd, text=True, start_new_session=True, stdin=ours[0], stdout=ours[1], stderr=err
         )
     request = Request(tuple(run), env, str(cwd), host)
     if out is not None:
@@ -220,9 +208,8 @@ def serve(asked: socket.socket) -> Request | None:
             os.close(fd)
         asked.close()
         os.setsid()
-        asked_for = json.loads(said)
-        host = asked_for.pop("host")
-        return Request(**asked_for, host=host and Host(**host))
+        fields = json.loads(said)
+        return Request(**{**fields, "host": fields["host"] and Host(**fields["host"])})
 
 
 def become(request: Request) -> None:

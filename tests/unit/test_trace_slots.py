@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -93,3 +96,36 @@ def test_a_look_tells_what_has_changed(change, state, hold):
         seen = "another device"
     assert seen == (state if isinstance(state, str) else state[hold])
     assert kept.tensors  # as its owner keeps it
+
+
+def model() -> nn.Module:
+    return nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.BatchNorm1d(4)})
+
+
+def test_slots_keep_nothing_alive():
+    m = model()
+    slots = Slots([m], walk([m]))
+    slots.bind()
+    dead = weakref.ref(m["a"].weight)
+    m["a"].weight = nn.Parameter(torch.zeros(4, 4))
+    gc.collect()
+    assert dead() is None
+    layer = weakref.ref(m["b"])
+    m["b"] = nn.BatchNorm1d(4)
+    gc.collect()
+    assert slots.check() == "changed"
+    del slots
+    gc.collect()
+    assert layer() is None
+
+
+def test_every_way_of_losing_a_tensor_is_listed_at_once():
+    m = model()
+    slots = Slots([m], walk([m]))
+    slots.bind()
+    m["a"].weight = nn.Parameter(torch.empty(4, 4, device="meta"))
+    m["a"].bias.untyped_storage().resize_(0)
+    del m["b"]._buffers["running_mean"]
+    with pytest.raises(RebindError) as e:
+        slots.check()
+    assert len(e.value.violations) == 3
