@@ -23,7 +23,7 @@ from xfer.trace.fragment import TensorSpec
 from xfer.transport.routes import Routed
 
 SAMPLED, SAMPLE_WORDS = 8, 1024
-"""Storages, and words of each, by which a worker sees that its weights are others than a refit left."""
+"""Storages, and words of 8 bytes of each, by which a worker sees that its weights are others than a refit left."""
 
 
 class LiveModel(Protocol):
@@ -64,7 +64,8 @@ class DirectWorker:
         self._sums: Sums | None = None  # of these storages; bound at first use
         self._constants: tuple[PlanPart, Constants] | None = None  # of this plan; bound at first use
         self._base = 0  # the last refit by changes, if its bytes came to these storages
-        self._left: list[int] = []  # samples of what it left
+        self._samples: list[torch.Tensor] = []  # views of some words of the largest storages
+        self._left = torch.empty(0)  # what it left there
         self._early: tuple[Routed, EarlySums | None] | None = None  # of these routes; bound at first use
 
     # ---- for the session
@@ -88,19 +89,14 @@ class DirectWorker:
     def _bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._roots, self._sums, self._constants, self._early = [tensors[n] for n in self._names], None, None, None
         self._base = 0
+        self._samples = [_words(r) for r in sorted(self._roots, key=len)[-SAMPLED:]]
         self._binding += 1
 
     def base(self) -> int:
         """Samples tell whether something else has written since, or the engine has slept and lost its weights."""
-        if self._base and self._sampled() != self._left:
+        if self._base and not torch.equal(torch.cat(self._samples), self._left):
             self._base = 0
         return self._base
-
-    def _sampled(self) -> list[int]:
-        """Sums of a few words of each of the largest storages."""
-        words = [r[: r.numel() // 8 * 8].view(torch.int64) for r in sorted(self._roots, key=len)[-SAMPLED:]]
-        some = [w[:: -(-len(w) // SAMPLE_WORDS)].sum() for w in words if len(w)]
-        return torch.stack(some).tolist() if some else []
 
     def plane(self, joint_rank: int) -> DirectPlane:
         return DirectPlane(self._party, self, self._replica, joint_rank)
@@ -154,9 +150,9 @@ class DirectWorker:
                     f"{wrong} constants (vocabulary padding) differ from those that the loader writes"
                 )
         self.model.run_recipes()
-        self.model.synchronize()
         if go.bases:
-            self._left = self._sampled()
+            self._left = torch.cat(self._samples)  # one copy; the wait for it is that for the device
+        self.model.synchronize()
         self._base = go.attempt if go.bases else 0
         return out, b""
 
@@ -167,3 +163,10 @@ class DirectWorker:
         if self._sums is None:
             self._sums = Sums.of_one(self._rows, self._roots, "dst", padded_shapes(self.catalog))
         return self._sums.values()[0]
+
+
+def _words(root: torch.Tensor) -> torch.Tensor:
+    """Return a view of some words of a storage, uint8 [words, 8]."""
+    count = min(SAMPLE_WORDS, root.numel() // 8)
+    step = max(8, root.numel() // max(1, count))
+    return root[: count * step].view(count, step)[:, :8]
