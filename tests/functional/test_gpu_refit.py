@@ -213,7 +213,7 @@ def test_staged_refits_are_bit_exact(case: Case, tmp_path):
         changed = job.refit(**how, delta="auto")
         back = job.refit(2, **how, delta="auto")
         assert check(job, engines, 2, back, case.route) == second
-        if case.route == "nccl":
+        if "relay" not in case.route:
             assert changed["verified"] and max(changed["bytes"], back["bytes"]) < whole / 4
         assert check(job, engines, 1, job.refit(1, verify=True), case.route) == first
 

@@ -14,10 +14,13 @@ import torch.distributed as dist
 
 from tests.support.gpu_job import BESIDE, NO_HANDLES, nccl_host
 from tests.support.gpu_ranks import spawn
+from tests.support.row_worlds import row
 from xfer.background import BackgroundCall
-from xfer.errors import XferError
+from xfer.errors import DeadlineExceeded, XferError
 from xfer.kernels.cuda_driver import Graph
+from xfer.plan.program import Program
 from xfer.transport.nccl import NcclLink, quiet
+from xfer.transport.scratch import Held, Scratch
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
@@ -71,6 +74,19 @@ def test_an_absent_peer_is_a_typed_error_in_time(connections):
     more = {"CUDA_DEVICE_MAX_CONNECTIONS": connections} if connections else {}
     (outcome, took, good), (_, _, other) = spawn("absent_peer", 2, env=hosts(2, more, more))
     assert outcome == "DeadlineExceeded" and took < 8 and good and other
+
+
+def test_a_copy_out_of_scratch_is_waited_for_by_the_deadline():
+    live, rows = [torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")], row((1 << 20,), src_dtype="uint8", dst=1)
+    scratch = Scratch(Program(1, 1, rows), live, 1 << 20, "a worker", None)
+    scratch.roots[0].fill_(7)
+    held = Held(scratch)
+    torch.cuda._sleep(1 << 31)  # about a second
+    with pytest.raises(DeadlineExceeded):
+        held.apply(time.monotonic() + 0.05, "a worker")
+    assert not held.drained
+    torch.cuda.synchronize()
+    assert held.drained and bool((live[0] == 7).all())
 
 
 def test_a_stopped_pull_is_drained_and_the_next_is_whole():

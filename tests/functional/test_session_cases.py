@@ -767,10 +767,11 @@ ROUTES = pytest.mark.parametrize("pulled", [False, True], ids=["sent", "pulled"]
 
 @SEEDS
 @ROUTES
+@pytest.mark.parametrize("stage", [False, True], ids=["at once", "staged"])
 @pytest.mark.parametrize("event", EVENTS)
-def test_a_refit_moves_what_changed_only_if_both_ends_hold_the_same_refit(seed, pulled, event):
+def test_a_refit_moves_what_changed_only_if_both_ends_hold_the_same_refit(seed, pulled, stage, event):
     """The engine holds the bytes of the trainers' moment in any case (`Job.agree`)."""
-    with after_one_refit(seed, delta="auto", pulled=pulled) as job:
+    with after_one_refit(seed, delta="auto", pulled=pulled, stage=stage) as job:
         (taker, _), (source, _) = job.engines[0].takers, job.sources
         whole = job.ended()[0].outcomes[0].bytes_moved
         assert job.commits(verify=False) == [True]
@@ -805,7 +806,8 @@ def test_a_refit_moves_what_changed_only_if_both_ends_hold_the_same_refit(seed, 
         elif event == "every element changes":
             assert job.commits() == [True]
         assert job.commits(verify=False) == [True]
-        assert (job.ended()[0].outcomes[0].bytes_moved == whole) == EVENTS[event]
+        untouched = stage and event == "the refit fails while bytes move"  # they moved into scratch
+        assert (job.ended()[0].outcomes[0].bytes_moved == whole) == (EVENTS[event] and not untouched)
 
 
 @SEEDS
@@ -1460,17 +1462,18 @@ def test_staged_bytes_for_storages_that_an_engine_has_no_longer_are_brought_anew
 
 
 @SEEDS
-def test_a_delta_that_is_staged_for_other_bytes_than_the_engine_has_is_brought_whole(seed):
+@ROUTES
+def test_a_delta_that_is_staged_for_other_bytes_than_the_engine_has_is_brought_whole(seed, pulled):
     """Something else writes weights while they are staged."""
-    with after_one_refit(seed, stage=True, delta="auto") as job:
-        job.commits()
+    with after_one_refit(seed, stage=True, delta="auto", pulled=pulled) as job:
+        whole = job.ended()[0].outcomes[0].bytes_moved
         call(job)
         job.sim.until(staged(job))
         taker = job.engines[0].takers[0]
         for t in taker.live.values():
             t.fill_(3.0)
         (end, _) = job.ended()
-        assert end.committed == 1 and taker.held(3) == 3
+        assert end.committed == 1 and taker.held(2) == 2 and end.outcomes[0].bytes_moved == whole
 
 
 def test_a_scratch_above_the_budget_costs_only_its_replica_and_says_how_large_it_would_be():
@@ -1488,9 +1491,10 @@ def test_a_scratch_above_the_budget_costs_only_its_replica_and_says_how_large_it
 
 
 @SEEDS
-def test_release_returns_scratch_and_what_is_staged_is_applied_all_the_same(seed):
+@ROUTES
+def test_release_returns_scratch_and_what_is_staged_is_applied_all_the_same(seed, pulled):
     """Trainers release their weights while the engine has yet to pause."""
-    with after_one_refit(seed, stage=True) as job:
+    with after_one_refit(seed, stage=True, delta="auto", pulled=pulled) as job:
         engine = job.engines[0]
         pause, engine.pause = engine.pause, lambda seconds: (job.sim.wait(1.0), pause(seconds))
         call(job, wait="sources")

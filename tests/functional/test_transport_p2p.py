@@ -24,6 +24,7 @@ from xfer.transport.changes import HeldBytes
 from xfer.transport.group import Aborted
 from xfer.transport.links import open_group
 from xfer.transport.p2p import P2P
+from xfer.transport.scratch import Scratch
 from xfer.transport.steps import arrivals, steps
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
@@ -85,9 +86,13 @@ def test_any_programs_finish_and_equal_the_element_loop(links, seed, waves, rows
     st.sampled_from([1, 40, 1 << 20]),
     st.sampled_from([0.0, 0.02, 0.3, 1.0]),
     st.sets(st.integers(0, RANKS - 1)),
+    st.booleans(),
 )
-def test_a_run_by_changes_leaves_what_a_whole_one_leaves(links, seed, rows, step_bytes, direct_bytes, share, forgot):
-    """Any share of the elements changed; some sources have no copies of what they sent before, and send all bytes."""
+def test_a_run_by_changes_leaves_what_a_whole_one_leaves(
+    links, seed, rows, step_bytes, direct_bytes, share, forgot, staged
+):
+    """Any share of the elements changed; some sources have no copies of what they sent before, and send all bytes. Also by way of
+    scratch: unless all bytes have come there, the receiver must have those of the base."""
     rng = np.random.default_rng(seed)
     programs, storages = random_world(rng, RANKS, 3, rows)
     roots = tensors(storages)
@@ -99,8 +104,15 @@ def test_a_run_by_changes_leaves_what_a_whole_one_leaves(links, seed, rows, step
         change(rng, p.rows[(p.rows["src"] == r) & (p.rows["op"] != Op.FILL)], [t.numpy() for t in roots[r]], share)
     want = apply_world(programs, [[t.numpy().copy() for t in some] for some in roots])
     bases = [HeldBytes(5, 77, None if r in forgot else before[r]) for r in range(RANKS)]
+    if staged:
+        scratch = [Scratch(programs[r], roots[r], 1 << 40, "", None) for r in range(RANKS)]
+        runs = [P2P(links[r], programs[r], s.roots, src_roots=s.live, scratch=s, **cut) for r, s in enumerate(scratch)]
     stats = all_good(run_ranks(RANKS, lambda r: runs[r].run(soon(), base=bases[r])))
     for r, p in enumerate(programs):
+        if staged:
+            held = runs[r].held(scratch[r], p.rows[:0], None)
+            assert held.needs_base == (stats[r].bytes_in < whole[r].bytes_in)
+            held.apply(soon(), "")
         for got, w in zip(roots[r], want[r]):
             assert np.array_equal(got.numpy(), w)
         assert stats[r].bytes_out <= whole[r].bytes_out

@@ -103,7 +103,7 @@ class Pull(peer_host.Pull):
         if gate is None:
             rows = rows.copy()
             rows["wave"] = 2 * np.arange(len(rows)) // max(1, len(rows))
-        super().__init__(rows, mapping, roots, gate=Middle(self, gate))
+        super().__init__(rows, mapping, roots, gate=Middle(self, gate), **more)
         self.mapping, self.rows = mapping, rows
 
     def begin(self) -> None:

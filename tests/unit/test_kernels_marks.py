@@ -19,6 +19,7 @@ from tests.support.row_worlds import change, random_rows
 from xfer.kernels.bits import GRANULE, WORD
 from xfer.kernels.marks import ChangeMarks, places
 from xfer.plan.program import Op, row_wire_bytes
+from xfer.plan.relay import handed_on
 
 GPU, INTERPRETED = torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if GPU else "cpu"
@@ -95,8 +96,8 @@ def test_the_kernels_mark_what_the_twin_marks_and_copy_it(seed, sizes, share, sp
 @settings(max_examples=max(20, EXAMPLES // 10), deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.02, 0.5]), st.sampled_from([0, 2, 16]), st.booleans())
 def test_a_copy_of_what_is_marked_leaves_a_destination_as_a_copy_of_everything(seed, share, spare, every):
-    """Of random rows, conversions among them. The kernel tells how much it moved: nothing if nothing is marked, and all bytes of rows
-    that are no conversions if everything is."""
+    """Of random rows, conversions among them; also by way of scratch. The kernel tells how much it moved: nothing if nothing is marked, and
+    all bytes of rows that are no conversions if everything is."""
     triton_impl = pytest.importorskip("xfer.kernels.triton_impl", reason="needs triton")
     rng = np.random.default_rng(seed)
     rows, src, dst = random_rows(rng)
@@ -116,9 +117,20 @@ def test_a_copy_of_what_is_marked_leaves_a_destination_as_a_copy_of_everything(s
         marks[places([len(s) for s in src])[0] :] = 255
     bits = torch.from_numpy(marks).to(DEVICE)
     addresses = torch.tensor([bits.data_ptr() + int(p) for p in places([len(s) for s in src])[:-1]], device=DEVICE)
-    some = bound(now, roots, abort=torch.zeros(1, dtype=torch.int32, device=DEVICE), bits=addresses)
+    scratch, live = [torch.full_like(r, 77) for r in roots], [flat(r.cpu().numpy(), spare) for r in roots]
+    how = dict(abort=torch.zeros(1, dtype=torch.int32, device=DEVICE), bits=addresses)
+    staged = bound(now, scratch, live=live, **how)
+    staged.move_marked()
+    if GPU:
+        torch.cuda.synchronize()
+    how["abort"].fill_(1)  # a late stop of the pull does not reach what follows
+    staged.apply_marked()
+    how["abort"].zero_()
+    whole = handed_on(rows[rows["src_dtype"] != rows["dst_dtype"]], 0)
+    triton_impl.TritonRows(whole, live, "local", scratch, programs=None if GPU else 2).copy()
+    some = bound(now, roots, **how)
     some.move_marked()
-    assert all(map(torch.equal, roots, wanted))
+    assert all(map(torch.equal, roots, wanted)) and all(map(torch.equal, live, wanted))
     if every or not share:
         plain = int(row_wire_bytes(rows[rows["src_dtype"] == rows["dst_dtype"]]).sum())
         assert int(some.marked.moved.sum()) == plain * every

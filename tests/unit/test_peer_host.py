@@ -71,7 +71,8 @@ def test_random_programs_are_pulled_bit_for_bit(seed, shortest, runs, batch):
     st.sampled_from([0, 1]),
 )  # fmt: skip
 def test_a_pull_of_what_is_marked_leaves_what_a_pull_of_everything_leaves(seed, share, shortest, runs, late):
-    """It reads nothing if nothing has changed, and everything if the marks are of another refit than the destination holds."""
+    """It reads nothing if nothing has changed, and everything if the marks are of another refit than the destination holds. What it
+    reads into scratch, and applies from there, is the same."""
     rng = np.random.default_rng(seed)
     rows, src, dst = random_rows(rng)
     with patch.multiple(peer_host, SHORTEST=shortest, RUNS=runs, PAYS=1.0):
@@ -96,6 +97,12 @@ def test_a_pull_of_what_is_marked_leaves_what_a_pull_of_everything_leaves(seed, 
         assert came == whole if late else came <= whole and (share > 0 or not came)
         want = apply_rows(rows, [t.numpy() for t in now], [t.copy() for t in dst])
         assert all(np.array_equal(a.numpy(), b) for a, b in zip(live, want))
+        assert pull.by_marks == (len(rows) > 0 and not late)
+        later = [torch.from_numpy(d) for d in apply_rows(rows, src, [t.copy() for t in dst])]
+        pull = peer_host.Pull(rows, mapping, [torch.full_like(t, 77) for t in later], live=later)
+        if pulled(4 + late) and not late:
+            pull.apply()
+        assert late or all(np.array_equal(a.numpy(), b) for a, b in zip(later, want))
 
 
 CHILD = """

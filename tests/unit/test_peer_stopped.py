@@ -1,4 +1,4 @@
-"""How a pull that was stopped begins again, and how long a rank without a link waits for its device.
+"""How a pull that was stopped begins again, and how long a rank waits for its device without a link, or for a copy out of scratch.
 
 Without a GPU: streams only note what they are asked. Live: test_gpu_routes.py.
 """
@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.row_worlds import row
 from xfer.errors import DeadlineExceeded
-from xfer.plan.program import ROW
+from xfer.plan.program import ROW, Program
 from xfer.transport.group import Aborted
 from xfer.transport.peer import Mapping, Pull
 from xfer.transport.routes import NoLink
+from xfer.transport.scratch import Held, Scratch
 
 GPU = torch.device("cuda", 0)
 BEHIND = ("pull", "waits for", "aside")
@@ -86,3 +88,16 @@ def test_a_rank_that_only_pulls_waits_for_its_device_by_the_deadline():
     link.finish(time.monotonic() + 5)
     with patch.object(Event, "done", False), pytest.raises(DeadlineExceeded, match="replica 0 worker 0"):
         link.finish(time.monotonic() + 0.05)
+
+
+def test_a_copy_out_of_scratch_is_waited_for_by_the_deadline_and_keeps_a_rank_from_being_drained():
+    live = [torch.zeros(64, dtype=torch.uint8)]
+    scratch = Scratch(Program(1, 1, row((64,), src_dtype="uint8", dst=1)), live, 64, "a worker", None)
+    scratch.roots[0].fill_(7)
+    scratch.device = GPU
+    held = Held(scratch)
+    with patch.object(Event, "done", False):
+        with pytest.raises(DeadlineExceeded, match="replica 0 worker 0"):
+            held.apply(time.monotonic() + 0.05, "replica 0 worker 0")
+        assert not held.drained
+    assert held.drained and (live[0] == 7).all()

@@ -136,6 +136,7 @@ class DirectPlane:
         self._offer: tuple[object, str, Any] | None = None  # of these storages by this plan
         self._scratch: Scratch | None = None  # on a worker, where bytes are staged
         self._held: _Staged | None = None
+        self._applied: Held | None = None  # the last one; a copy of it may still be on the device
         self._lock = threading.Lock()
 
     # ---- from other threads
@@ -157,8 +158,8 @@ class DirectPlane:
 
     @property
     def drained(self) -> bool:
-        routed = self._routed
-        return (routed is None or routed.drained) and all(r.drained for r in self._late())
+        routed, applied = self._routed, self._applied
+        return all(x is None or x.drained for x in (routed, applied, *self._late()))
 
     @property
     def unmapped(self) -> bool:
@@ -359,7 +360,7 @@ class DirectPlane:
 
     def run(self, go: m.Go, stop: Stop, until: float, progress: Progress) -> m.Moved:
         stop.check()
-        return self._apply(go, stop) if go.kind is m.GoKind.APPLY else self._move(go, stop, until, progress)
+        return self._apply(go, stop, until) if go.kind is m.GoKind.APPLY else self._move(go, stop, until, progress)
 
     def _move(self, go: m.Go, stop: Stop, until: float, progress: Progress) -> m.Moved:
         routed, side, part = self._routed, self.side, self.part
@@ -392,28 +393,28 @@ class DirectPlane:
         stop.check()
         if (held := routed.held(base is not None)) is not None:
             self._held = _Staged(go.attempt, self._bound, go.base, held)
-        rest = m.Moved(self.replica) if go.kind is m.GoKind.STAGE else self._finish(go, stop, part)
+        rest = m.Moved(self.replica) if go.kind is m.GoKind.STAGE else self._finish(go, stop, until, part)
         return msgspec.structs.replace(
             rest, bytes_in=stats.bytes_in, bytes_out=stats.bytes_out, pack_s=stats.pack_s, wire_s=stats.wire_s,
             unpack_s=stats.unpack_s, routes=self._by_route(routed), scratch_bytes=self._scratch_bytes,
         )  # fmt: skip
 
-    def _apply(self, go: m.Go, stop: Stop) -> m.Moved:
+    def _apply(self, go: m.Go, stop: Stop, until: float) -> m.Moved:
         """Bring what is staged into live storage."""
         if self.part is None or self._staged(go.attempt) is None:
             raise PlanMismatch("this worker does not hold the bytes of this refit", where=self.party.label)
         self.side.before()
         faults.point(self.side.role, self.side.index, "apply")
-        return self._finish(go, stop, self.part)
+        return self._finish(go, stop, until, self.part)
 
-    def _finish(self, go: m.Go, stop: Stop, part: PlanPart) -> m.Moved:
+    def _finish(self, go: m.Go, stop: Stop, until: float, part: PlanPart) -> m.Moved:
         """Bring what is held into live storage, if anything is, and do what follows the last byte."""
         staged, self._held = self._held, None
         began = time.perf_counter()
         if staged is not None:
-            staged.held.apply()
-            if self._stream is not None:
-                self._stream.synchronize()
+            self._applied = staged.held
+            staged.held.apply(until, self.party.label)
+            self._applied = None
             mark(self.party.label, "bytes are applied")
             stop.check()
         applied = time.perf_counter()

@@ -58,10 +58,10 @@ def _compare(now_bases, old_bases, tiles, marks, counts, UPDATE: tl.constexpr, A
 @triton.jit(do_not_specialize=["count"])
 def _copy_marked(
     src_bases, dst_bases, bit_bases, tiles, count, counter, abort, moved,
-    WORD: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr,
+    WORD: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr, HERE: tl.constexpr,
 ):  # fmt: skip
     """As `_copy_tiles` of triton_impl.py, of units in marked granules only. moved: int64 by source storage, to which the bytes are
-    added."""
+    added. HERE: the bytes are read at their places in the destination, in storages of `src_bases` that are laid out as it is."""
     lane = tl.arange(0, BLOCK)
     word = tl.arange(0, VEC)
     i = tl.atomic_add(counter, 1)
@@ -70,8 +70,13 @@ def _copy_marked(
         roots = tl.load(t)
         root = roots & 0xFFFFFFFF
         offset = tl.load(t + 1)
-        src = (tl.load(src_bases + root) + offset).to(tl.pointer_type(WORD))
-        dst = (tl.load(dst_bases + (roots >> 32)) + tl.load(t + 2)).to(tl.pointer_type(WORD))
+        dst_root = roots >> 32
+        place = tl.load(t + 2)
+        if HERE:
+            src = (tl.load(src_bases + dst_root) + place).to(tl.pointer_type(WORD))
+        else:
+            src = (tl.load(src_bases + root) + offset).to(tl.pointer_type(WORD))
+        dst = (tl.load(dst_bases + dst_root) + place).to(tl.pointer_type(WORD))
         src = tl.multiple_of(src, UNIT)
         dst = tl.multiple_of(dst, UNIT)
         bits = tl.load(bit_bases + root).to(tl.pointer_type(tl.int32))
@@ -91,7 +96,7 @@ def _copy_marked(
             some += marked
             keep = (marked != 0)[:, None] & (word < VEC)[None, :]
             b = r * dst_row + c
-            got = tl.load(src + (a * VEC)[:, None] + word[None, :], mask=keep, other=0)
+            got = tl.load(src + ((b if HERE else a) * VEC)[:, None] + word[None, :], mask=keep, other=0)
             tl.store(dst + (b * VEC)[:, None] + word[None, :], got, mask=keep)
         tl.atomic_add(moved + root, tl.sum(some, axis=0).to(tl.int64) * UNIT)
         i = tl.atomic_add(counter, 1)
@@ -166,7 +171,7 @@ class MarkedCopies:
     def __init__(self, tables: Sequence[Table], bits: torch.Tensor, programs: int):
         self._bits, self._programs, device = bits, programs, bits.device
         self._tables = [(t.unit, torch.from_numpy(t.tiles).to(device)) for t in tables if len(t.tiles)]
-        self._words = torch.zeros(max(1, len(self._tables)), dtype=torch.int32, device=device)
+        self._words = torch.zeros(max(1, len(self._tables)) + 1, dtype=torch.int32, device=device)  # counters, and a 0
         self.moved = torch.zeros(max(1, len(bits)), dtype=torch.int64, device=device)
 
     @property
@@ -174,13 +179,21 @@ class MarkedCopies:
         """Bytes of the tables."""
         return sum(t.nbytes for _, t in self._tables) + self._words.nbytes + self.moved.nbytes + self._bits.nbytes
 
-    def run(self, src: torch.Tensor, dst: torch.Tensor, abort: torch.Tensor | None, count: int | None = None) -> None:
+    def run(
+        self,
+        src: torch.Tensor,
+        dst: torch.Tensor,
+        abort: torch.Tensor | None,
+        count: int | None = None,
+        here: bool = False,
+    ) -> None:
         """Copy on the current stream.
 
         Args:
             src, dst: Addresses of the storages, int64.
-            abort: As of `TritonRows`; not None.
+            abort: As of `TritonRows`; None: the copies cannot be stopped.
             count: 0 compiles and loads the kernels.
+            here: `src` are storages laid out as those of `dst`, into which an earlier run has copied.
         """
         self._words.zero_()
         self.moved.zero_()
@@ -188,8 +201,9 @@ class MarkedCopies:
             for k, (unit, tiles) in enumerate(self._tables):
                 word, vec = _WORDS[unit]
                 _copy_marked[(max(1, min(self._programs, len(tiles))),)](
-                    src, dst, self._bits, tiles, len(tiles) if count is None else count, self._words[k:], abort,
-                    self.moved, word, vec, unit, UNITS_AT_ONCE, COLUMNS, num_warps=WARPS,
+                    src, dst, self._bits, tiles, len(tiles) if count is None else count, self._words[k:],
+                    self._words[-1:] if abort is None else abort,
+                    self.moved, word, vec, unit, UNITS_AT_ONCE, COLUMNS, here, num_warps=WARPS,
                 )  # fmt: skip
 
 

@@ -200,8 +200,9 @@ class TritonRows:
             the word.
         summed: For side "local", sums of storages that nothing else writes. The kernel that copies most takes over those that it
             can (summed_copies.py).
-        bits: For side "local" and with `abort`: the address of the marks of each source storage (marks.py), int64. `move_marked` then
+        bits: For side "local": the address of the marks of each source storage (marks.py), int64. `move_marked` then
             moves what is marked.
+        live: With `bits`: storages of the sizes of `roots`, into which `apply_marked` copies what `move_marked` has brought.
     """
 
     def __init__(
@@ -217,6 +218,7 @@ class TritonRows:
         copied: long_runs.Rule = long_runs.NOTHING,
         summed: Sums | TritonSums | None = None,
         bits: torch.Tensor | None = None,
+        live: Sequence[torch.Tensor] = (),
     ):
         if side not in ("src", "dst", "local"):
             raise ValueError(f"side must be src, dst or local, not {side!r}")
@@ -240,7 +242,7 @@ class TritonRows:
         self._engine = long_runs.CopyEngine(boxes, left, roots, self._device) if boxes else None
         self._left_end = End([_alignment(r) for r in left])
         self._left = self._bases(left)
-        self._held = (*roots, *src_roots)
+        self._held = (*roots, *src_roots, *live)
         self._all = (rows, roots, side, src_roots)
         self._loose: TorchRows | None = None  # for wire buffers that are not aligned to 16 bytes
         self._launches: list[_Launch] = []
@@ -249,11 +251,12 @@ class TritonRows:
         self._fills, self._constants = self._bind_fills(rows[plain & (rows["op"] == Op.FILL)], roots)
         self._dst = self._bases(roots)
         self.marked: MarkedCopies | None = None
+        self._live: torch.Tensor | None = None
         if side == "local":
             right = End([_alignment(r) for r in roots])
             self._launches = self._load(self._tables(self._moves, right))
             if bits is not None:
-                self.marked = self._with_marks(every, right, bits)
+                self.marked = self._with_marks(every, right, bits, live)
             self._summed = self._with_sums(summed) if summed is not None else None
         elif self.nbytes:
             self._launches = self._load(self._tables(self._moves, End([16])))
@@ -315,6 +318,11 @@ class TritonRows:
         self._run([self.marked, *(x for x in self._launches if x.dtypes is not None)], self._left, self._dst)
         if self._twin:
             self._twin.copy()
+
+    def apply_marked(self) -> None:
+        """Copy what `move_marked` has brought, except conversions, from its places in `roots` to those in `live`."""
+        if self.marked is not None and self._live is not None:
+            self.marked.run(self._dst, self._live, None, here=True)
 
     def fill(self) -> None:
         self._run(self._fills, self._constants, self._dst)
@@ -381,15 +389,20 @@ class TritonRows:
                 launch.load(self._abort)
         return found
 
-    def _with_marks(self, every: Sequence[StridedCopy], right: End, bits: torch.Tensor) -> MarkedCopies:
+    def _with_marks(
+        self, every: Sequence[StridedCopy], right: End, bits: torch.Tensor, live: Sequence[torch.Tensor]
+    ) -> MarkedCopies:
         from xfer.kernels.marks_triton import MarkedCopies
 
+        if live:
+            right = End([min(a, _alignment(r)) for a, r in zip(right.aligned, live, strict=True)])
         plain = [t for t in self._tables(every, right) if t.dtypes is None]
         programs = PROGRAMS_PER_SM * multiprocessors(self._device)  # most of them wait for what they have asked for
-        if self._abort is None:
-            raise TypeError("rows bound with marks need a word that stops them")
         out = MarkedCopies(plain, bits, programs)
         out.run(self._left, self._dst, self._abort, count=0)
+        if live:
+            self._live = self._bases(live)
+            out.run(self._dst, self._live, None, count=0, here=True)
         return out
 
     def _with_sums(self, summed: Sums | TritonSums) -> SummedCopies | None:

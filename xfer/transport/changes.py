@@ -63,7 +63,8 @@ class Changes:
 
     Attributes:
         patches: The compact messages of the last run that were kept, each with the rows by which it is written.
-        whole: The rows of all other messages of that run.
+        whole: The rows of all messages of that run that came whole.
+        all_whole: Whether all of them did.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Changes:
         self._program, self._roots, self._src_roots, self._link = program, roots, src_roots, link
         self._step_bytes, self._kept = step_bytes, kept
         self.patches: list[tuple[Patch, torch.Tensor]] = []
-        self.whole = program.rows[:0]
+        self.whole, self.all_whole = program.rows[:0], True
         self._sends: list[list[_Compared]] | None = None
         self._patches: list[list[tuple[Patch, np.ndarray]]] = []
         self._pair: tuple[torch.Tensor, ...] = ()
@@ -124,6 +125,7 @@ class Changes:
             sent.append([c.message(base.before, self._pair) for c in some])
         seconds = time.perf_counter() - began
         told = self._exchange(base, usual, sent, deadline)
+        self.all_whole = all(n == WHOLE for sizes in told.values() for n in sizes)
         buffers = self._buffers(usual, told, 0 if self._kept else depth)
         out, came = [], [self._program.rows[:0]]
         self.patches = []

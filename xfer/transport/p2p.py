@@ -181,10 +181,13 @@ class P2P:
                 e.message += f" (wave {run.wave} of {self.program.waves})"
             raise
 
-    def held(self, scratch: Scratch, pulled: np.ndarray) -> Held:
-        """Return what the last run, which was by changes, has brought into `scratch`. `pulled`: rows that came by another route."""
+    def held(self, scratch: Scratch, pulled: np.ndarray, marked: Callable[[], None] | None) -> Held:
+        """Return what the last run, which was by changes, has brought into `scratch`. `pulled`: rows that came whole by another route.
+        `marked`: As of `Held`."""
+        if marked is None and self._changes.all_whole:
+            return Held(scratch)
         here = [self.program.local(), self.program.fills(), pulled]
-        return Held(scratch, np.concatenate([*here, self._changes.whole]), self._changes.patches)
+        return Held(scratch, np.concatenate([*here, self._changes.whole]), self._changes.patches, marked)
 
     def drained(self) -> bool:
         """Whether all work that the last run launched has left the device. It may wait for an abort that has not ended."""

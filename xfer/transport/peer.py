@@ -442,6 +442,7 @@ class Pull:
         gate: WaveGate | None = None,
         read_too: bool = False,
         summed: Sums | None = None,
+        live: Sequence[torch.Tensor] = (),
         **how,
     ):
         """Binds the rows.
@@ -453,6 +454,7 @@ class Pull:
             gate: If given, the pull is one launch for each wave that has rows, and otherwise one launch.
             read_too: Whether other ranks read from this GPU during the pull.
             summed: As of `TritonRows`, for the rows of the first wave.
+            live: If given, `roots` are scratch for these storages. See `apply`.
             how: `burst`, bytes of a source's turn, and other options of `TritonRows`.
         """
         if unknown := {(int(r["src"]), int(r["src_root"])) for r in rows} - _known(mapping):
@@ -472,7 +474,9 @@ class Pull:
         self._gate = gate
         self._waves = [0] if gate is None else sorted(set(rows["wave"].tolist()))
         parts = [rows] if gate is None else [rows[rows["wave"] == w] for w in self._waves]
-        self._marks = _Marked(rows, mapping) if summed is None and _are_marked(rows, mapping) else None
+        self._marks, self._live = None, live
+        if summed is None and _are_marked(rows, mapping):
+            self._marks = _Marked(rows, mapping)
         self._bound = [
             self._bind(part, mapping, roots, read_too, summed if not k else None, **how) for k, part in enumerate(parts)
         ]
@@ -483,7 +487,7 @@ class Pull:
         self._by_marks: list[Callable[[], object]] = []
         if self._marks is not None:
             self._by_marks = [self._recorded_marked(b) for b in self._bound]
-        self._chosen = False  # whether the next pull is one of what is marked
+        self.by_marks = False  # whether the next pull, or the last one, is one of what is marked
 
     def _recorded_marked(self, bound) -> Callable[[], object]:
         def kernels(abort=self._abort if self._gate is None else None) -> None:
@@ -539,7 +543,7 @@ class Pull:
         sources = [mapping.roots[a][b] for a, b in known]
         bits = self._marks.addresses(known) if self._marks is not None else None
         return TritonRows(
-            rows, roots, "local", sources, turns=turns, abort=self._abort, summed=summed, bits=bits, **how
+            rows, roots, "local", sources, turns=turns, abort=self._abort, summed=summed, bits=bits, live=self._live, **how
         )  # fmt: skip
 
     @property
@@ -550,7 +554,7 @@ class Pull:
         """Decides whether the next pull brings only what is marked: if all sources have marks since refit `base`, which is not 0, and
         few granules are marked. Reads the heads of the marks. If they do not come before `deadline`, all bytes are pulled, which
         then fails by the deadline."""
-        self._chosen = False
+        self.by_marks = False
         if self._marks is None or not base:
             return
         with torch.cuda.device(self.device), torch.cuda.stream(self._aside):
@@ -560,7 +564,13 @@ class Pull:
             if time.monotonic() > deadline:
                 return
             time.sleep(0)
-        self._chosen = self._marks.pay(heads, base)
+        self.by_marks = self._marks.pay(heads, base)
+
+    def apply(self) -> None:
+        """Copies what the last pull has brought into scratch, if it was `by_marks`, into live storages, on the current stream. It
+        looks at this rank's copies of the marks. Conversions, which come whole, are left out."""
+        for bound in self._bound:
+            bound.apply_marked()
 
     def begin(self) -> None:
         """Launches the pull behind the earlier work of the caller's stream. If it raises, call `finish` all the same."""
@@ -573,9 +583,9 @@ class Pull:
             if self._gate is not None:  # before the first wait, or it would undo a stop
                 self._abort.zero_()
             try:
-                if self._chosen and self._marks is not None:
+                if self.by_marks and self._marks is not None:
                     self._marks.fetch()
-                for wave, launch in zip(self._waves, self._by_marks if self._chosen else self._launches):
+                for wave, launch in zip(self._waves, self._by_marks if self.by_marks else self._launches):
                     if self._stopped:
                         break
                     if self._gate is not None:
@@ -583,7 +593,7 @@ class Pull:
                     launch()
                     if self._gate is not None:
                         self._gate.after(wave, self._stream)
-                if self._chosen and self._marks is not None:
+                if self.by_marks and self._marks is not None:
                     self._marks.count([b.marked.moved for b in self._bound if b.marked is not None])
             finally:  # if one launch fails, `finish` waits for the others
                 self._event.record()
@@ -633,7 +643,7 @@ class Pull:
         if self._gate is not None:
             self._gate.poll()
         now = time.perf_counter()  # no stream has to wait: the pull has ended before the caller queues more
-        by_sender = self._marks.moved() if self._chosen and self._marks is not None else self.by_sender
+        by_sender = self._marks.moved() if self.by_marks and self._marks is not None else self.by_sender
         return PullStats(sum(n for _, n in by_sender), by_sender, self._launched - self._began, now - self._began)
 
 

@@ -155,10 +155,11 @@ class Pull:
         gate: peer.WaveGate | None = None,
         read_too: bool = False,  # no effect here
         summed: object = None,  # no effect either: sums are taken between the parts
+        live: Sequence[torch.Tensor] = (),  # as of peer.Pull
     ):
         check_rows(rows, "dst", roots, roots)  # the kernel checks no addresses
         self._stopped, self._gate = False, gate
-        self._roots = roots  # held: their addresses are in the tables
+        self._roots, self._live = roots, live  # held: their addresses are in the tables
         self._parts: dict[int, list[_KernelCall]] = {}  # by wave; one without a gate
         for wave in sorted(set(rows["wave"].tolist())) if gate is not None else [0]:
             part = rows if gate is None else rows[rows["wave"] == wave]
@@ -168,6 +169,10 @@ class Pull:
         some = [t for calls in self._parts.values() for c in calls for t in (c.local, c.remote, c.runs)]
         self.extra_bytes = sum(t.nbytes for t in some)
         self._mapping, self._now = mapping, self._parts
+
+    @property
+    def by_marks(self) -> bool:
+        return self._now is not self._parts
 
     def choose(self, base: int, deadline: float) -> None:
         """As of `peer.Pull`.
@@ -194,6 +199,15 @@ class Pull:
             wave: [m for c in calls for m in _marked(c, bits[c.sender], mapping.marks[c.sender][1])]
             for wave, calls in self._parts.items()
         }
+
+    def apply(self) -> None:
+        """As of `peer.Pull`."""
+        shift = np.array([b.data_ptr() - a.data_ptr() for a, b in zip(self._roots, self._live)], np.int64)
+        for c in (c for calls in self._now.values() for c in calls):
+            here = np.ascontiguousarray(c.runs[:, [0, 2]])
+            into = here.copy()
+            into[:, 0] += shift[c.runs[:, 5]]
+            _read(os.getpid(), into, here, c.nbytes)
 
     def begin(self) -> None:
         self._stopped = False
@@ -244,7 +258,7 @@ class Pull:
 @dataclass(frozen=True, slots=True)
 class _KernelCall:
     """One call of process_vm_readv. local, remote: iovecs (address, bytes), int64 [n, 2]. runs: the same before adjacent ones are joined,
-    int64 [n, 5]: local address, remote address, bytes, storage and offset in it; empty if the source has no marks."""
+    int64 [n, 6]: local address, remote address, bytes, storage and offset in it, local storage; empty if the source has no marks."""
 
     sender: int
     pid: int
@@ -289,7 +303,7 @@ def _marked(call: _KernelCall, bits: np.ndarray, at: np.ndarray) -> Iterator[_Ke
     pieces[:, :2] += (low - begin[run])[:, None]
     pieces[:, 2] = high - low
     for k in range(0, len(pieces), RUNS):
-        yield _KernelCall.of(call.sender, call.pid, pieces[k : k + RUNS], False)
+        yield _KernelCall.of(call.sender, call.pid, pieces[k : k + RUNS])
 
 
 def _batches(rows: np.ndarray, known: dict[int, tuple[int, int]], roots: Sequence[torch.Tensor]):
@@ -315,8 +329,9 @@ def _batches(rows: np.ndarray, known: dict[int, tuple[int, int]], roots: Sequenc
         length = np.tile(np.minimum(BATCH_BYTES, run - cut), len(at))
         at = (at[:, None] + cut[:, None]).reshape(-1, 2)
         offset = (offset[:, None] + cut).reshape(-1)
-        ends.append(np.stack([at[:, 0], at[:, 1], length, np.full_like(length, move.left_root), offset], axis=1))
-    table = np.concatenate(ends) if ends else np.empty((0, 5), np.int64)
+        there, here = (np.full_like(length, i) for i in (move.left_root, move.right_root))
+        ends.append(np.stack([at[:, 0], at[:, 1], length, there, offset, here], axis=1))
+    table = np.concatenate(ends) if ends else np.empty((0, 6), np.int64)
     start = 0
     total = np.cumsum(table[:, 2])
     while start < len(table):

@@ -185,7 +185,11 @@ class Routed:
         """What the last run has brought into scratch. `by_changes`: it had a base."""
         if self.scratch is None:
             return None
-        return self.p2p.held(self.scratch, self.pulled) if by_changes else Held(self.scratch)
+        if not by_changes:
+            return Held(self.scratch)
+        if self.pull is None or not self.pull.by_marks:
+            return self.p2p.held(self.scratch, self.pulled, None)
+        return self.p2p.held(self.scratch, self.pulled[peer.whole_bytes(self.pulled) > 0], self.pull.apply)
 
     def stale(self) -> list[str]:
         """One line for each storage of this rank that others have mapped and that has moved, or is new memory at the old address. If there
@@ -213,17 +217,15 @@ class Routed:
             gate: Cuts the pull into parts and runs between them. With a `place` the parts are the place's, and the gate is called
                 after each.
             base: As of `P2P.run`. What is pulled, too, is only what has changed, where the sources have marks of that (kernels/marks.py).
-                What one replica pulls from another, or into scratch, is pulled whole.
+                What one replica pulls from another is pulled whole.
         """
         t0 = time.perf_counter()
-        # What is pulled into scratch is pulled whole, since all of it goes from there to live storage.
-        held = base.attempt if base is not None and self.scratch is None else 0
         if self.pull is None:
             stats = self._wired(deadline, cancelled, progress, base)
             self.report = RouteReport(0, 0.0, stats.bytes_in, stats.seconds)
             return stats
         self._running = pull = self._pull_of(gate)
-        pull.choose(held, deadline)
+        pull.choose(base.attempt if base is not None else 0, deadline)
         self._ended = lambda: False
         # A pull from other replicas waits on the host for their parts. What comes from the trainers need not wait for that.
         if self.place is not None and self.place.follows:
@@ -410,7 +412,8 @@ class Ways:
         if place is not None:
             pull = place.pull(self.mapping)
         elif len(self.pulled):
-            pull = PEERS[link.device.type].Pull(self.pulled, self.mapping, roots)
+            live = scratch.live if scratch is not None else ()
+            pull = PEERS[link.device.type].Pull(self.pulled, self.mapping, roots, live=live)
         p2p = P2P(link, self.rest, roots, src_roots=src_roots, scratch=scratch, **p2p_options)
         return Routed(link, p2p, pull, self.mapping, self.export, self.plan, self.pulled, roots, place, scratch)
 

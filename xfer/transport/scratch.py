@@ -2,12 +2,13 @@
 
 A destination whose routes end in scratch runs the same program as any other, with storages of its own in place of the live ones. So
 bytes may be sent, pulled or handed on. What has come is `Held`, and is applied by local copies of the rows that the program writes;
-all other bytes of live storage stay. A compact message (changes.py) is not unpacked: it is applied as it is.
+all other bytes of live storage stay. A compact message (changes.py) is not unpacked: it is applied as it is. Where only marked
+granules were pulled, only these are copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from xfer.kernels.changes import Patch
 from xfer.plan import intervals
 from xfer.plan.program import DTYPE_CODE, ITEM, MAX_DIMS, ROW, Program
 from xfer.plan.relay import handed_on
+from xfer.transport.group import wait_for_stream
 
 UINT8 = DTYPE_CODE["uint8"]
 
@@ -34,6 +36,7 @@ class Scratch:
 
     Attributes:
         live: As given.
+        device: Theirs.
         roots: Flat uint8, in the order of `live`; empty where the program writes nothing.
         nbytes: Their bytes.
 
@@ -47,7 +50,7 @@ class Scratch:
         written = set(rows["dst_root"].tolist())
         sizes = [t.numel() if i in written else 0 for i, t in enumerate(live)]
         self.nbytes = sum(sizes)
-        device = live[0].device if len(live) else torch.device("cpu")
+        device = self.device = live[0].device if len(live) else torch.device("cpu")
         _refuse(self.nbytes, budget, "stage_budget allows", where)
         if before is not None and [t.numel() for t in before.roots] == sizes:
             self.roots: list[torch.Tensor] = before.roots
@@ -84,24 +87,51 @@ class Held:
         scratch: Where its whole messages and pulled rows are.
         whole: These rows; None: all rows of the program.
         patches: Its compact messages, and the rows of each, bound to live storage.
+        marked: Applies the rows of which only marked granules are in scratch (`peer.Pull.apply`).
+
+    Attributes:
+        needs_base: Whether it is right only on top of the bytes that sources compared with.
     """
 
     def __init__(
-        self, scratch: Scratch, whole: np.ndarray | None = None, patches: Sequence[tuple[Patch, torch.Tensor]] = ()
+        self,
+        scratch: Scratch,
+        whole: np.ndarray | None = None,
+        patches: Sequence[tuple[Patch, torch.Tensor]] = (),
+        marked: Callable[[], None] | None = None,
     ):
-        self._copies, self._patches = scratch.copies(whole), patches
+        self._copies, self._patches, self._marked = scratch.copies(whole), patches, marked
+        self.needs_base = whole is not None
         self._scratch = scratch  # stays allocated until this is applied
+        self._copied: torch.cuda.Event | None = None
 
     @property
-    def needs_base(self) -> bool:
-        """Whether it is right only on top of the bytes that sources compared with."""
-        return bool(self._patches)
+    def drained(self) -> bool:
+        """Whether no copy that `apply` has begun is still on the device."""
+        return self._copied is None or self._copied.query()
 
-    def apply(self) -> None:
-        """Bring it into live storage. On CUDA the current stream does that."""
-        self._copies.copy()
-        for patch, message in self._patches:
-            patch.apply(message)
+    def apply(self, deadline: float, where: str) -> None:
+        """Bring it into live storage, on the current stream.
+
+        Args:
+            deadline: A time.monotonic() value.
+            where: Label of this rank in errors.
+
+        Raises:
+            DeadlineExceeded: The device has not done it. It may still do so: see `drained`.
+        """
+        try:
+            self._copies.copy()
+            if self._marked is not None:
+                self._marked()
+            for patch, message in self._patches:
+                patch.apply(message)
+        finally:
+            if self._scratch.device.type == "cuda":
+                self._copied = torch.cuda.Event()
+                self._copied.record(torch.cuda.current_stream(self._scratch.device))
+        if self._copied is not None:
+            wait_for_stream(self._scratch.device, deadline, where)
 
 
 def _joined(rows: np.ndarray) -> np.ndarray:
