@@ -101,10 +101,16 @@ class Patch:
         self._dims = [(table(rows["extent"][:, d]), table(rows["dst_strides"][:, d])) for d in reversed(dims)]
 
     def apply(self, message: torch.Tensor) -> None:
-        """Write the changed units of a compact message.
+        """Write the changed units of a compact message. Raises as `places`; then nothing was written."""
+        for whole, at, values in self.places(message):
+            whole[at] = values
+
+    def places(self, message: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Return where the changed units of a compact message belong: for each storage that has some, a view of it by units, their indices
+        in it, and their values.
 
         Raises:
-            ProtocolError: The message is not one about these rows. Nothing was written.
+            ProtocolError: The message is not one about these rows.
         """
         at, values = self._decode(message)
         row = torch.searchsorted(self._ends, at, right=True)
@@ -117,10 +123,12 @@ class Patch:
         root = self._root[row]
         some, order = torch.sort(root, stable=True)
         found, counts = torch.unique_consecutive(some, return_counts=True)
+        out = []
         for number, part in zip(found.tolist(), order.split(counts.tolist())):
             flat = self._roots[number]
             whole = flat[: len(flat) // self.unit * self.unit].view(INTEGERS[self.unit])
-            whole[byte[part] // self.unit] = values[part]
+            out.append((whole, byte[part] // self.unit, values[part]))
+        return out
 
     def _decode(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the numbers of the changed units, int64, and their values."""

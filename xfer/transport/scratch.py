@@ -2,8 +2,8 @@
 
 A destination whose routes end in scratch runs the same program as any other, with storages of its own in place of the live ones. So
 bytes may be sent, pulled or handed on. What has come is `Held`, and is applied by local copies of the rows that the program writes;
-all other bytes of live storage stay. A compact message (changes.py) is not unpacked: it is applied as it is. Where only marked
-granules were pulled, only these are copied.
+all other bytes of live storage stay. A compact message (changes.py) is not unpacked, only decoded: its units are written to their
+places. Where only marked granules were pulled, only these are copied.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ class Held:
         patches: Sequence[tuple[Patch, torch.Tensor]] = (),
         marked: Callable[[], None] | None = None,
     ):
-        self._copies, self._patches, self._marked = scratch.copies(whole), patches, marked
+        self._copies, self._marked = scratch.copies(whole), marked
+        self._places = [place for patch, message in patches for place in patch.places(message)]
         self.needs_base = whole is not None
         self._scratch = scratch  # stays allocated until this is applied
         self._copied: torch.cuda.Event | None = None
@@ -124,8 +125,8 @@ class Held:
             self._copies.copy()
             if self._marked is not None:
                 self._marked()
-            for patch, message in self._patches:
-                patch.apply(message)
+            for storage, at, values in self._places:
+                storage[at] = values
         finally:
             if self._scratch.device.type == "cuda":
                 self._copied = torch.cuda.Event()
