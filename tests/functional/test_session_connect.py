@@ -248,6 +248,23 @@ def test_all_ranks_hear_why_trainer_0_refuses_however_late_they_are():
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.parametrize("wait", [True, False])
+def test_an_engine_without_a_place_for_its_lock_is_refused_when_it_joins(wait):
+    """On all sides. The worker that has one does not wait for the other."""
+    toy, words = ToyEngine(2), "no small tensor of this model"
+
+    def none() -> str:
+        raise e.XferError(words)
+
+    toy.takers[1].choose_lock, w = none, World(engines=[toy], wait=wait)
+    if wait:
+        with pytest.raises(e.XferError, match=words):
+            w.connect()
+    else:
+        with w, pytest.raises(e.XferError, match=words):
+            w.controllers[0].wait_ready(5)
+
+
 def test_controllers_that_were_made_before_an_engine_was_refused_give_their_places_back():
     made, again = ToyEngine(1), ToyEngine(1)
     for engine, seconds in ((made, 0.5), (again, 1.0)):  # servers that come up late

@@ -181,13 +181,12 @@ def test_release_unmaps_and_lets_go_and_the_next_refit_maps_again():
 
 @pytest.mark.parametrize("state", ["lost", "failed"])
 def test_release_unmaps_what_workers_of_lost_and_failed_replicas_have_mapped(state):
-    w = World(trainers=1, engines=[ToyEngine(2)])
-    if state == "failed":
-        w.engines[0].takers[0].choose_lock = lambda: 1 / 0
-    with w:
-        if state == "lost":
-            w.commits(1)
-            assert MAPPED
+    with World(trainers=1, engines=[ToyEngine(2)]) as w:
+        w.commits(1)
+        assert MAPPED
+        if state == "failed":
+            w.engines[0].sessions[0]._fail(RuntimeError("stopped by the test"))
+        else:
             w.controllers[0].close()
         until_true(lambda: w.phase(0) == state)
         w.sessions[0].release()

@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -68,6 +68,7 @@ class Lane:
         device: Device of the weights.
         replica: Number of the replica that gets the weights.
         plane: Moves the bytes.
+        may_open: Called before a link is opened; waits until it may be, or the work has to stop.
 
     Attributes:
         done_attempt: The last attempt whose transfer has succeeded on this rank.
@@ -76,9 +77,16 @@ class Lane:
     """
 
     def __init__(
-        self, party: RendezvousClient, role: str, index: int, device: torch.device, replica: int, plane: DataPlane
+        self,
+        party: RendezvousClient,
+        role: str,
+        index: int,
+        device: torch.device,
+        replica: int,
+        plane: DataPlane,
+        may_open: Callable[[m.OpenLink, Stop], None] = lambda order, stop: None,
     ):
-        self.party, self.replica, self.plane = party, replica, plane
+        self.party, self.replica, self.plane, self._may_open = party, replica, plane, may_open
         self._role, self._index, self._device = role, index, device
         self.done_attempt = 0
         self.go_attempt = 0
@@ -292,6 +300,7 @@ class Lane:
         faults.point(self._role, self._index, "link")
         began = time.perf_counter()
         self._planned()
+        self._may_open(order, self._now)
         answer = self.plane.open(order, self._now)
         self._now.check()
         self.party.send(answer)

@@ -8,6 +8,7 @@ channel.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +22,7 @@ from xfer.coordinator.deadlines import SILENCE_S, STOP_GRACE_S
 from xfer.coordinator.layouts import pack_specs, unpack_one
 from xfer.coordinator.messages import Label
 from xfer.errors import DeadlineExceeded, PeerLost, RebindError, XferError
-from xfer.participants.data_plane import Change, DataPlane
+from xfer.participants.data_plane import Change, DataPlane, Stop
 from xfer.participants.lane import Lane
 from xfer.rendezvous.client import RendezvousClient, data_plane
 from xfer.timeline import mark, nvtx
@@ -155,6 +156,7 @@ class WorkerSession:
         self._told: bytes | None = b""  # the inventory that the coordinator knows. None: a catalog comes first
         self._generation = 0
         self._stale = False  # the last attempt to read the layout again failed
+        self._locked = -1.0  # the last epoch whose link may open, since the lock is chosen
         self.joined = False
 
     @property
@@ -211,18 +213,43 @@ class WorkerSession:
         self._read(party, first)
         while True:
             message = party.take(
-                until, "a plan: another rank is still reading its layout", m.ReplicaReady, m.Failed, m.CatalogMsg
+                until,
+                "a plan: another rank is still reading its layout",
+                m.ReplicaReady,
+                m.Failed,
+                m.CatalogMsg,
+                m.OpenLink,
             )
             if isinstance(message, m.Failed):
                 raise message.error.error()
+            if isinstance(message, m.CatalogMsg):
+                self._read(party, message)
+                continue
+            if (
+                isinstance(message, m.OpenLink) or self._locked < 0
+            ):  # the next refit opens the link of a replica that comes without one
+                # Not earlier: this runs the model's own collectives, and now all workers have planned. Not later: `connect` returns
+                # when links are open, and raises if there is no lock.
+                lock = self.model.choose_lock()
+                self.side.rebind()  # from now on refits write the lock's scratch instead of its live storage
             if isinstance(message, m.ReplicaReady):
                 break
-            self._read(party, message)
-        # Not earlier: this runs the model's own collectives, which need all workers alive.
-        lock = self.model.choose_lock()
-        self.side.rebind()  # from now on refits write the lock's scratch instead of its live storage
-        self.joined = True
+            self._locked = message.epoch
+            party.stirred()
+        self._locked, self.joined = math.inf, True
+        party.stirred()
         logger.info("xfer: %s has joined %s, locked by %s", party.label, self.rendezvous, lock)
+
+    def _may_open(self, party: RendezvousClient, order: m.OpenLink, stop: Stop) -> None:
+        """Wait, on the lane's thread, until this worker has its lock, or raise why it never will."""
+
+        def locked() -> bool:
+            return self._locked >= order.epoch
+
+        party.wait_for(lambda: locked() or stop.stopped() or self.error is not None, time.monotonic() + self.deadline_s)
+        stop.check()
+        if not locked():
+            raise self._never_joined()
 
     def _read(self, party: RendezvousClient, message: m.CatalogMsg) -> None:
         self._catalog, self._generation = Catalog.from_bytes(unpack_one(message.catalog, "catalog")), message.generation
@@ -253,7 +280,9 @@ class WorkerSession:
                 plane, role = self.side.giving_plane(replica), "donor"
             else:
                 return None
-            self._lanes[replica] = Lane(party, role, self.index, self.device, replica, plane)
+            self._lanes[replica] = Lane(
+                party, role, self.index, self.device, replica, plane, partial(self._may_open, party)
+            )
             self._lane_ = self._lanes.get(self.replica)
         return self._lanes[replica]
 

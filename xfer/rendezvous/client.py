@@ -339,10 +339,11 @@ class RendezvousClient:
         self.drained.update(dict.fromkeys(message.replicas, message.attempt))
         self.named = (message.attempt, message.version)
 
-    def _post(self, replica: int, message: m.PlanInputs | m.OpenLink | m.Go) -> None:
+    def _post(self, replica: int, message: m.PlanInputs | m.OpenLink | m.Go) -> bool:
         lane = self.on_lane(replica)
         if lane is not None:
             lane.post(message)
+        return isinstance(message, m.OpenLink)  # a worker that joins chooses its lock then
 
     def _close_routes(self, message: m.CloseRoutes) -> None:
         if message.replica in self.lanes:
