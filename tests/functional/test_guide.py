@@ -14,11 +14,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tokenizers import Tokenizer, models
 
 import xfer
+from examples.common import toy
 from tests.functional.test_session_controller import ToyLLM
 from tests.support import forge
-from tests.support.proc import PATIENCE, ROOT, environment
+from tests.support.marks import BOTH
+from tests.support.proc import PATIENCE, ROOT, Family, environment
 from tests.support.world import TOKEN, ToyEngine, ToySource, free_port
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/integrations").glob("*.md"))]
@@ -111,6 +114,33 @@ def test_the_ten_lines_run_in_a_loop_whose_batches_the_engines_sample(monkeypatc
             for name in ("controller", "refit"):
                 if name in space:
                     space[name].close()
+
+
+@BOTH
+def test_the_ten_lines_and_the_five_of_the_readme_meet(tmp_path):
+    """As printed, but for the address and what `...` stands for. Real Megatron-Core on two ranks, real vLLM."""
+    folder, out, at = tmp_path / "model", tmp_path / "trained", f"tcp://127.0.0.1:{free_port()}"
+    toy.write_checkpoint("qwen3", folder)
+    words = {str(i): i for i in range(toy.config("qwen3")["vocab_size"])}
+    Tokenizer(models.WordLevel(words, unk_token="0")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    trainer, engine = blocks(ROOT / "README.md")[:2]
+    for mark, value in (
+        ("tcp://10.0.0.1:29600", at),
+        ("model=...", f"model={str(folder)!r}"),
+        ("generate(...)", "generate('5')"),
+    ):
+        assert (trainer + engine).count(mark) == 1 + mark.startswith("tcp")
+        trainer, engine = trainer.replace(mark, value), engine.replace(mark, value)
+    with Family(tmp_path) as family:
+        ranks = family.ranks("megatron_main", 2, "trainer", XFER_TOKEN=TOKEN)
+        serving = family.start("engine", "engine", "vllm_main", XFER_TOKEN=TOKEN)
+        serving.say(do="printed", lines=engine)
+        first, _ = ranks.ask("printed", lines=trainer, folder=str(folder), out=str(out), steps=2)
+        assert [report["xfer/committed"] for report in first["logged"]] == [1, 1]
+        serving.expect("printed")
+        live, untrained, trained = serving.ask("reloaded", version=3, folders=[str(folder), str(out)])["sums"]
+        assert live == trained != untrained
 
 
 FUSED_EXPERTS = r"""

@@ -20,6 +20,16 @@ class Rank(trainer_rank.Rank):
         self.trainer = Trainer(folder, **layout)
         emit("built")
 
+    def printed(self, lines: str, folder: str, out: str, steps: int) -> dict:
+        """Run the lines that a page prints for the trainer, then write the weights that it has."""
+        self.trainer, logged = Trainer(folder, tp=dist.get_world_size()), []
+        theirs = dict(
+            model_chunks=self.trainer.chunks, bridge=self.trainer.bridge, batches=range(steps), log=logged.append
+        )
+        exec(lines, theirs | {"train_step": lambda batch: self.trainer.step()})
+        self.trainer.export(out)
+        return dict(logged=logged)
+
     def source(self) -> xfer.MegatronTrainer:
         return xfer.MegatronTrainer(self.trainer.chunks, self.trainer.bridge)
 

@@ -62,6 +62,24 @@ class Engine:
     def observed(self, llm) -> dict:
         return observe(llm)
 
+    def printed(self, lines: str) -> None:
+        """Run the lines that a page prints for the engine."""
+        fork_workers()
+        theirs: dict = {}
+        exec(lines, theirs)
+        self.llm, self.controller = theirs["llm"], theirs["controller"]
+        emit("printed")
+
+    def reloaded(self, version: int, folders: list[str]) -> dict:
+        """vLLM's checksums of this version, then those after vLLM's own loader has read each checkpoint."""
+        self.controller.wait_version(version)
+        sums = [self.llm.collective_rpc("compute_weight_checksums")]
+        self.llm.collective_rpc("update_config", kwargs={"overrides": {"load_config": {"load_format": "auto"}}})
+        for folder in folders:
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+            sums.append(self.llm.collective_rpc("compute_weight_checksums"))
+        return dict(sums=sums)
+
     def start(self, **how) -> None:
         self.llm = self.made(**how)
         emit("started")
