@@ -10,7 +10,8 @@ steps without take turns, so that both are measured under the same load. Before 
 elements (--changed) is flipped, anywhere.
 
 Modes: dense and delta (`delta="auto"`); alone, the call blocks the trainer; "staged" (`stage=True`) brings bytes while the engine
-serves; "publish" returns at once, with a fence after the step. A mode that the session refuses or does not know is left out, and
+serves; "publish" returns at once, with a fence after the step; "keep_cache" is that `pause_mode` of the engine, without which vLLM
+computes the keys and values of running requests again. A mode that the session refuses or does not know is left out, and
 the reason is printed. Dense modes do not depend on --changed and run with the first share only.
 
 Tokens lost per refit = tokens per second of the step without a refit x seconds of the interval with one - tokens that came in
@@ -49,6 +50,10 @@ MODES: dict[str, tuple[bool, dict[str, Any]]] = {
     "delta publish": (True, {"delta": "auto"}),
     "dense staged publish": (True, {"stage": True}),
     "delta staged publish": (True, {"stage": True, "delta": "auto"}),
+    "dense keep_cache": (False, {}),
+    "dense staged keep_cache": (False, {"stage": True}),
+    "dense publish keep_cache": (True, {}),
+    "dense staged publish keep_cache": (True, {"stage": True}),
 }
 """By name: whether it publishes, and the arguments."""
 BUCKET_S, BEFORE_S, AFTER_S = 0.01, 0.05, 0.3
@@ -208,8 +213,7 @@ class Bench:
                 if a.beside:
                     return self.beside()
                 job.engines.append(self.engine)
-                job.meet([self.engine])
-                self.modes()
+                self.modes(job)
             except BaseException:
                 for c in job.family.children:
                     print(f"---- {c.name}\n{c.tail(40)}", flush=True)
@@ -237,11 +241,17 @@ class Bench:
 
     # ---- modes
 
-    def modes(self) -> None:
-        a = self.args
-        self.trainer.ask("refit", "refitted")  # the first weights
+    def modes(self, job: Any) -> None:
+        a, met = self.args, ""
         for mode in a.modes:
             publish, how = MODES[mode]
+            pause = "keep_cache" if "keep_cache" in mode else "keep"
+            if pause != met:
+                if met:
+                    job.good("close", "closed")
+                job.meet([self.engine], serve=dict(pause_mode=pause))
+                self.trainer.ask("refit", "refitted")  # the first weights
+                met = pause
             for changed in a.changed if "delta" in mode else a.changed[:1]:
                 self.load(a.requests[0])
                 said = self.trainer.ask(

@@ -317,10 +317,12 @@ def serve(
         deadline_s: Seconds for joining.
         **handle_options: Options by kind of engine. Any engine: `name`, for errors and logs. `AsyncLLM` or URL: `pause_mode`,
             what a refit does with running requests, as in vLLM: "keep" (the default) freezes them and continues them with
-            the new weights, "wait" finishes them first, "abort" ends them. `AsyncLLM`: `loop`, its event loop, not needed in
-            a coroutine of that loop; for a wrapped one `in_order`, whether it carries out calls in the order in which they
-            are made (engines/handles.py). URL: `headers` of every request, e.g. {"Authorization": "Bearer …"}. An object
-            that forwards calls: `workers`, `pause`, `resume`, `reset_prefix_cache`, if it lacks them (`CallableEngine`).
+            the new weights, "wait" finishes them first, "abort" ends them. "keep_cache", also of an `LLM`, continues them
+            with the keys and values that they have, and drops no cache of an earlier whole version. `AsyncLLM`: `loop`, its
+            event loop, not needed in a coroutine of that loop; for a wrapped one `in_order`, whether it carries out calls
+            in the order in which they are made (engines/handles.py). URL: `headers` of every request, e.g.
+            {"Authorization": "Bearer …"}. An object that forwards calls: `workers`, `pause`, `resume`,
+            `reset_prefix_cache`, if it lacks them (`CallableEngine`).
 
     Returns:
         The replica's controller. `wait_ready()` raises the error of a replica that could not join; `wait_version()` waits for

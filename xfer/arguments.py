@@ -22,7 +22,7 @@ OWN_LABELS = "xfer:"
 """Prefix of the labels that xfer itself gives to engines."""
 LARGEST_NUMBER = 1 << 62
 LONGEST_S = 1e8
-PAUSE_MODES = ("keep", "wait", "abort")
+PAUSE_MODES = ("keep", "keep_cache", "wait", "abort")
 
 
 @dataclass(frozen=True, slots=True)

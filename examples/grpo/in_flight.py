@@ -1,13 +1,15 @@
-"""Sampling that does not stop for a refit: an `AsyncLLM`, requests under way while weights change, and three ways to mean it.
+"""Sampling that does not stop for a refit: an `AsyncLLM`, requests under way while weights change, and four ways to mean it.
 
     drain       what is under way ends under the old weights, then the refit begins      every sample has one version
     abort       it is thrown away and asked again under the new weights                  every sample has one version
     continue    it freezes, and goes on under the new weights                            a sample has all that made it
+    keep_cache  the same, with the keys and values that it has                           a sample has all that made it
 
 Under `continue` vLLM computes the keys and values of the frozen tokens anew, since xfer drops every cache of old weights. Each
 token keeps the logprob that its own weights gave it, so importance ratios stay right; how many versions a sample may
 span is for the loop to decide, by `Sample.versions`. vLLM 0.25 does not say which weights made a token. There the version that
-the controller serves has to be the same before and after a request, else the answer is asked again; `continue` is refused.
+the controller serves has to be the same before and after a request, else the answer is asked again; `continue` and `keep_cache`
+are refused.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ import xfer
 from examples.grpo.samples import Sample, Span
 from xfer.errors import Unsupported
 
-Policy = Literal["drain", "abort", "continue"]
-PAUSE = {"drain": "wait", "abort": "abort", "continue": "keep"}
+Policy = Literal["drain", "abort", "continue", "keep_cache"]
+PAUSE = {"drain": "wait", "abort": "abort", "continue": "keep", "keep_cache": "keep_cache"}
 
 
 class InFlight:
@@ -79,7 +81,7 @@ class InFlight:
         said = getattr(answer, "weight_versions", None)
         if said is not None:
             return tuple(Span(s.version, s.start, s.end) for s in said)
-        if self.policy == "continue":
+        if self.policy in ("continue", "keep_cache"):
             raise Unsupported(
                 "this vLLM does not say which weights made a token, so an answer that a refit changes cannot be told from others",
                 ["use policy='drain' or 'abort', or a newer vLLM: 0.32 does"],

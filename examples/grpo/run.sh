@@ -6,7 +6,7 @@
 #     examples/grpo/run.sh 0.6b --device cuda --ranks 1 --tp 1 --engine-tp 1           on 2 GPUs
 #   --device cpu|cuda   default: cuda where both sides' GPUs are there      --ranks N      trainer ranks (4; 0.6b: 2)
 #   --engine-tp N       ranks of the vLLM (2)                               --out FILE     JSON of the run (examples/grpo/summary.py)
-#   --in-flight POLICY  an AsyncLLM samples (rollout_async.py); POLICY of requests that a refit meets: drain, abort, continue
+#   --in-flight POLICY  an AsyncLLM samples (rollout_async.py); POLICY of requests that a refit meets: drain, abort, continue, keep_cache
 #   --set KEY=NUMBER    changes the model's config (examples/grpo/model.py), may come again
 # SERVE=2 takes that many `vllm serve` processes in place of the rollout, each a replica of one rank (and GPU) that trainer rank 0
 # controls by its URL.

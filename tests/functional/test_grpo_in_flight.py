@@ -22,17 +22,17 @@ from tests.support.refit_job import Job, a_refit, good  # noqa: E402
 PROMPT, LONG, SHORT = [5, 6, 7, 8], 400, 60
 
 
-def test_three_policies(tmp_path, monkeypatch):
+def test_the_policies(tmp_path, monkeypatch):
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
     with Job(tmp_path, "qwen3", world=2, num_hidden_layers=2, torch_dtype="float32") as job:
-        asyncio.run(_three_policies(job))
+        asyncio.run(_the_policies(job))
 
 
-async def _three_policies(job):
+async def _the_policies(job):
     engine = small_vllm.asynchronous(str(job.model), dtype="float32", max_model_len=512)
     try:
-        for policy, tokens in (("drain", SHORT), ("abort", LONG), ("continue", LONG)):
+        for policy, tokens in (("drain", SHORT), ("abort", LONG), ("continue", LONG), ("keep_cache", LONG)):
             rendezvous = f"tcp://127.0.0.1:{free_port()}"
             flight = InFlight(engine, policy=policy, rendezvous=rendezvous, token=job.token, deadline_s=120 * PATIENCE)
 
@@ -62,8 +62,9 @@ async def _three_policies(job):
                 assert sample.versions == (old,) and flight.again == 0 and sample.tokens != whole.tokens
             if policy == "abort":
                 assert sample.versions == (new,) and flight.again >= 1 and sample.tokens == whole.tokens
-            if policy == "continue":
+            if policy in ("continue", "keep_cache"):
                 assert sample.versions == (old, new) and flight.again == 0
+            if policy == "continue":
                 turn = sample.spans[0].end
                 behind = [*PROMPT, *sample.tokens[:turn]]
                 rest = await flight.sample(behind, tokens=tokens - turn, temperature=0.0)

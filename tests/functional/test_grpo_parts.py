@@ -355,7 +355,7 @@ def test_nothing_is_under_way_once_a_request_has_ended_however_it_did(monkeypatc
     assert isinstance(asyncio.run(ask()), seen) and not flight.under_way
 
 
-@pytest.mark.parametrize("policy", ["drain", "abort", "continue"])
+@pytest.mark.parametrize("policy", ["drain", "abort", "continue", "keep_cache"])
 @pytest.mark.parametrize("changes", [False, True])
 def test_where_vllm_names_no_weights_an_answer_is_of_one_version_or_asked_again(monkeypatch, policy, changes):
     """As 0.25 does not. A refit comes during the first request, if `changes`."""
@@ -364,7 +364,7 @@ def test_where_vllm_names_no_weights_an_answer_is_of_one_version_or_asked_again(
         flight.controller.version = "4" if changes else "3"
 
     flight = in_flight_of(monkeypatch, Engine([5], [5, 6], then=then), policy=policy)
-    if policy == "continue":
+    if policy in ("continue", "keep_cache"):
         with pytest.raises(Unsupported, match="which weights made a token"):
             asyncio.run(flight.sample([1], tokens=2))
         return

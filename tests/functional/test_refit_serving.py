@@ -36,6 +36,8 @@ from xfer.errors import EngineLost, Unsupported, XferError  # noqa: E402
 from xfer.integrations.vllm_trainer import XferTrainerInitInfo  # noqa: E402
 
 LONG = 100
+LONGER = 2
+"""The number of a prompt that is longer than a block."""
 
 
 class Asynchronous:
@@ -47,9 +49,9 @@ class Asynchronous:
         self.ask = self.child.ask
         self.ask("start", model=str(model), **how)
 
-    def connect(self, job: Job) -> None:
+    def connect(self, job: Job, **how) -> None:
         rendezvous = f"tcp://127.0.0.1:{free_port()}"
-        self.ask("serve", rendezvous=rendezvous)
+        self.ask("serve", rendezvous=rendezvous, **how)
         job.trainers.build(job.config)
         good(job.trainers.connect(rendezvous))
         self.ask("ready")
@@ -66,11 +68,16 @@ class Asynchronous:
     def paused(self) -> bool:
         return self.ask("state")["paused"]
 
-    def begin(self, tokens: int) -> None:
-        self.ask("begin", tokens=tokens)
+    def begin(self, tokens: int, prompt: int = 0) -> None:
+        self.ask("begin", tokens=tokens, prompt=prompt)
 
     def ended(self) -> list:
         return self.ask("answer")["answer"]
+
+    def broken(self, tokens: int) -> list[bool]:
+        """Whether each logprob is NaN, of an answer to a prompt that is longer than a block of the prefix cache."""
+        self.begin(tokens, LONGER)
+        return [x != x for x in self.ended()[1]]
 
 
 class Server:
@@ -178,6 +185,40 @@ def test_async_llm(tmp_path):
         assert engine.ended() == truth["outputs"][0]
         assert same(engine.observe(), truth) == [True, True]
         engine.ask("close")
+
+
+def test_keys_and_values_outlive_a_refit_if_they_are_of_whole_weights_and_the_owner_says_so(tmp_path):
+    """Tokens are counted where the worker gets them to compute. A torn engine that is resumed by force puts NaN into its caches."""
+    with Job(tmp_path, "qwen3", world=1) as job:
+        engine = Asynchronous(job.family, job.model, job.token, max_model_len=192, load_format="dummy")
+        for mode in ("keep_cache", "keep"):
+            engine.connect(job, pause_mode=mode)
+            if mode == "keep_cache":
+                engine.resume()  # before the first weights
+                assert all(engine.broken(2))
+            a_refit(job, 1)
+            assert not any(engine.broken(2))
+            engine.ask("computed")
+            engine.begin(LONG)
+            a_refit(job, 2)
+            said, tokens, once = engine.ask("answer"), engine.ask("computed")["tokens"], len(PROMPTS[0]) + LONG - 1
+            assert len(said["answer"][0]) == LONG and len(said["versions"]) == 2, said
+            assert tokens == once if mode == "keep_cache" else tokens > once + 4, tokens
+            if mode == "keep_cache":
+                stale = engine.observe()  # its prompts find keys and values of version 1
+                engine.faults.write_text("worker:0:moving:raise@1")
+                assert all(r["kind"] == "raised" for r in job.trainers.refit(3, deadline_s=20.0))
+                engine.resume()
+                assert all(engine.broken(2))
+                engine.begin(LONG, LONGER)
+                a_refit(job, 2)
+                nan = [x != x for x in engine.ended()[1]]
+                assert nan[0] and not nan[-1] and not any(engine.broken(2))
+                truth = engine.observe()
+                assert same(stale, truth) == [False, True]
+            assert same(engine.observe(), truth) == [True, True]
+            engine.ask("close")
+            job.trainers.ask("close", "closed")
 
 
 @pytest.fixture(scope="module")

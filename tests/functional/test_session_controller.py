@@ -163,6 +163,36 @@ def test_an_engine_that_was_started_without_weights_serves_after_its_first_commi
         assert told == [1] and controller.wait_version(timeout_s=5) == 1 and not toy.paused and serves(controller)
 
 
+def test_only_caches_of_whole_versions_outlive_a_refit_and_only_where_the_owner_says_so():
+    """Somebody resumes the engine by force whenever it is paused. `kept`: what its caches were computed with."""
+    events = ("no weights", "", "a refit that wrote nothing", "a torn engine", "", "another controller", "")
+    for keeps, befores in ((True, events), (False, events[:2])):
+        toy, kept, version = ToyEngine(2), [], 0
+        toy.keeps_caches, toy.reset_caches = keeps, lambda timeout, kept=kept: kept.clear()
+        taker = toy.takers[1]
+        taker.began_with = "nothing"
+        with world(toy) as w:
+            w.controllers[0].wait_ready(5)
+            for before in befores:
+                kept.append(taker.holds if version == 0 else version)
+                if before == "a refit that wrote nothing":
+                    failing(w)
+                elif before == "a torn engine":
+                    taker.run_recipes = lambda: 1 / 0
+                    w.fails(9, XferError, "ZeroDivisionError")
+                    until_true(lambda: w.controllers[0].torn)
+                    kept.append(taker.holds)
+                    del taker.run_recipes
+                elif before == "another controller":
+                    w.leave(0)
+                    w.come(0, toy).wait_ready(5)
+                earlier, version = [*kept], version + 1
+                w.commits(version)
+                whole = before in ("", "a refit that wrote nothing")
+                assert kept == (earlier if keeps and whole else []), before
+                assert not keeps or not whole or version - 1 in kept
+
+
 def test_a_sampler_waits_for_weights_that_are_not_too_old():
     """Also where the version that it waits for was skipped. A text is no number, so it is never recent enough."""
     with world(ToyEngine(2)) as w:

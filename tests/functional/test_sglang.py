@@ -61,19 +61,22 @@ def test_a_layout_writes_what_sglang_loads(tp, ep):
         ("qwen3", 2, {}, ()),
         ("qwen3_moe", 2, {}, ()),
         ("qwen3", 1, {"dp_size": 2}, ()),
+        ("qwen3", 1, {}, ("in_place",)),
         ("qwen3", 1, {}, ("http",)),
         ("qwen3", 1, {"dp_size": 2}, ("http",)),
     ],
-    ids=["tp1", "tp2", "moe-tp2", "dp2", "server", "server-dp2"],
+    ids=["tp1", "tp2", "moe-tp2", "dp2", "in_place", "server", "server-dp2"],
 )
 def test_a_live_engine_answers_as_a_new_one_with_the_same_weights(family, tp, options, door):
-    """Every data-parallel rank; requests run during both refits. A torn engine answers NaN, and the next refit repairs it."""
+    """Every data-parallel rank; requests run during both refits. A torn engine answers NaN, and the next refit repairs it. Paused in
+    place, it keeps its caches over the refit of a whole version, and over no other."""
     [[out]] = ended(started("sglang_live", family, tp, json.dumps(options), *door))
 
     def said(name: str) -> list[tuple[list, list]]:
         return [(a["tokens"], a["logprobs"]) for a in out[name]]
 
-    assert said("second") == said("repaired") == said("fresh") and said("again") == said("first")
+    assert said("second") == said("repaired") == said("fresh") and said("second") != said("again")
+    assert (said("again") == said("first")) == ("in_place" not in door)
     assert out["first"][0]["tokens"] != out["second"][0]["tokens"], "the weights made no difference"
     for name, version in (("first", "default"), ("second", "1"), ("again", "2")):
         assert {a["version"] for a in out[name]} == {version}

@@ -51,13 +51,18 @@ class Engine:
         version = await self.engine.get_weight_version()
         return dict(outputs=answers, checksums=await self.engine.compute_weight_checksums(), version=version)
 
-    async def begin(self, tokens: int) -> None:
+    async def begin(self, tokens: int, prompt: int = 0) -> None:
         """Begin a request; later commands run beside it."""
-        self.request = asyncio.create_task(small_vllm.answer(self.engine, PROMPTS[0], tokens))
+        self.request = asyncio.create_task(small_vllm.output(self.engine, PROMPTS[prompt], tokens))
         await asyncio.sleep(0.2)
 
+    async def computed(self) -> dict:
+        """Tokens that the workers computed since the last call."""
+        return dict(tokens=max(await self.engine.collective_rpc("xfer_computed")))
+
     async def answer(self) -> dict:
-        return dict(answer=await asyncio.wait_for(self.request, 60))
+        said = await asyncio.wait_for(self.request, 60)
+        return dict(answer=small_vllm.parts(said), versions=[span.version for span in said.weight_versions])
 
     async def state(self) -> dict:
         c, paused = self.controller, await self.engine.is_paused()
@@ -104,13 +109,14 @@ class Engine:
             except TimeoutError:
                 return
 
-    async def serve(self, rendezvous: str, replica: int = 0) -> None:
+    async def serve(self, rendezvous: str, replica: int = 0, pause_mode: str = "keep") -> None:
         self.controller = xfer.serve(
             self.engine,
             rendezvous=rendezvous,
             replica=replica,
             token=os.environ["XFER_TOKEN"],
             deadline_s=60.0 * PATIENCE,
+            pause_mode=pause_mode,
         )
 
     async def ready(self) -> None:

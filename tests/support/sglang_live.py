@@ -3,6 +3,7 @@
     python -m tests.support.sglang_live FAMILY TP [OPTIONS]     # OPTIONS: JSON of further ServerArgs, such as {"ep_size": 2}
     python -m tests.support.sglang_live qwen3 2 '{"device": "cuda", "attention_backend": "triton"}'     # on a host with GPUs
     python -m tests.support.sglang_live qwen3 1 '{"dp_size": 2}' http     # a server of its own, by its URL
+    python -m tests.support.sglang_live qwen3 1 '{}' in_place             # this pause_mode, in place of the default
 
 Prints one JSON line. `first`, `second`, `again`: the tokens and logprobs with the weights of seeds 1, 2, and 1 again, after a
 start from a checkpoint and two refits. `fresh`: those of another engine that loads seed 2. `torn`: those after a refit that no
@@ -51,9 +52,9 @@ class Server(SGLangServer):
 
     START_S = 300.0
 
-    def __init__(self, args: dict[str, Any]):
+    def __init__(self, args: dict[str, Any], **how: Any):
         port = free_port()
-        super().__init__(f"http://127.0.0.1:{port}")
+        super().__init__(f"http://127.0.0.1:{port}", **how)
         flags = [f for k, v in args.items() for f in (f"--{k.replace('_', '-')}", *([] if v is True else [str(v)]))]
         command = [sys.executable, "-m", "sglang.launch_server", "--port", str(port), *flags]
         self._process = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
@@ -78,13 +79,14 @@ class Server(SGLangServer):
         self._process.wait()
 
 
-def start(folder: str, tp: int, options: dict[str, Any], http: bool) -> SGLangEngine | Server:
-    args = settings(folder, tp, options)
-    if http:
-        return Server(args)
+def start(folder: str, tp: int, options: dict[str, Any], *door: str) -> SGLangEngine | Server:
+    """Start an engine. `door`: "http" for a server, and a pause_mode."""
+    args, how = settings(folder, tp, options), {"pause_mode": door[-1]} if door and door[-1] != "http" else {}
+    if "http" in door:
+        return Server(args, **how)
     import sglang
 
-    return SGLangEngine(sglang.Engine(**args))
+    return SGLangEngine(sglang.Engine(**args), **how)
 
 
 def answer(engine: SGLangEngine | Server, rank: int) -> dict[str, Any]:
@@ -107,7 +109,7 @@ class Weights:
             self.tensors[name].copy_(t)
 
 
-def main(family: str, tp: int, options: dict[str, Any], http: bool) -> None:
+def main(family: str, tp: int, options: dict[str, Any], *door: str) -> None:
     out: dict[str, Any] = {}
     device, ranks = options.get("device", "cpu"), range(options.get("dp_size", 1))
     faults = Path(tempfile.mkdtemp(prefix="xfer-sglang-")) / "faults"
@@ -117,11 +119,11 @@ def main(family: str, tp: int, options: dict[str, Any], http: bool) -> None:
         folders[seed] = tempfile.mkdtemp(prefix="xfer-sglang-")
         toy.write_checkpoint(family, folders[seed], seed=seed)
     with contextlib.ExitStack() as stack:
-        engine = start(folders[2], tp, options, http)
+        engine = start(folders[2], tp, options, *door)
         stack.callback(engine.shutdown)
         out["fresh"] = [answer(engine, r) for r in ranks]
     with contextlib.ExitStack() as stack:
-        engine = start(folders[1], tp, options, http)
+        engine = start(folders[1], tp, options, *door)
         stack.callback(engine.shutdown)
         out["first"] = [answer(engine, r) for r in ranks]
         weights, at = Weights(family, device), f"tcp://127.0.0.1:{free_port()}"
@@ -158,4 +160,4 @@ def main(family: str, tp: int, options: dict[str, Any], http: bool) -> None:
 
 if __name__ == "__main__":
     assert torch.cuda.is_available() or os.environ.get("SGLANG_CPU_OMP_THREADS_BIND")
-    main(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}, sys.argv[4:] == ["http"])
+    main(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}, *sys.argv[4:])

@@ -28,6 +28,15 @@ _requests = itertools.count()
 
 async def answer(engine, prompt: list[int], tokens: int = 6, rank: int | None = None) -> list:
     """Ask an AsyncLLM, or one of its data-parallel ranks, for greedy tokens and their logprobs."""
+    return parts(await output(engine, prompt, tokens, rank))
+
+
+def parts(o) -> list:
+    return [list(o.token_ids), [d[t].logprob for t, d in zip(o.token_ids, o.logprobs, strict=True)]]
+
+
+async def output(engine, prompt: list[int], tokens: int = 6, rank: int | None = None):
+    """Ask for the same, and return vLLM's `CompletionOutput`."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -35,5 +44,5 @@ async def answer(engine, prompt: list[int], tokens: int = 6, rank: int | None = 
     greedy.output_kind = RequestOutputKind.FINAL_ONLY
     request = {"prompt_token_ids": prompt}, greedy, f"r{next(_requests)}"
     async for out in engine.generate(*request, data_parallel_rank=rank):
-        o = out.outputs[0]
-    return [list(o.token_ids), [d[t].logprob for t, d in zip(o.token_ids, o.logprobs, strict=True)]]
+        last = out.outputs[0]
+    return last

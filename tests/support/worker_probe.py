@@ -15,6 +15,19 @@ class Probe:
     def xfer_kept(self):
         return engine_bytes.checksum_kept(self.weight_transfer_engine.session.model)
 
+    def xfer_computed(self):
+        """Tokens that this worker was given to compute since the last call, which was the first one if it is."""
+        if "execute_model" not in vars(self):
+            execute = self.execute_model
+
+            def counted(scheduled, *args, **more):
+                self._computed += scheduled.total_num_scheduled_tokens
+                return execute(scheduled, *args, **more)
+
+            self.execute_model, self._computed = counted, 0
+        computed, self._computed = self._computed, 0
+        return computed
+
     def xfer_echo(self, number):
         """The number and the worker's rank, which tell this call's answers from those of another call."""
         return [number, self.weight_transfer_engine.worker_rank()]

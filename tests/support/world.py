@@ -265,7 +265,7 @@ class ToyEngine:
         self.sessions: list[WorkerSession] = []
         self.log: list[str] = []
         self.label = ""
-        self.paused = self.open = self.in_step = False
+        self.paused = self.open = self.in_step = self.keeps_caches = False
         self.fail: dict[str, Exception] = {}
         self._joining = threading.Lock()
 
@@ -326,7 +326,7 @@ class ToyEngine:
         self._did("start")
         self.open = True
 
-    def finish_ahead(self): ...
+    def finish_ahead(self, reset): ...
 
     def update(self, info, timeout):
         self._did("update")

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import re
 import threading
 import time
 import weakref
@@ -122,7 +123,7 @@ class FakeActor:
 
 
 @contextmanager
-def http_engine(core):
+def http_engine(core, **how):
     routes = {"/pause": "pause_generation", "/resume": "resume_generation"}
 
     def answer(method, url, body):
@@ -139,7 +140,7 @@ def http_engine(core):
         return 200, {"is_paused": value} if path == "/is_paused" else {"success": True}
 
     with serving(answer) as (url,):
-        yield HttpEngine(url)
+        yield HttpEngine(url, **how)
 
 
 @contextmanager
@@ -158,21 +159,21 @@ KINDS = ("offline", "async", "http", "actor")
 
 
 @contextmanager
-def handle_of(kind):
+def handle_of(kind, **how):
     core = FakeVllm()
     if kind == "offline":
-        yield OfflineLLM(FakeLLM(core)), core
+        yield OfflineLLM(FakeLLM(core), **how), core
     elif kind == "async":
         with running_loop() as loop:
-            yield AsyncEngine(FakeAsync(core), loop, in_order=True), core
+            yield AsyncEngine(FakeAsync(core), loop, in_order=True, **how), core
     elif kind == "http":
-        with http_engine(core) as handle:
+        with http_engine(core, **how) as handle:
             yield handle, core
     else:
         yield CallableEngine(FakeActor(core)), core
 
 
-def update_ahead(handle, core):
+def update_ahead(handle, core, reset=True):
     """As a controller does, up to the end of `update`, which is known before it has returned."""
     hang = core.block["update_weights"] = threading.Event()
     handle.pause(T)
@@ -181,7 +182,7 @@ def update_ahead(handle, core):
     updating = threading.Thread(target=handle.update, args=({"attempt": 1}, T))
     updating.start()
     until_true(lambda: core.calls[-1] == "update_weights")
-    handle.finish_ahead()
+    handle.finish_ahead(reset)
     hang.set()
     updating.join(T)
 
@@ -198,6 +199,18 @@ def refit(h, version="v1", core=None):
     h.finish(version, T)
     h.reset_caches(T)
     h.resume(T)
+
+
+@pytest.mark.parametrize("kind", ["offline", "async", "http"])
+def test_caches_that_are_kept_are_dropped_by_no_call_of_a_refit(kind):
+    with handle_of(kind, pause_mode="keep_cache") as (handle, core):
+        assert handle.keeps_caches
+        update_ahead(handle, core, reset=False)
+        handle.finish("v1", T)
+        handle.resume(T)
+        said = str(core.log)
+        assert core.version == "v1" and "reset" not in said and "keep_cache" not in said
+        assert kind == "offline" or re.search("pause_generation.*keep.*false", said, re.I), said
 
 
 CACHES = ("reset_prefix_cache", "reset_encoder_cache")

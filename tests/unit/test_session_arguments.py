@@ -95,7 +95,7 @@ ENGINES = {
     OfflineLLM: SimpleNamespace(llm_engine=None),
     CallableEngine: SimpleNamespace(**dict.fromkeys(CallableEngine._METHODS.values(), print)),
 }
-OPTIONS = {"name": "it", "pause_mode": "wait", "headers": {}, "in_order": True, "workers": 1}
+OPTIONS = {"name": "it", "pause_mode": "keep_cache", "headers": {}, "in_order": True, "workers": 1}
 OPTIONS |= dict.fromkeys(("pause", "resume", "reset_prefix_cache"), print)
 
 
@@ -117,6 +117,8 @@ def test_serve_takes_the_options_that_the_handle_of_the_engine_takes_and_names_a
             xfer.serve(ENGINES[kind], **where, **{name: value})
             assert type(made.pop()) is kind
     loop.close()
+    with pytest.raises(XferError, match="an LLM's requests wait between its steps"):
+        handle_for(ENGINES[OfflineLLM], pause_mode="wait")
 
 
 def test_a_model_in_place_of_an_adapter_is_told_what_wraps_it(ways):

@@ -55,8 +55,11 @@ def call_of(body: dict) -> dict:
     return json.loads(body["name"].removeprefix(CALL))
 
 
-def test_a_refit_is_sglangs_own_update_session_around_one_call_of_xfer(server):
-    handle = handle_for(SGLangServer(url(server)))
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_refit_is_sglangs_own_update_session_around_one_call_of_xfer(server, mode):
+    """Also one that drops caches which the next ones keep."""
+    handle = handle_for(SGLangServer(url(server), pause_mode=mode))
+    assert handle.keeps_caches == (mode == "in_place")
     assert handle.workers() == 2
     handle.init({"replica": 0}, 5)
     handle.pause(5)
@@ -69,12 +72,13 @@ def test_a_refit_is_sglangs_own_update_session_around_one_call_of_xfer(server):
     assert routes == [
         "get_weights_by_name", "pause_generation", "get_weights_by_name", "continue_generation",  # joining
         "pause_generation", "begin_weight_update", "get_weights_by_name",  # a refit
-        "end_weight_update", "update_weight_version", "flush_cache", "continue_generation",
+        "end_weight_update", "update_weight_version", *["pause_generation"] * handle.keeps_caches, "flush_cache", "continue_generation",
     ]  # fmt: skip
     bodies = [body for _, body in server.seen]
     assert call_of(bodies[2]) == {"call": "init", "info": {"replica": 0}}
     assert call_of(bodies[6]) == {"call": "update", "info": {"attempt": 3, "deadline_s": 4.0}}
-    assert bodies[4] == {"mode": "retract"}, "running requests are computed again, not continued with an old KV cache"
+    paused = [body["mode"] for route, body in server.seen[4:] if route == "pause_generation"]
+    assert paused == [mode, "retract"][: 1 + handle.keeps_caches], "SGLang drops no cache of requests that run"
     assert handle.get_version(5) == "7"
 
 
@@ -103,9 +107,7 @@ def test_an_engine_without_xfer_a_cache_that_stays_and_a_server_that_is_gone_are
         handle_for(SGLangServer(url(server))).workers(5)
 
 
-@pytest.mark.parametrize(
-    "wrong", ({"url": "10.0.0.1:30000"}, {"url": "http://me:secret@host"}, {"pause_mode": "in_place"})
-)
+@pytest.mark.parametrize("wrong", ({"url": "10.0.0.1:30000"}, {"url": "http://me:secret@host"}, {"pause_mode": "keep"}))
 def test_an_address_or_a_pause_that_cannot_work_is_refused_without_its_password(wrong):
     with pytest.raises(Unsupported) as caught:
         SGLangServer(**{"url": "http://host:1", **wrong})

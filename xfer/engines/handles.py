@@ -36,7 +36,7 @@ from xfer.errors import DeadlineExceeded, EngineLost, Unsupported, XferError
 from xfer.participants.engine import ASK_S
 
 logger = logging.getLogger("xfer")
-PauseMode = Literal["keep", "wait", "abort"]
+PauseMode = Literal["keep", "keep_cache", "wait", "abort"]
 
 
 class CallThread:
@@ -89,8 +89,10 @@ class Handle(ABC):
     """Whether the engine runs calls one after the other, in the order in which they were sent. If so, the handle may send a call
     before the previous one is answered, which saves the latency of that answer."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, pause_mode: PauseMode = "keep"):
         self.name = name
+        self.keeps_caches = pause_mode == "keep_cache"
+        self._mode = "keep" if self.keeps_caches else pause_mode
         self._ahead: dict[str, Future] = {}  # calls that were sent early, by name
         self._open = False
         self._paused = self._theirs = False  # paused by this handle; paused by another party before that
@@ -229,9 +231,9 @@ class Handle(ABC):
             # vLLM closes the session by itself when a worker's update_weights raises. xfer's own never raises.
             self._call("update", left(), failed=lambda: setattr(self, "_open", False), info=dict(info))
 
-    def finish_ahead(self) -> None:
+    def finish_ahead(self, reset: bool) -> None:
         # A text model needs no further reset. The encoder's cache is reset later, in its turn.
-        for call in ("finish", "reset_prefix") if self.in_order and self._open else ():
+        for call in ("finish", "reset_prefix")[: 1 + reset] if self.in_order and self._open else ():
             self._ahead[call] = self._send(call)
 
     def finish(self, version: str | None, timeout: float) -> None:
@@ -376,9 +378,13 @@ class OfflineLLM(Handle):
     in_order = True  # one thread makes all calls
     _in_step = False  # a pause closes the gate and does not reach vLLM
 
-    def __init__(self, llm: Any, name: str = "LLM"):
+    def __init__(self, llm: Any, name: str = "LLM", pause_mode: Literal["keep", "keep_cache"] = "keep"):
         refuse_part(getattr(llm.llm_engine, "vllm_config", None))
-        super().__init__(name)
+        if pause_mode not in ("keep", "keep_cache"):
+            raise Unsupported(
+                f"pause_mode={pause_mode!r}", ["an LLM's requests wait between its steps: 'keep', 'keep_cache'"]
+            )
+        super().__init__(name, pause_mode)
         self._llm, self._gate, self._thread = llm, Gate(), CallThread(name)
 
     @property
@@ -515,14 +521,14 @@ class AsyncEngine(Handle):
         Args:
             engine: The `AsyncLLM`.
             loop: Its event loop.
-            pause_mode: `mode` of vLLM's `pause_generation`.
+            pause_mode: `mode` of vLLM's `pause_generation`, or "keep_cache": see `xfer.serve`.
             name: Its name in errors and logs.
             in_order: Whether the engine runs calls in the order in which they were made. Default: True if the methods are
                 vLLM's own, which send before they wait, to an engine core that reads one queue. A wrapper's methods may differ.
         """
         refuse_part(getattr(engine, "vllm_config", None))
-        super().__init__(name)
-        self._engine, self._loop, self._mode = engine, loop, pause_mode
+        super().__init__(name, pause_mode)
+        self._engine, self._loop = engine, loop
         parallel = getattr(getattr(engine, "vllm_config", None), "parallel_config", None)
         self._in_step = getattr(parallel, "data_parallel_size", 1) > 1
         self._turns = PauseTurns.on(engine) if self._in_step else None

@@ -36,7 +36,7 @@ class HttpEngine(Handle):
 
     Args:
         url: "http://host:port".
-        pause_mode: `mode` of vLLM's `/pause`.
+        pause_mode: `mode` of vLLM's `/pause`, or "keep_cache": see `xfer.serve`.
         headers: Sent with every request, e.g. {"Authorization": "Bearer …"}.
         name: Its name in errors and logs. Default: the URL.
 
@@ -60,8 +60,8 @@ class HttpEngine(Handle):
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise Unsupported(f"not an engine URL: {url!r}", ["expected http://host:port"])
-        super().__init__(name or url)
-        self._url, self._mode = url.rstrip("/"), pause_mode
+        super().__init__(name or url, pause_mode)
+        self._url = url.rstrip("/")
         self._headers = {"Content-Type": "application/json", **(headers or {})}
         self._thread = CallThread(self.name)
 
@@ -167,7 +167,8 @@ class CallableEngine(Handle):
     weight-sync client), pause_generation, resume_generation, reset_prefix_cache. Optional methods: is_paused (without it
     every refit ends a pause that another party began), update_weight_version, get_weight_version, reset_encoder_cache, and
     for an engine with a drafter supports_draft_weight_updates (a list, one answer per worker) and
-    start_draft_weight_update. The owner of an object with data-parallel ranks under load should pause it while it joins:
+    start_draft_weight_update. Optional attribute: keeps_caches. If it is true, refits drop caches only where these must not
+    survive (participants/controller.py). The owner of an object with data-parallel ranks under load should pause it while it joins:
     this handle cannot detect such ranks.
 
     Args:
@@ -229,6 +230,7 @@ class CallableEngine(Handle):
         if missing:
             raise Unsupported("this object cannot stand for an engine; it lacks", missing)
         self._engine, self._thread = obj, CallThread(self.name)
+        self.keeps_caches = getattr(obj, "keeps_caches", False) is True
 
     @property
     def engine(self) -> Any:

@@ -392,7 +392,7 @@ class Controller:
             raise _ClosedError
 
     def _failed_since(self, party: RendezvousClient) -> XferError | None:
-        """The error of a worker after ReplicaReady: a worker may find no lock, and then fails and returns from init."""
+        """The error of a worker after ReplicaReady: one that joins without a link chooses its lock then, and may find none."""
         party.catch_up(SILENCE_S)
         said = party.here(m.Failed, lambda x: x.replica == self.replica)
         return said[0].error.error() if said else None
@@ -451,7 +451,9 @@ class Controller:
     def _refit(self, party: RendezvousClient, arm: m.Arm) -> list[m.Failed]:
         """Run one attempt. Returns the messages about lost trainers or workers that arrived during it."""
         mark(party.label, "told to arm")
-        calls = _EngineCalls(self.handle, party, self.replica, arm)
+        # Of one whole version, with a label. Others may come from NaN (a torn engine that was resumed by force) or random weights.
+        keeps = self.handle.keeps_caches and self.version is not None and self.error is None
+        calls = _EngineCalls(self.handle, party, self.replica, arm, resets=not keeps)
         calls.open()
         decision, lost = self._decision(party, arm, calls)
         try:
@@ -536,13 +538,20 @@ def _resume(handle: EngineHandle) -> None:
 class _EngineCalls:
     """One attempt's calls to the engine: pause, start, update; after the decision finish, caches, resume.
 
+    Args:
+        handle: The engine.
+        party: The controller's connection.
+        replica: The replica's number.
+        arm: The coordinator's order.
+        resets: Whether a commit drops the engine's caches.
+
     Attributes:
         touched: Whether an update session was opened; before that only the pause has to be undone.
         phases: (name, seconds) of the calls so far.
     """
 
-    def __init__(self, handle: EngineHandle, party: RendezvousClient, replica: int, arm: m.Arm):
-        self.handle, self.arm = handle, arm
+    def __init__(self, handle: EngineHandle, party: RendezvousClient, replica: int, arm: m.Arm, resets: bool):
+        self.handle, self.arm, self._resets = handle, arm, resets
         self._party, self._replica = party, replica
         self.touched = False
         self._update: threading.Thread | None = None
@@ -595,7 +604,7 @@ class _EngineCalls:
         try:
             self._decide()
             if self._update is not None and self._update.is_alive() and not self._raised:
-                self.handle.finish_ahead()
+                self.handle.finish_ahead(self._resets)
             self._wind_up(True)
         except Exception as e:
             self._unwound = e
@@ -627,7 +636,7 @@ class _EngineCalls:
         if self.touched:
             self.handle.finish(None, SETTLE_GRACE_S)
             self._phase("finish")
-        if commit:
+        if commit and self._resets:
             self.handle.reset_caches(SETTLE_GRACE_S)
             self._phase("reset_caches")
 

@@ -16,6 +16,7 @@ class EngineHandle(Protocol):
 
     Attributes:
         name: The engine's name in errors and logs.
+        keeps_caches: Whether running requests keep their keys and values over a refit, at the owner's wish.
 
     Raises:
         DeadlineExceeded: The timeout of a call ran out.
@@ -24,6 +25,7 @@ class EngineHandle(Protocol):
     """
 
     name: str
+    keeps_caches: bool
 
     @property
     def engine(self) -> Any:
@@ -80,9 +82,9 @@ class EngineHandle(Protocol):
     def update(self, info: Mapping[str, Any], timeout: float) -> None:
         """Block, and block the engine, until every worker has left its receive call."""
 
-    def finish_ahead(self) -> None:
-        """Send the `finish` and `reset_caches` that follow, if the engine takes calls in order. Called while `update` runs in
-        another thread and is known to succeed."""
+    def finish_ahead(self, reset: bool) -> None:
+        """Send the `finish` that follows, and with `reset` the `reset_caches`, if the engine takes calls in order. Called while
+        `update` runs in another thread and is known to succeed."""
 
     def finish(self, version: str | None, timeout: float) -> None:
         """Close the update session if one is open; then set the version if one is given."""

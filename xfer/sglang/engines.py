@@ -19,9 +19,9 @@ from xfer.engines.remote import OPENER
 from xfer.errors import EngineLost, Unsupported, XferError
 from xfer.sglang.plugin import text_of
 
-PauseMode = Literal["retract", "abort"]
+PauseMode = Literal["retract", "in_place", "abort"]
 """What a refit does with running requests, as in SGLang: "retract" computes their prefix again under the new weights and goes on,
-"abort" ends them. "in_place" would go on with a KV cache of old weights."""
+"in_place" goes on with the keys and values that they have, "abort" ends them."""
 _STRAGGLER_S = 24 * 3600.0
 
 
@@ -29,9 +29,9 @@ class _Forwarder(ABC):
     """The calls of a controller in terms of SGLang's routes."""
 
     def __init__(self, pause_mode: PauseMode):
-        if pause_mode not in ("retract", "abort"):
-            raise Unsupported(f"pause_mode={pause_mode!r}", ['"retract" or "abort"'])
-        self._mode = pause_mode
+        if pause_mode not in ("retract", "in_place", "abort"):
+            raise Unsupported(f"pause_mode={pause_mode!r}", ['"retract", "in_place" or "abort"'])
+        self._mode, self.keeps_caches = pause_mode, pause_mode == "in_place"
         self._paused = False
 
     @abstractmethod
@@ -94,6 +94,8 @@ class _Forwarder(ABC):
 
     def reset_prefix_cache(self) -> bool:
         """Drop the prefix cache. False if SGLang still holds parts of it."""
+        if self.keeps_caches:  # SGLang drops nothing while requests hold parts of it
+            self._ask("pause_generation", mode="retract")
         return bool(self._ask("flush_cache"))
 
     def update_weight_version(self, text: str) -> None:
