@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes virtual environments. Trainers and engines have one each, as in a real cluster: Megatron-Bridge and vLLM need
 # different transformers. Their versions are those of xfer/tested.py.
-#   .venvs/trainer   torch, megatron-core, megatron-bridge, xfer; also ruff and mypy
+#   .venvs/trainer   torch, megatron-core, megatron-bridge, NIXL, xfer; also ruff and mypy
 #   .venvs/engine    torch, vllm (its CPU build here), xfer
 #   .venvs/rl        verl, TRL and SkyRL, for xfer/integrations; sees the engine's packages too
 #   .venvs/docs      mkdocs and its plug-ins, to build the site; neither torch nor xfer
@@ -59,6 +59,7 @@ make_trainer() {
     'pytest>=8' 'pytest-xdist>=3.7' 'hypothesis>=6.100' 'scipy>=1.11' 'pyyaml>=6' 'ruff==0.17.6' 'mypy==2.4.1'
   # Bridge's metadata asks for GPU-only packages (transformer-engine, mamba-ssm, …) that its conversion code does not need here.
   $pip install --no-deps "megatron-bridge==$bridge" mbridge==0.15.1
+  $pip install --no-deps nixl==1.5.1 nixl-cu13==1.5.1 # 58 MB; the build for CUDA 12 is as large, and neither needs CUDA to be there
   $pip install -e .
 }
 make_engine() {

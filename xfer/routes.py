@@ -82,6 +82,9 @@ class Direct:
             one reads, and each other one reads it from the one before it (a relay chain). For few trainers and many
             replicas, which otherwise share the trainers' outgoing links. A replica waits for those from which it reads,
             and fails if one of them fails before what it brings is there.
+        rdma: For weights in host memory: engine workers read the trainers' memory by NIXL, on any host, so that the trainers
+            send nothing but short runs. For hosts with RDMA network cards, on which it was never run; needs the extra `nixl`
+            on both sides (docs/hosts.md).
     """
 
     bucket_bytes: int | None = None
@@ -90,6 +93,7 @@ class Direct:
     fabric: str | os.PathLike[str] | Site | None = None
     host_pull: bool = False
     relay: bool = False
+    rdma: bool = False
 
     def wrong(self, trainer: Source | None, replicas: int) -> list[str]:
         bad = check.wrong_globs("narrow", self.narrow)
@@ -100,8 +104,18 @@ class Direct:
             bad.append(
                 "relay=True and fabric=: sources of a fabric are chosen for each replica, and then no two plans are equal"
             )
+        if self.rdma and (self.relay or self.host_pull):
+            bad.append(
+                "rdma=True and relay=True or host_pull=True: workers read host memory in one way, and hand none of it on"
+            )
+        if self.rdma:
+            from xfer.transport.peer_rdma import missing
+
+            bad += [f"rdma=True: {why}"] if (why := missing()) else []
         if trainer is None:
             return bad
+        if self.rdma and trainer.device.type != "cpu":
+            bad.append("rdma=True: weights on GPUs are not read by NIXL yet")
         try:
             self._site(trainer.world, replicas)
         except XferError as e:
@@ -121,6 +135,7 @@ class Direct:
             site=site.to_bytes() if site is not None else b"",
             host_pull=self.host_pull,
             relay=self.relay and options.replicas > 1,
+            rdma=self.rdma,
             first_copies=options.replicas > 1,
         )
 

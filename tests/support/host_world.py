@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.support.hosts import Cluster, Host
 from tests.support.world import TOKEN, ToySource, ToyTaker, trainer_session
-from tests.support.world_processes import RELAY, ProcessWorld, _controller, _serve_trainer, _worker
+from tests.support.world_processes import RDMA, RELAY, ProcessWorld, _controller, _serve_trainer, _worker
 from xfer.rendezvous import channel
 
 BYTES = {"layers.0.w": (512, 1024), "layers.1.w": (512, 1024), "embed": (36, 8), "norm": (12,)}
@@ -29,7 +29,8 @@ def _trainer(conn, rank: int, world: int, env: dict) -> None:
     source = ToySource(rank, world, BYTES)
 
     def made(rendezvous: str, **args):
-        return trainer_session(source, rendezvous, TOKEN, bucket_bytes=BUCKET, relay=RELAY in os.environ, **args)
+        direct = dict(relay=RELAY in os.environ, rdma=RDMA in os.environ)
+        return trainer_session(source, rendezvous, TOKEN, bucket_bytes=BUCKET, **direct, **args)
 
     _serve_trainer(conn, made, set=source.set, change=source.turn)
 

@@ -109,7 +109,7 @@ class Host:
     def env(self, rank: int = 0) -> dict[str, str]:
         """Variables by which gloo and NCCL use the NIC of local rank `rank`."""
         nic = f"nic{rank % (len(self.addresses) // len(self.nets))}"
-        return {"GLOO_SOCKET_IFNAME": nic, "NCCL_SOCKET_IFNAME": nic}
+        return {"GLOO_SOCKET_IFNAME": nic, "NCCL_SOCKET_IFNAME": nic, "UCX_NET_DEVICES": nic}
 
     def command(self, *words: str) -> list[str]:
         """A command that runs `words` on this host, in the caller's folder."""

@@ -398,6 +398,7 @@ class World:
     cache_dir: str | None = None
     host_pull: bool = False
     relay: bool = False
+    rdma: bool = False
     first_copies: bool = True
     drop: tuple[str, ...] = ()
     wait: bool = True
@@ -437,6 +438,7 @@ class World:
             cache_dir=self.cache_dir,
             host_pull=self.host_pull or HOST_PULL,
             relay=self.relay,
+            rdma=self.rdma,
             fabric=self.fabric,
         )
         self.sessions[i] = s

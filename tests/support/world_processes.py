@@ -31,7 +31,7 @@ from xfer.routes import worker_side
 
 HOST_PULL = "XFER_TEST_HOST_PULL"
 """In the environment: workers read the trainers' memory themselves, as on GPUs, and routes are opened by exchange."""
-RELAY = "XFER_TEST_RELAY"
+RELAY, RDMA = "XFER_TEST_RELAY", "XFER_TEST_RDMA"
 """In the environment: replicas read from one another (`relay=True`)."""
 
 _ctx = mp.get_context("forkserver")
@@ -261,10 +261,11 @@ class ProcessWorld:
     """Where trainer 0 listens."""
 
     def __init__(
-        self, folder: Path, trainers=2, workers=2, replicas=2, deadline_s=20.0, host_pull=False, relay=False, hosts=()
-    ):
+        self, folder: Path, trainers=2, workers=2, replicas=2, deadline_s=20.0, host_pull=False, relay=False, hosts=(),
+        rdma=False,
+    ):  # fmt: skip
         self.folder, self.workers, self.deadline_s = Path(folder), workers, deadline_s
-        self.host_pull, self.relay, self.hosts = host_pull, relay, hosts
+        self.host_pull, self.hosts, self.flags = host_pull, hosts, {HOST_PULL: host_pull, RELAY: relay, RDMA: rdma}
         self.trainers = [self._trainer(i, trainers) for i in range(trainers)]
         self.replicas = [self._replica(i) for i in range(replicas)]
 
@@ -272,7 +273,7 @@ class ProcessWorld:
         env = {"XFER_FAULT_FILE": str(self.folder / f"{name}.fault"), "XFER_FAULT_HANG_S": "4", "OMP_NUM_THREADS": "1"}
         if self.hosts and name.startswith("replica"):
             env["XFER_HOST"] = self.hosts[int(name[7:]) % len(self.hosts)]
-        return env | ({HOST_PULL: "1"} if self.host_pull else {}) | ({RELAY: "1"} if self.relay else {})
+        return env | {name: "1" for name, on in self.flags.items() if on}
 
     def host(self, number: int) -> tuple[Host | None, dict[str, str]]:
         """Where a rank runs (trainers come first, and then the workers of each replica), and its further environment."""

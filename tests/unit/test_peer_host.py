@@ -19,26 +19,22 @@ from tests.support.threads import soon
 from xfer.errors import DeadlineExceeded, LayoutError, PeerLost, ProtocolError, RebindError
 from xfer.kernels.marks import ChangeMarks
 from xfer.plan.program import Op, Program, row_wire_bytes
-from xfer.transport import peer, peer_host
+from xfer.transport import peer, peer_host, peer_rdma
 from xfer.transport.group import Aborted
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process_vm_readv is Linux's")
 
 
-@settings(max_examples=EXAMPLES // 2, deadline=None)
-@given(
-    st.integers(0, 2**32 - 1), st.sampled_from([1, 8, 512]), st.sampled_from([3, 1024]), st.sampled_from([16, 8 << 20])
-)
-def test_random_programs_are_pulled_bit_for_bit(seed, shortest, runs, batch):
+def pull_programs(kind, seed, shortest, runs, batch):
     """Rows of the rank's own storages, too. The rest are conversions, scattered rows and fills, and both ends agree on them."""
     rng = np.random.default_rng(seed)
     size = int(rng.integers(2, 4))
     programs, storages = random_world(rng, size, 2, 12)
     live = [[torch.from_numpy(s.copy()) for s in some] for some in storages]
-    with patch.multiple(peer_host, SHORTEST=shortest, RUNS=runs, BATCH_BYTES=batch):
-        exports = [peer_host.Export(k, live[k], CPU) for k in range(size)]
-        mappings = [peer_host.Mapping(k, CPU) for k in range(size)]
+    with patch.multiple(peer_host, RUNS=runs, BATCH_BYTES=batch), patch.object(kind, "SHORTEST", shortest):
+        exports = [kind.Export(k, live[k], CPU) for k in range(size)]
+        mappings = [kind.Mapping(k, CPU) for k in range(size)]
         for mapping in mappings:
             for other in range(size):
                 if other == mapping.rank:
@@ -46,11 +42,14 @@ def test_random_programs_are_pulled_bit_for_bit(seed, shortest, runs, batch):
                 else:
                     mapping.open(exports[other].to_bytes(), other, range(len(live[other])))
         taken = peer.taken_roots([m.to_bytes() for m in mappings])
-        cut = [peer.split(p, taken, peer_host.takes) for p in programs]
+        cut = [peer.split(p, taken, kind.takes) for p in programs]
         for k, (rows, rest) in enumerate(cut):
             assert (rows["op"] == Op.COPY).all() and (rows["dst"] == k).all()
-            assert not peer_host.takes(rest.rows[rest.rows["op"] != Op.FILL]).any()
-            pull = peer_host.Pull(rows, mappings[k], live[k])
+            left = rest.rows[
+                (rest.rows["op"] != Op.FILL) & ((rest.rows["src"] != rest.rows["dst"]) | (kind is peer_host))
+            ]
+            assert not kind.takes(left).any()
+            pull = kind.Pull(rows, mappings[k], live[k])
             for _ in range(2):
                 pull.begin()
                 stats = pull.finish(soon())
@@ -65,24 +64,19 @@ def test_random_programs_are_pulled_bit_for_bit(seed, shortest, runs, batch):
         assert all(np.array_equal(g.numpy(), w) for g, w in zip(got, want))
 
 
-@settings(max_examples=EXAMPLES // 2, deadline=None)
-@given(
-    st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.02, 0.3]), st.sampled_from([1, 512]), st.sampled_from([3, 1024]),
-    st.sampled_from([0, 1]),
-)  # fmt: skip
-def test_a_pull_of_what_is_marked_leaves_what_a_pull_of_everything_leaves(seed, share, shortest, runs, late):
+def pull_what_is_marked(kind, seed, share, shortest, runs, late):
     """It reads nothing if nothing has changed, and everything if the marks are of another refit than the destination holds. What it
     reads into scratch, and applies from there, is the same."""
     rng = np.random.default_rng(seed)
     rows, src, dst = random_rows(rng)
-    with patch.multiple(peer_host, SHORTEST=shortest, RUNS=runs, PAYS=1.0):
-        rows = rows[peer_host.takes(rows)]
+    with patch.multiple(peer_host, RUNS=runs, PAYS=1.0), patch.object(kind, "SHORTEST", shortest):
+        rows = rows[kind.takes(rows)]
         rows["dst"] = 1
         now, live = [torch.from_numpy(s.copy()) for s in src], [torch.from_numpy(d.copy()) for d in dst]
         marks, copies = ChangeMarks([len(s) for s in src], CPU), [t.clone() for t in now]
-        export, mapping = peer_host.Export(0, now, CPU, marks.tensor), peer_host.Mapping(1, CPU)
+        export, mapping = kind.Export(0, now, CPU, marks.tensor), kind.Mapping(1, CPU)
         mapping.open(export.to_bytes(), 0, range(len(now)))
-        pull = peer_host.Pull(rows, mapping, live)
+        pull = kind.Pull(rows, mapping, live)
 
         def pulled(base: int) -> int:
             pull.choose(base, soon())
@@ -99,10 +93,35 @@ def test_a_pull_of_what_is_marked_leaves_what_a_pull_of_everything_leaves(seed, 
         assert all(np.array_equal(a.numpy(), b) for a, b in zip(live, want))
         assert pull.by_marks == (len(rows) > 0 and not late)
         later = [torch.from_numpy(d) for d in apply_rows(rows, src, [t.copy() for t in dst])]
-        pull = peer_host.Pull(rows, mapping, [torch.full_like(t, 77) for t in later], live=later)
+        pull = kind.Pull(rows, mapping, [torch.full_like(t, 77) for t in later], live=later)
         if pulled(4 + late) and not late:
             pull.apply()
         assert late or all(np.array_equal(a.numpy(), b) for a, b in zip(later, want))
+
+
+@settings(max_examples=EXAMPLES // 2, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1), st.sampled_from([1, 8, 512]), st.sampled_from([3, 1024]), st.sampled_from([16, 8 << 20])
+)
+def test_random_programs_are_pulled_bit_for_bit(seed, shortest, runs, batch):
+    pull_programs(peer_host, seed, shortest, runs, batch)
+
+
+@settings(max_examples=EXAMPLES // 2, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.02, 0.3]), st.sampled_from([1, 512]), st.sampled_from([3, 1024]),
+    st.sampled_from([0, 1]),
+)  # fmt: skip
+def test_a_pull_of_what_is_marked_leaves_what_a_pull_of_everything_leaves(seed, share, shortest, runs, late):
+    pull_what_is_marked(peer_host, seed, share, shortest, runs, late)
+
+
+@pytest.mark.skipif(bool(peer_rdma.missing()), reason=peer_rdma.missing())
+@pytest.mark.parametrize("seed", range(6))
+def test_nixl_pulls_the_same_bytes(seed):
+    """Few programs: an agent takes 0.2 s to start."""
+    pull_programs(peer_rdma, seed, (1, 8, 512)[seed % 3], (3, 1024)[seed % 2], (16, 8 << 20)[seed % 2])
+    pull_what_is_marked(peer_rdma, seed, (0.0, 0.02, 0.3)[seed % 3], (1, 512)[seed % 2], (3, 1024)[seed % 2], seed // 5)
 
 
 CHILD = """

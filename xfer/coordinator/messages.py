@@ -246,7 +246,8 @@ class OpenLink(WireMessage, frozen=True):
     """Coordinator -> ranks: all digests agree. Open the data link of this epoch and the routes over it.
 
     `fresh` False: the last link stands, and only the routes are opened again, since storages moved. `workers`: of the
-    replica, for ranks that made no plan (packed route). `relay`: replicas of one layout hand bytes on to each other. `hands`, to
+    replica, for ranks that made no plan (packed route). `host_pull`, `rdma`: workers read host memory by the kernel, or by NIXL.
+    `relay`: replicas of one layout hand bytes on to each other. `hands`, to
     a worker: for each share of its bytes what the same worker of the replica that brings it lets it read, as `LinkOpen.hand` told
     it; empty for the share that it brings itself. `scratch`, for workers: bytes come into scratch of at most so many bytes; None: into live
     storage.
@@ -258,6 +259,7 @@ class OpenLink(WireMessage, frozen=True):
     workers: Count = 0
     host_pull: bool = False
     relay: bool = False
+    rdma: bool = False
     hands: Annotated[tuple[Blob, ...], Meta(max_length=4096)] = ()
     scratch: Bytes64 | None = None
 
@@ -495,7 +497,7 @@ class RouteTaken(Record, frozen=True):
     """The bytes that one route brought. Routes run concurrently.
 
     Attributes:
-        route: "peer", "nccl", "gloo", "relay" or "packed".
+        route: "peer", "rdma", "nccl", "gloo", "relay" or "packed".
         bytes: Bytes of all workers.
         seconds: Seconds of the slowest worker.
     """

@@ -123,7 +123,7 @@ class Planning:
             replica.scratch = co.refit.scratch
         relay = o.relay and replica.first is None
         order = m.OpenLink(
-            replica.index, replica.epoch, fresh, replica.size, o.host_pull, relay, scratch=replica.scratch
+            replica.index, replica.epoch, fresh, replica.size, o.host_pull, relay, o.rdma, scratch=replica.scratch
         )
         broadcast(co.sources(replica), order)
         for i, c in replica.workers.items():

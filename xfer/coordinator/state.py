@@ -197,6 +197,7 @@ class Options:
     route: str = "direct"
     host_pull: bool = False
     relay: bool = False
+    rdma: bool = False
     colocated: bool = False
     first_copies: bool = False  # a replica that joins may get its first weights from another one
     gathers: bool = False  # one gather of the weights feeds all replicas that begin together
@@ -211,6 +212,7 @@ def told(o: Options) -> tuple[tuple[str, str], ...]:
         ("route", o.route),
         ("host_pull", str(o.host_pull)),
         ("relay", str(o.relay)),
+        ("rdma", str(o.rdma)),
         ("colocated", str(o.colocated)),
         ("drop", _short(o.drop)),
         ("narrow", _short(o.narrow)),

@@ -29,7 +29,7 @@ from xfer.rendezvous.client import RendezvousClient
 from xfer.rendezvous.store import RendezvousStore
 from xfer.timeline import mark
 from xfer.trace.catalog import Catalog
-from xfer.transport import routes
+from xfer.transport import peer_rdma, routes
 from xfer.transport.changes import HeldBytes
 from xfer.transport.group import Link
 from xfer.transport.p2p import WAVE_BYTES
@@ -149,6 +149,10 @@ class DirectPlane:
     def read_by_others(self) -> bool:
         routed = self._routed
         return routed is not None and routed.plan.pulled_out > 0
+
+    def cut_off(self) -> bool:
+        routed = self._routed
+        return routed is not None and routed.export is not None and routed.export.cut_off()
 
     @property
     def sends(self) -> bool:
@@ -295,11 +299,12 @@ class DirectPlane:
         scratch = self._scratch = self._scratch_for(order, part, roots)
         roots = roots if scratch is None else scratch.roots
         exchange = routes.exchange_over_store(store, rank, len(labels), "routes")
-        peers = device.type != "cpu" or order.host_pull
+        peers = device.type != "cpu" or order.host_pull or order.rdma
         relay = Relay(order.hands, self._say_part_ready, self._offered(part, roots)) if order.relay else None
         ways = routes.find_ways(
-            part.program, len(labels), device, roots, exchange, labels, allow_peer=peers, relay=relay, marks=marks
-        )
+            part.program, len(labels), device, roots, exchange, labels,
+            allow_peer=peers, relay=relay, marks=marks, rdma=order.rdma,
+        )  # fmt: skip
         beside = ways.wired and self.side.role == "trainer" or scratch is not None or self.side.role == "donor"
         if beside and device.type == "cuda" and self._stream is None:
             # This thread uses the stream from now on. On the default stream each lane would wait for all others, and the work of
@@ -430,7 +435,8 @@ class DirectPlane:
 
     def _by_route(self, routed: routes.Routed) -> tuple[m.RouteTaken, ...]:
         r, wire = routed.report, "nccl" if self.side.device.type == "cuda" else "gloo"
-        pulled = "relay" if routed.place is not None and routed.place.follows else "peer"
+        pulled = "rdma" if routed.kind is peer_rdma else "peer"
+        pulled = "relay" if routed.place is not None and routed.place.follows else pulled
         some = ((pulled, r.pulled_bytes, r.pull_s), (wire, r.p2p_bytes, r.p2p_s))
         return tuple(m.RouteTaken(name, n, seconds) for name, n, seconds in some if n)
 

@@ -71,6 +71,9 @@ class PackedPlane:
     drained = unmapped = True  # nothing is mapped, and a transfer ends only when its work has left the device
     read_by_others = False
 
+    def cut_off(self) -> bool:
+        return False
+
     def __init__(self, party: RendezvousClient, side: PackedSide, replica: int):
         self.party, self.side, self.replica = party, side, replica
         self.facts: PlanFacts | None = None

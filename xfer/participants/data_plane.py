@@ -127,6 +127,10 @@ class DataPlane(Protocol):
     def unmapped(self) -> bool:
         """Whether nothing is mapped any more after `unmap`."""
 
+    def cut_off(self) -> bool:
+        """End the reading of destinations from this rank's storages where this rank can do that; routes must then be opened again.
+        Returns whether none reads any more."""
+
     def make_plan(self, inputs: m.PlanInputs, stop: Stop) -> PlanFacts:
         """Plan this rank's part. Closes the link of the previous plan."""
 

@@ -425,7 +425,8 @@ class RefitCall:
         some = [
             r
             for o in outcome.outcomes
-            if (lane := self.session.lanes.get(o.replica)) is not None and self._pulled(lane)
+            if o.readers and (lane := self.session.lanes.get(o.replica)) is not None and self._pulled(lane)
+            if not lane.plane.cut_off()
             for r in o.readers
         ]
         seconds = min(READERS_S, max(_LAST_S, self.ends - time.monotonic()))

@@ -174,6 +174,10 @@ class Export:
     def to_bytes(self) -> bytes:
         return msgspec.msgpack.encode(self.offer)
 
+    def cut_off(self) -> bool:
+        """Ends the reading of others if that is possible, and returns whether none reads any more."""
+        return False
+
     def stale(self) -> list[str]:
         """One line for each storage that is no longer at the offered place. Cheap, because it is called at every refit."""
         out, asked = [], set()

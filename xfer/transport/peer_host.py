@@ -3,7 +3,8 @@
 The kernel copies each byte once (process_vm_readv), from its source to its final place, also for columns of a matrix. A socket
 would copy it twice, and a buffer a third time. It works on Linux where the kernel lets one process read another (same user;
 containers and ptrace_scope may forbid it). A probe finds that out; rows that cannot be read go by p2p, and so do conversions and
-rows of scattered bytes (`takes`). Calls and messages are those of peer.py, which does the same for GPUs.
+rows of scattered bytes (`takes`). Calls and messages are those of peer.py, which does the same for GPUs. peer_rdma.py reads by NIXL
+instead of the kernel, and from other hosts too.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ RUNS, BATCH_BYTES = 1024, 8 << 20
 """Most runs (the kernel's limit) and about the most bytes of one call. A pull can be stopped between calls."""
 
 
-def takes(rows: np.ndarray) -> np.ndarray:
-    """The rows (bool array) that a destination can pull if it can read their storages."""
+def takes(rows: np.ndarray, shortest: int | None = None) -> np.ndarray:
+    """The rows (bool array) that a destination can pull if it can read their storages. `shortest`: instead of SHORTEST."""
     run = ITEM[rows["dst_dtype"]]
     open_ = np.ones(len(rows), bool)
     for d in reversed(range(MAX_DIMS)):
@@ -48,7 +49,9 @@ def takes(rows: np.ndarray) -> np.ndarray:
         together = (n == 1) | ((rows["src_strides"][:, d] == run) & (rows["dst_strides"][:, d] == run))
         open_ &= together
         run = np.where(open_, run * n, run)
-    return (rows["op"] == Op.COPY) & (rows["src_dtype"] == rows["dst_dtype"]) & (open_ | (run >= SHORTEST))
+    return (
+        (rows["op"] == Op.COPY) & (rows["src_dtype"] == rows["dst_dtype"]) & (open_ | (run >= (shortest or SHORTEST)))
+    )
 
 
 class Export:
@@ -66,10 +69,17 @@ class Export:
             tuple(SharedAllocation(b"", t.data_ptr(), t.numel(), 0) for t in some),
             tuple(StoragePlace(i, 0, t.numel()) for i, t in enumerate(some)), "", marks is not None,
         )  # fmt: skip
+        self._allow()
+
+    def _allow(self) -> None:
         _allow()
 
     def to_bytes(self) -> bytes:
         return msgspec.msgpack.encode(self.offer)
+
+    def cut_off(self) -> bool:
+        """As of `peer.Export`."""
+        return False
 
     def stale(self) -> list[str]:
         """Always empty, since `_roots` are held. The session finds out if a parameter has another storage."""
@@ -90,15 +100,15 @@ class Mapping(peer.OpenedRoots[tuple[int, int]]):
         if len(offer.places) != len(offer.allocations) or not offer.places:
             raise ProtocolError(f"rank {rank} offers {len(offer.allocations)} storages at {len(offer.places)} places")
         seen = torch.empty(NONCE_BYTES, dtype=torch.uint8)
-        try:
-            probe = np.array([[offer.allocations[-1].base, NONCE_BYTES]], np.int64)
-            _read(offer.pid, np.array([[seen.data_ptr(), NONCE_BYTES]], np.int64), probe, NONCE_BYTES)
-            if bytes(seen.numpy()) != offer.nonce:
-                raise OSError(errno.EPERM, "its probe does not hold its nonce: this is another process's memory")
-        except OSError as e:
-            self._why[rank] = f"its memory cannot be read from here: {e.strerror}"
-            return
         self.pids[rank] = offer.pid
+        try:
+            self._read_at(rank, offer.allocations[-1].base, seen)
+            if bytes(seen.numpy()) != offer.nonce:
+                raise PeerLost("its probe does not hold its nonce: this is another process's memory")
+        except PeerLost as e:
+            del self.pids[rank]
+            self._why[rank] = f"its memory cannot be read from here: {'; '.join(e.violations) or e.message}"
+            return
         for root in wanted:
             if not 0 <= root < offer.storages:
                 raise ProtocolError(f"rank {rank} offers {offer.storages} storages, storage {root} is asked for")
@@ -131,13 +141,32 @@ class Mapping(peer.OpenedRoots[tuple[int, int]]):
         return into.numpy()
 
     def _read_at(self, rank: int, address: int, into: torch.Tensor) -> None:
-        for at in range(0, into.nbytes, BATCH_BYTES):
-            size = min(BATCH_BYTES, into.nbytes - at)
-            local, remote = np.array([[into.data_ptr() + at, size]]), np.array([[address + at, size]])
+        at = np.arange(0, into.nbytes, BATCH_BYTES)
+        length, none = np.minimum(BATCH_BYTES, into.nbytes - at), np.zeros_like(at)
+        runs = np.stack([into.data_ptr() + at, address + at, length, none, at, none], axis=1)
+        self.read([Runs.of(rank, self.pids[rank], runs[k : k + 1]) for k in range(len(at))])
+
+    def read(self, calls: Sequence[Runs], check: Callable[[], None] | None = None, where: str = "") -> None:
+        """Makes these calls. Nothing is read any more when it returns or raises, unless `over` says otherwise.
+
+        Args:
+            check: Called between calls; what it raises ends the reading.
+            where: Label of this rank in errors.
+
+        Raises:
+            PeerLost: The memory of a source is gone.
+        """
+        for c in calls:
+            if check is not None:
+                check()
             try:
-                _read(self.pids[rank], local, remote, size)
+                _read(c.pid, c.local, c.remote, c.nbytes)
             except OSError as e:
-                raise _lost(rank, self.pids[rank], e) from None
+                raise lost(c.sender, f"(pid {c.pid}): {e.strerror}", where) from None
+
+    def over(self) -> bool:
+        """Whether nothing is read any more: always, outside `read`."""
+        return True
 
     def close(self) -> None:
         self.roots, self.pids, self.marks = {}, {}, {}
@@ -160,7 +189,7 @@ class Pull:
         check_rows(rows, "dst", roots, roots)  # the kernel checks no addresses
         self._stopped, self._gate = False, gate
         self._roots, self._live = roots, live  # held: their addresses are in the tables
-        self._parts: dict[int, list[_KernelCall]] = {}  # by wave; one without a gate
+        self._parts: dict[int, list[Runs]] = {}  # by wave; one without a gate
         for wave in sorted(set(rows["wave"].tolist())) if gate is not None else [0]:
             part = rows if gate is None else rows[rows["wave"] == wave]
             self._parts[wave] = [c for a in sorted(set(part["src"].tolist())) for c in _calls(part, a, mapping, roots)]
@@ -219,8 +248,8 @@ class Pull:
             self._gate.open()
 
     def over(self) -> bool:
-        """As of `peer.Pull`. Always True: nothing is read outside `finish`."""
-        return True
+        """As of `peer.Pull`."""
+        return self._mapping.over()
 
     def finish(self, deadline: float, cancelled: Callable[[], bool] = lambda: False, where: str = "") -> PullStats:
         """Reads all rows. Nothing is read any more when it returns or raises.
@@ -242,12 +271,8 @@ class Pull:
             if self._gate is not None:
                 check()
                 self._gate.before(wave, None)
+            self._mapping.read(calls, check, where)
             for c in calls:
-                check()
-                try:
-                    _read(c.pid, c.local, c.remote, c.nbytes)
-                except OSError as e:
-                    raise _lost(c.sender, c.pid, e, where) from None
                 moved[c.sender] += c.nbytes
             if self._gate is not None:
                 self._gate.after(wave, None)
@@ -256,9 +281,9 @@ class Pull:
 
 
 @dataclass(frozen=True, slots=True)
-class _KernelCall:
-    """One call of process_vm_readv. local, remote: iovecs (address, bytes), int64 [n, 2]. runs: the same before adjacent ones are joined,
-    int64 [n, 6]: local address, remote address, bytes, storage and offset in it, local storage; empty if the source has no marks."""
+class Runs:
+    """What one call of process_vm_readv reads. local, remote: iovecs (address, bytes), int64 [n, 2]. runs: the same before
+    adjacent ones are joined, int64 [n, 6]: local address, remote address, bytes, storage and offset in it, local storage."""
 
     sender: int
     pid: int
@@ -268,21 +293,21 @@ class _KernelCall:
     nbytes: int
 
     @classmethod
-    def of(cls, sender: int, pid: int, runs: np.ndarray, keep: bool = True) -> _KernelCall:
+    def of(cls, sender: int, pid: int, runs: np.ndarray) -> Runs:
         """The call that reads these runs."""
         local, remote = _joined(runs[:, [0, 2]]), _joined(runs[:, [1, 2]])
-        return cls(sender, pid, local, remote, runs if keep else runs[:0], int(runs[:, 2].sum()))
+        return cls(sender, pid, local, remote, runs, int(runs[:, 2].sum()))
 
 
-def _calls(rows: np.ndarray, sender: int, mapping: Mapping, roots: Sequence[torch.Tensor]) -> Iterator[_KernelCall]:
+def _calls(rows: np.ndarray, sender: int, mapping: Mapping, roots: Sequence[torch.Tensor]) -> Iterator[Runs]:
     mine, known = rows[rows["src"] == sender], mapping.roots.get(sender, {})
     if unknown := sorted({*mine["src_root"].tolist()} - known.keys()):
         raise RebindError(f"{len(unknown)} storages are not mapped", [f"rank {sender}, storage {i}" for i in unknown])
     for runs in _batches(mine, known, roots):
-        yield _KernelCall.of(sender, mapping.pids[sender], runs, sender in mapping.marks)
+        yield Runs.of(sender, mapping.pids[sender], runs)
 
 
-def _marked(call: _KernelCall, bits: np.ndarray, at: np.ndarray) -> Iterator[_KernelCall]:
+def _marked(call: Runs, bits: np.ndarray, at: np.ndarray) -> Iterator[Runs]:
     """The part of a call that is marked. Unmarked bytes between two marked granules are read too if there are few of them."""
     begin, end = call.runs[:, 4], call.runs[:, 4] + call.runs[:, 2]
     first = begin // GRANULE
@@ -303,11 +328,11 @@ def _marked(call: _KernelCall, bits: np.ndarray, at: np.ndarray) -> Iterator[_Ke
     pieces[:, :2] += (low - begin[run])[:, None]
     pieces[:, 2] = high - low
     for k in range(0, len(pieces), RUNS):
-        yield _KernelCall.of(call.sender, call.pid, pieces[k : k + RUNS])
+        yield Runs.of(call.sender, call.pid, pieces[k : k + RUNS])
 
 
 def _batches(rows: np.ndarray, known: dict[int, tuple[int, int]], roots: Sequence[torch.Tensor]):
-    """The runs of each call (`_KernelCall.runs`)."""
+    """The runs of each call (`Runs.runs`)."""
     ends = []
     for move in moves(rows, "local"):
         dims = list(move.dims)
@@ -359,10 +384,9 @@ def _libc():
     return libc
 
 
-def _lost(rank: int, pid: int, e: OSError, where: str = "") -> PeerLost:
-    return PeerLost(
-        "memory that was offered cannot be read any more", [f"rank {rank} (pid {pid}): {e.strerror}"], where=where
-    )
+def lost(rank: int, why: str, where: str = "") -> PeerLost:
+    """The error of a source whose memory cannot be read."""
+    return PeerLost("memory that was offered cannot be read any more", [f"rank {rank} {why}"], where=where)
 
 
 def _read(pid: int, local: np.ndarray, remote: np.ndarray, nbytes: int) -> None:

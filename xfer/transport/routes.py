@@ -25,7 +25,7 @@ from xfer.errors import PeerLost, Unsupported, XferError
 from xfer.kernels.checksum import Sums
 from xfer.plan.program import Op, Program, row_wire_bytes
 from xfer.plan.relay import shares
-from xfer.transport import peer, peer_host
+from xfer.transport import peer, peer_host, peer_rdma
 from xfer.transport.changes import HeldBytes
 from xfer.transport.group import ABORT_S, Link, wait_for_stream
 from xfer.transport.links import open_group
@@ -89,6 +89,11 @@ PEERS: dict[str, PeerKind] = {"cuda": peer, **({"cpu": peer_host} if sys.platfor
 """By device type. A device type that is not listed has p2p only."""
 
 
+def peer_kind(device: torch.device, rdma: bool) -> PeerKind | None:
+    """The way in which ranks with weights on this device read each other's storages."""
+    return peer_rdma if rdma else PEERS.get(device.type)
+
+
 @dataclass(frozen=True, slots=True)
 class RouteReport:
     """The last run of one rank: incoming wire bytes and seconds by route. The times overlap."""
@@ -137,6 +142,7 @@ class Routed:
         pulled: Rows that this rank pulls.
         place: Its place among those that hand bytes on, or None. Call `place.steps.begin` before each run.
         scratch: Into which runs bring their bytes; None: into live storage.
+        kind: The `PeerKind` of its pulls, if it may have some.
     """
 
     def __init__(
@@ -151,7 +157,9 @@ class Routed:
         roots: Sequence[torch.Tensor],
         place: RelayPlace | None = None,
         scratch: Scratch | None = None,
+        kind: Any = None,
     ):
+        self.kind = kind
         self.link, self.p2p, self.pull, self.mapping, self.export, self.plan = link, p2p, pull, mapping, export, plan
         self.pulled, self._roots, self.place, self.scratch = pulled, roots, place, scratch
         self.report = RouteReport(0, 0.0, 0, 0.0)
@@ -314,7 +322,7 @@ class Routed:
             return self.pull
         if self._gated[0] is not gate:
             rows = gate.parts(self.pulled)
-            pull = PEERS[self.link.device.type].Pull(rows, self.mapping, self._roots, gate=gate, summed=gate.within)
+            pull = self.kind.Pull(rows, self.mapping, self._roots, gate=gate, summed=gate.within)
             self._gated = gate, pull
         return self._gated[1]
 
@@ -388,7 +396,7 @@ def open_link(
 @dataclass(frozen=True, slots=True)
 class Ways:
     """The two parts of this rank's program, before a link is opened. `wired`: whether any rank needs a link. `place`: of a destination
-    that hands bytes on. If it follows, nothing is pulled from sources."""
+    that hands bytes on. If it follows, nothing is pulled from sources. `kind`: see `Routed`."""
 
     pulled: np.ndarray
     rest: Program
@@ -397,6 +405,7 @@ class Ways:
     plan: RoutePlan
     wired: bool
     place: RelayPlace | None = None
+    kind: Any = None
 
     def over(
         self,
@@ -413,9 +422,11 @@ class Ways:
             pull = place.pull(self.mapping)
         elif len(self.pulled):
             live = scratch.live if scratch is not None else ()
-            pull = PEERS[link.device.type].Pull(self.pulled, self.mapping, roots, live=live)
+            pull = self.kind.Pull(self.pulled, self.mapping, roots, live=live)
         p2p = P2P(link, self.rest, roots, src_roots=src_roots, scratch=scratch, **p2p_options)
-        return Routed(link, p2p, pull, self.mapping, self.export, self.plan, self.pulled, roots, place, scratch)
+        return Routed(
+            link, p2p, pull, self.mapping, self.export, self.plan, self.pulled, roots, place, scratch, self.kind
+        )
 
     def close(self) -> None:
         """Unmaps everything, if routes were not opened after all."""
@@ -436,6 +447,7 @@ def find_ways(
     allow_peer: bool = True,
     relay: Relay | None = None,
     marks: torch.Tensor | None = None,
+    rdma: bool = False,
 ) -> Ways:
     """Finds out which storages of its sources this rank can map, and splits the program. Collective.
 
@@ -444,8 +456,9 @@ def find_ways(
         allow_peer: If False, on all ranks alike, no rank maps storages of its sources.
         relay: On all ranks or on none: destinations hand bytes on.
         marks: Of the storages that this rank offers (kernels/marks.py), if it has some.
+        rdma: On all ranks or on none: ranks read each other's storages by NIXL (peer_rdma.py).
     """
-    rank, kind = program.rank, PEERS.get(device.type) if allow_peer or relay is not None else None
+    rank, kind = program.rank, peer_kind(device, rdma) if allow_peer or relay is not None else None
     rows = program.rows[program.rows["op"] != Op.FILL]
     if kind is None:  # on all ranks alike: the coordinator rejects a client with another data plane
         return Ways(rows[:0], program, _NoMapping(), None, _planned(program, program, ()), True)
@@ -488,7 +501,7 @@ def find_ways(
         if place is not None:
             place.close()
         raise
-    return Ways(pulled, rest, mapping, export, plan, wired, place)
+    return Ways(pulled, rest, mapping, export, plan, wired, place, kind)
 
 
 def open_routes(link: Link, program: Program, roots: Sequence[torch.Tensor], exchange: Exchange, **options) -> Routed:
