@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import socket
 import threading
@@ -15,12 +16,15 @@ import time
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import xfer
 from examples.common.ports import free_port
 from tests.support.connect import flat_connect
 from tests.support.proc import PATIENCE
+from tests.support.simulation import Simulation
 from tests.support.world import TOKEN, ToyEngine, ToySource, World, raised, right, trainer_session
 from xfer import errors as e
 from xfer.cli import app
@@ -34,6 +38,8 @@ from xfer.plan.fabric import Fabric, Site
 from xfer.rendezvous import client as party
 from xfer.rendezvous.client import RendezvousClient
 from xfer.rendezvous.server import GREETERS, Server
+
+EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "40"))
 
 
 def on_all(ranks: int, call) -> list:
@@ -107,93 +113,94 @@ def test_a_job_meets_at_addresses_of_both_families_and_names_of_them(named, host
     assert not [t.wrong(0) for t in engine.takers if t.wrong(0)]
 
 
-# ---- connect() fails on all ranks, and all call it again at the same rendezvous
-
-OTHER = {"bucket_bytes": 1 << 16}
-"""Arguments that differ between the first and the second call. All ranks must agree on them, as on route="packed"."""
-
-
-class Job:
-    """Trainers and one engine that meet at one rendezvous, several times."""
-
-    def __init__(self, trainers: int):
-        self.trainers, self.rendezvous = trainers, somewhere()
-        self.sources, self.engine = [ToySource(i, trainers) for i in range(trainers)], ToyEngine(2)
-        self.sessions: list[xfer.Session | None] = [None] * trainers
-
-    def connect(self, rank: int, **how) -> None:
-        options = dict(deadline_s=20.0 * PATIENCE, engines=[self.engine]) | how
-        self.sessions[rank] = flat_connect(
-            trainer=self.sources[rank], rendezvous=self.rendezvous, token=TOKEN, **options
-        )
-
-    def refused(self, rank: int, **how) -> None:
-        self.sources[rank].read = refuse
-        with pytest.raises(e.Unsupported, match="cannot be read"):
-            self.connect(rank, **how)
-        del self.sources[rank].read
-
-    def refit_and_close(self, version: int) -> None:
-        def run(rank: int):
-            with self.sessions[rank] as session:
-                self.sources[rank].set(version)
-                return xfer.nccl_xfer_refit(session, verify=True).committed
-
-        assert on_all(self.trainers, run) == [1] * self.trainers
-        assert not [t.wrong(version) for t in self.engine.takers if t.wrong(version)]
-
-
 def refuse(text: str = "this model cannot be read"):
     raise e.Unsupported(text)
 
 
-def test_the_second_calls_of_all_ranks_meet_however_fast_each_is():
-    """A quick rank once reached the rendezvous of the first call and got its error again."""
-    job = Job(3)
-    for version, slow in enumerate(({}, {0: 0.3}, {1: 0.3, 2: 0.6}), 1):
+# ---- connect() fails on all ranks, and all call it again at the same rendezvous
 
-        def twice(rank: int, slow=slow):
-            job.refused(rank)
-            time.sleep(slow.get(rank, 0.0))
-            job.connect(rank, **OTHER)
-
-        began = time.monotonic()
-        assert on_all(3, twice) == [None] * 3
-        assert time.monotonic() - began < 12.0 * PATIENCE
-        job.refit_and_close(version)
+TROUBLE = {
+    "none": "",
+    "a layout": "this model cannot be read",
+    "arguments": "bucket_bytes is ",
+    "an engine": "no route /pause",
+    "no engine": "object.pause_generation",
+}
+LATE = st.sampled_from([0.0, 0.0, 0.3, 1.0, 7.0])
 
 
-@pytest.mark.parametrize("same", [False, True])
-def test_a_rank_that_comes_when_the_others_have_failed_and_called_again(same):
-    """For example a process that was started anew. Where it asks for the same it joins them; else it hears why their first call
-    failed and comes again. It used to be refused for its arguments, and the others with it."""
-    job, failed = Job(2), threading.Event()
+@settings(max_examples=EXAMPLES, derandomize="XFER_EXAMPLES" not in os.environ, suppress_health_check=list(HealthCheck))
+@given(
+    trainers=st.integers(2, 3), trouble=st.sampled_from(sorted(TROUBLE)), by=st.integers(0, 2), other=st.booleans(),
+    late=st.lists(st.tuples(LATE, LATE), min_size=3, max_size=3), seed=st.integers(0, 1 << 20),
+)  # fmt: skip
+def test_ranks_that_connect_at_any_time_hear_why_it_fails_and_meet_when_they_call_again(
+    trainers, trouble, by, other, late, seed
+):
+    """However fast or late each is, in its first call and in the next. The second ones may ask for something else."""
+    sources, engine, heard, done = [ToySource(i, trainers) for i in range(trainers)], ToyEngine(2), [], [0] * trainers
 
-    def run(rank: int):
-        if rank == 0 and same:
-            with pytest.raises(e.DeadlineExceeded, match="trainer 1: it has not called"):
-                job.connect(0, deadline_s=0.5)
-        elif rank == 0:
-            job.refused(0, deadline_s=0.5)
-        failed.set() if rank == 0 else failed.wait(20 * PATIENCE)
-        if rank and not same:
-            with pytest.raises(e.Unsupported, match="cannot be read"):
-                job.connect(1)
-        job.connect(rank, **({} if same else OTHER))
+    def connect(rank: int, first: bool):
+        engines, options, here = (
+            [engine],
+            {} if first or not other else dict(bucket_bytes=1 << 16),
+            rank == by % trainers,
+        )
+        if first and trouble == "a layout" and here:
+            sources[rank].read = refuse
+        elif first and trouble == "arguments" and here:
+            options = dict(bucket_bytes=1 << 17)
+        elif first and trouble == "an engine":
+            engines = [ToyEngine(1)]
+            engines[0].workers = lambda timeout: refuse("no route /pause")
+        elif first and trouble == "no engine":
+            engines = [ToyEngine(1), object()]  # the first one has to give its place back
+        try:
+            return flat_connect(
+                trainer=sources[rank], rendezvous="tcp://h:1", token=TOKEN, deadline_s=60.0, engines=engines, **options
+            )
+        finally:
+            vars(sources[rank]).pop("read", None)
 
-    assert on_all(2, run) == [None] * 2
-    job.refit_and_close(1)
+    with Simulation(seed) as sim:
+
+        def run(rank: int) -> None:
+            sim.wait(late[rank][0])
+            for again in range(4):
+                try:
+                    with connect(rank, not again) as session:
+                        done[rank] = session.refit(verify=True).committed
+                        return
+                except e.XferError as error:
+                    heard.append((rank, sim.now, str(error)))
+                    sim.wait(late[rank][1])
+
+        threads = []
+        for i in range(trainers):
+            with sim.process(f"trainer {i}"):
+                threads.append(threading.Thread(target=run, args=(i,)))
+                threads[-1].start()
+        sim.block(lambda: not any(t.is_alive() for t in threads), sim.now + 200)
+        assert done == [1] * trainers and not any(t.wrong(0) for t in engine.takers)
+        assert all(TROUBLE[trouble] in text for *_, text in heard) and bool(heard) == (trouble != "none")
+        assert sim.now < 1000.0 + 2 * 7.0 + 14.0
 
 
 def test_a_rank_that_has_left_waits_for_the_next_session_until_its_deadline_only():
-    job = Job(2)
-    assert on_all(2, job.connect) == [None] * 2
-    job.sessions[1].close()
+    at, engine = somewhere(), ToyEngine(1)
+
+    def connect(rank: int, seconds: float = 20.0 * PATIENCE):
+        return flat_connect(
+            trainer=ToySource(rank, 2), rendezvous=at, token=TOKEN, deadline_s=seconds, engines=[engine]
+        )
+
+    one, other = on_all(2, connect)
+    other.close()
     with pytest.raises(e.DeadlineExceeded, match=r"no new session began at (.|\n)*called xfer.connect\(\) again"):
-        job.connect(1, deadline_s=0.5)
-    job.sessions[0].close()
-    assert on_all(2, job.connect) == [None] * 2
-    job.refit_and_close(1)
+        connect(1, 0.5)
+    one.close()
+    for session in reversed(on_all(2, connect)):
+        session.close()
 
 
 def test_a_controller_that_was_closed_before_trainers_came_does_not_come_any_more():
@@ -209,11 +216,11 @@ def test_a_controller_that_was_closed_before_trainers_came_does_not_come_any_mor
 # ---- all ranks hear why it fails, whichever rank knows
 
 
-@pytest.mark.parametrize(("wait", "late_s"), [(True, 0.5), (False, 0.0), (False, 0.5)])
+@pytest.mark.parametrize("late_s", [0.0, 0.5])
 @pytest.mark.parametrize("no_engine", [True, False])
-def test_an_engine_that_cannot_be_used_is_named_to_all_ranks_at_once(no_engine, wait, late_s):
-    """Rank 0 finds it before it waits for anything, or when it asks the engine. The others once waited to their deadline."""
-    where = dict(rendezvous=somewhere(), token=TOKEN, deadline_s=20.0, wait=wait)
+def test_an_engine_that_cannot_be_used_is_named_to_ranks_that_do_not_wait_for_it(no_engine, late_s):
+    """Rank 0 finds it before it waits for anything, or when it asks the engine."""
+    where = dict(rendezvous=somewhere(), token=TOKEN, deadline_s=20.0, wait=False)
     engine, text = ToyEngine(1), "no route /pause"
     engine.workers = lambda timeout: refuse(text)
     if no_engine:
@@ -222,30 +229,12 @@ def test_an_engine_that_cannot_be_used_is_named_to_all_ranks_at_once(no_engine, 
     def run(rank: int):
         time.sleep(late_s * rank)
         with flat_connect(trainer=ToySource(rank, 2), engines=[engine], **where) as session:
-            time.sleep(0.5)  # without `wait`, the controller may still be asking its engine
+            time.sleep(0.5)  # the controller may still be asking its engine
             return xfer.nccl_xfer_refit(session, deadline_s=5.0)
 
     began = time.monotonic()
     raised(on_all(2, run), e.Unsupported, text)
     assert time.monotonic() - began < 15
-
-
-def test_all_ranks_hear_why_trainer_0_refuses_however_late_they_are():
-    """Trainer 1 connects after trainer 0 has left; trainer 2 still reads its layout then."""
-    w = World(trainers=3, sources=[ToySource(i, 3) for i in range(3)], sessions=[None] * 3)
-    w.rendezvous, read = somewhere(), w.sources[2].read
-    w.sources[0].read, w.sources[2].read = refuse, lambda: (time.sleep(0.8), read())[1]
-
-    def come(i):
-        time.sleep(0.5 * (i == 1))
-        try:
-            w._connect_one(i)
-        finally:
-            w.sessions[i].close()  # as xfer.connect does
-
-    began = time.monotonic()
-    raised(w.on_all(come), e.Unsupported, "cannot be read")
-    assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize("wait", [True, False])
@@ -263,18 +252,6 @@ def test_an_engine_without_a_place_for_its_lock_is_refused_when_it_joins(wait):
     else:
         with w, pytest.raises(e.XferError, match=words):
             w.controllers[0].wait_ready(5)
-
-
-def test_controllers_that_were_made_before_an_engine_was_refused_give_their_places_back():
-    made, again = ToyEngine(1), ToyEngine(1)
-    for engine, seconds in ((made, 0.5), (again, 1.0)):  # servers that come up late
-        engine.workers = lambda timeout, seconds=seconds: time.sleep(seconds) or 1
-    connect = dict(trainer=ToySource(0, 1), rendezvous=somewhere(), token=TOKEN, deadline_s=8.0)
-    with pytest.raises(e.Unsupported, match="URL"):
-        flat_connect(engines=[made, "10.0.0.2:8000"], **connect)
-    with flat_connect(engines=[again], **connect) as session:
-        assert xfer.nccl_xfer_refit(session).committed == 1
-    assert not again.takers[0].wrong(0) and made.takers[0].wrong(0)
 
 
 REJECTED = {

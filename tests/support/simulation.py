@@ -27,9 +27,13 @@ from types import SimpleNamespace
 
 import torch
 
+from xfer import api  # noqa: F401  # all modules with locks of their own are there before they are replaced
 from xfer.coordinator import messages as m
 from xfer.coordinator.coordinator import Coordinator
 from xfer.coordinator.events import Connected, Disconnected, Received, Tick
+from xfer.coordinator.state import Ended
+from xfer.direct import trainer, worker  # noqa: F401
+from xfer.engines import choose_handle  # noqa: F401
 from xfer.errors import DeadlineExceeded, PeerLost
 from xfer.participants import refit
 from xfer.rendezvous import client, server
@@ -111,9 +115,14 @@ class Simulation:
             able = [t for t in self.threads if t is self.main or t.who not in idle]
             if self.first is not None and self.first():
                 return self.main
-            some = [t for t in able if t.until <= self.now or t.ready()]
-            if some:
-                return self.random.choice(some)
+            left = able[:]
+            while left:  # any of those that can go on, each as likely
+                at = int(self.random.random() * len(left))
+                chosen = left[at]
+                if chosen.until <= self.now or chosen.ready():
+                    return chosen
+                left[at] = left[-1]
+                left.pop()
             due = min((t.until for t in able), default=FOREVER)
             if due == FOREVER:
                 self.why = "all threads wait for each other"
@@ -395,26 +404,6 @@ class Event:
         return self._set or Simulation.now_running is not None and _sim().block(self.is_set, _until(timeout))
 
 
-class Barrier:
-    def __init__(self, parties: int, action=None, timeout: float | None = None):
-        self._parties, self._timeout, self._came, self._round, self._broken = parties, timeout, 0, 0, False
-
-    def wait(self, timeout: float | None = None) -> int:
-        at, mine = self._came, self._round
-        self._came += 1
-        if self._came == self._parties:
-            self._came, self._round = 0, self._round + 1
-        else:
-            until = _until(self._timeout if timeout is None else timeout)
-            self._broken |= not _sim().block(lambda: self._round > mine or self._broken, until)
-        if self._round == mine:
-            raise real_threading.BrokenBarrierError
-        return at
-
-    def abort(self) -> None:
-        self._broken = True
-
-
 class Queue:
     def __init__(self, maxsize: int = 0):
         self.queue, self.mutex = deque(), Lock()
@@ -453,9 +442,8 @@ def _now() -> float:
 
 TIME = SimpleNamespace(monotonic=_now, perf_counter=_now, time=_now, sleep=_sleep, strftime=real_time.strftime)
 THREADING = SimpleNamespace(
-    Thread=Thread, Timer=Timer, Lock=Lock, RLock=Lock, Condition=Condition, Event=Event, Barrier=Barrier,
+    Thread=Thread, Timer=Timer, Lock=Lock, RLock=Lock, Condition=Condition, Event=Event,
     current_thread=lambda: _sim().running, enumerate=lambda: list(_sim().threads), active_count=lambda: len(_sim().threads),
-    BrokenBarrierError=real_threading.BrokenBarrierError,
 )  # fmt: skip
 QUEUE = SimpleNamespace(Queue=Queue, SimpleQueue=Queue, Empty=real_queue.Empty)
 
@@ -511,6 +499,10 @@ class Server(server.Server):
         sim.block(lambda: self.closing or co.refit is None, sim.now + 5.0)
         self.closing = True
         _sim().servers.pop(self.rendezvous, None)
+        if co.failure is not None and (missing := frozenset(range(co.options.trainers)) - co.met):
+            server._ended[self.rendezvous] = Ended(co.session, m.WireError.of(co.failure, "rendezvous"), missing)
+        else:
+            server._ended.pop(self.rendezvous, None)
         for c in self._connections.values():
             c.finish()
 

@@ -236,7 +236,8 @@ class Coordinator:
         self.met.add(h.index)
         if len(self.trainers) == self.options.trainers:
             logger.info("xfer: %d of %d trainers have joined", len(self.trainers), self.options.trainers)
-        for r in self.replicas.values():  # trainers that were connected when it failed have been told
+        # Trainers that were connected when a replica failed have been told. Where the job has failed, this one is told only why.
+        for r in self.replicas.values() if self.failure is None else ():
             if r.phase in (ReplicaPhase.FAILED, ReplicaPhase.LOST) and r.error is not None:
                 client.send(m.Failed(m.WireError.of(r.error), replica=r.index))
 

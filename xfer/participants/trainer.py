@@ -21,7 +21,7 @@ from xfer import logs, observers, timeline
 from xfer.arguments import Labels, RefitOptions
 from xfer.background import BackgroundCall
 from xfer.coordinator import messages as m
-from xfer.coordinator.deadlines import STOP_GRACE_S, TOLD_S
+from xfer.coordinator.deadlines import LEAVE_S, STOP_GRACE_S, TOLD_S
 from xfer.coordinator.layouts import pack_specs, unpack_one
 from xfer.coordinator.state import Options, told
 from xfer.errors import DeadlineExceeded, RebindError, Unsupported, XferError
@@ -262,7 +262,7 @@ class TrainerSession:
         try:
             yield
         except Exception as e:
-            self._party.try_send(m.Failed(m.WireError.of(e, self._party.label)))
+            self._tell_failed(e, self._party.label)
             raise
 
     def cannot_join(self, replica: int, fatal: bool, error: BaseException) -> None:
@@ -273,8 +273,13 @@ class TrainerSession:
             fatal: Whether all ranks wait for this replica, so that the session fails.
             error: The controller's error.
         """
-        said = m.WireError.of(error, f"replica {replica} controller")
-        self._party.try_send(m.Failed(said, replica=-1 if fatal else replica))
+        self._tell_failed(error, f"replica {replica} controller", -1 if fatal else replica)
+
+    def _tell_failed(self, error: BaseException, by: str, replica: int = -1) -> None:
+        """Tell the coordinator before anything of this process leaves. Controllers leave by connections of their own, and the other
+        ranks would hear only that."""
+        self._party.try_send(m.Failed(m.WireError.of(error, by), replica=replica))
+        self._party.catch_up(LEAVE_S)
 
     def _read_together(self, until: float, wait: bool) -> TrainerLayout:
         def pointless() -> bool:
