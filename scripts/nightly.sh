@@ -9,6 +9,7 @@ case ${1:-} in
   *) echo "scripts/nightly.sh $*: takes no options" >&2; exit 2 ;;
 esac
 cd "$(dirname "$0")/.."
+export XFER_SEED=1 # fixed orders in the simulation leave something open: not what CI chooses
 failed=()
 steps=("scripts/matrix.sh --slow" scripts/demo.sh)
 for python in python3.10 python3.12 python3.13; do

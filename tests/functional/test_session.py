@@ -8,7 +8,10 @@ storages that move, layouts and exports that change, replicas that leave and joi
 - with `at_once=k` no more than k engines are out of service for a refit at the same time, but for one whose turn ended while it hung;
 - a trainer may overwrite its weights as soon as its call has ended, or its fence if it published;
 - every call ends within its bound, with a report or an error of xfer, and all ranks hear the same;
+- while trainers are inside a step, whatever they have let go of, a replica that joins serves the newest version that another one
+  serves; no call of trainers waits for a first copy;
 - whatever happened, the next refit commits on every replica that is connected; where a trainer is gone, once all have started again;
+- after two refits in which nothing happens, the next one opens no link and no route;
 - when trainers start again, engines that hold one version serve it, and all others wait for the next refit.
 """
 
@@ -32,7 +35,7 @@ EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "100"))
 WORKERS, TRAINERS = ("read", "arm", "commit", "look", "apply"), ("enter", "drain", "before", "after")
 POINTS = (*WORKERS, *TRAINERS, "plan", "link", "moving", "wave", "done", "digest", "checksum")
 FAILURES = st.tuples(
-    st.sampled_from(POINTS), st.integers(0, 20), st.sampled_from(["raise", "raise", "raise", "kill", "stop"])
+    st.sampled_from(POINTS), st.integers(0, 20), st.sampled_from(["raise", "raise", "raise", "kill", "stop", "wait"])
 )
 LATE = (m.Armed, m.Done, m.Committed, m.Stopped, m.Settled, m.Planned, m.LinkOpen, m.RoutesClosed)
 
@@ -40,14 +43,19 @@ LATE = (m.Armed, m.Done, m.Committed, m.Stopped, m.Settled, m.Planned, m.LinkOpe
 EVENTS = (
     "prepare release release they_send_otherwise a_trainer_changes an_engine_changes a_call_to_an_engine_fails a_storage_cannot_be_mapped "
     "a_process_of_an_engine_dies a_connection_breaks a_trainer_dies a_process_is_stopped a_process_is_stopped "
-    "stopped_processes_go_on stopped_processes_go_on a_message_is_said_again a_replica_is_served_again"
+    "stopped_processes_go_on stopped_processes_go_on a_message_is_said_again a_replica_is_served_again "
+    "replicas_come_anew replicas_come_anew pulls_stand a_process_will_fail a_replica_leaves "
+    "an_engine_is_slow an_engine_is_slow a_rank_is_interrupted"
 ).split()
+
+
+CALM = precondition(lambda self: not (self.sim.stopped or self.sim.dead or self.job.running))
 
 
 class Cluster(RuleBasedStateMachine):
     @initialize(
         trainers=st.integers(1, 3),
-        replicas=st.integers(1, 3),
+        replicas=st.sampled_from([1, 2, 2, 3, 3, 4]),
         workers=st.integers(1, 2),
         pulled=st.booleans(),
         relay=st.booleans(),
@@ -55,36 +63,15 @@ class Cluster(RuleBasedStateMachine):
         holds=st.booleans(),
         computes=st.booleans(),
         forms=st.sampled_from([*[(None,)] * 3, (ScaleRule.IEEE,), (None, *ScaleRule)]),
-        again=st.booleans(),
+        again=st.sampled_from(["", "plainly", "while sources are free", "while engines are armed"]),
         delta=st.sampled_from([None, "auto"]),
         at_once=st.sampled_from([None, 1, 2]),
         stage=st.booleans(),
         seed=st.integers(0, 1 << 20),
     )
-    def connect(
-        self,
-        trainers,
-        replicas,
-        workers,
-        pulled,
-        relay,
-        in_step,
-        holds,
-        computes,
-        forms,
-        again,
-        delta,
-        at_once,
-        stage,
-        seed,
-    ) -> None:
-        self.again = again
-        self.sim = Simulation(seed).__enter__()
-        self.job = Job(
-            self.sim, trainers, replicas, workers,
-            pulled=pulled, relay=relay, in_step=in_step, holds=holds, computes=computes, forms=forms, delta=delta, at_once=at_once,
-            stage=stage,
-        )  # fmt: skip
+    def connect(self, again: str, seed: int, **how) -> None:
+        self.again, self.sim = again, Simulation(seed).__enter__()
+        self.job = Job(self.sim, **how)
 
     def who(self, n: int, kinds: str = "tcw") -> str | None:
         """A live process of these kinds: trainers, controllers, workers."""
@@ -121,21 +108,24 @@ class Cluster(RuleBasedStateMachine):
         pulls stand in their middle."""
         if slow:
             self.job.hold(slow)
-        for where, n, action in fails:
-            some = "w" if action == "kill" or where in WORKERS else "t" if where in TRAINERS else "tw"
-            if (who := self.who(n, some)) is not None:
-                self.job.faults[who, where] = action
+        for failure in fails:
+            self.will_fail(*failure)
         for i in self.job.free():
             if i in ranks:
                 self.job.call(i, verify=verify, wait=wait, min_replicas=fewest, deadline_s=5.0 if short else DEADLINE_S)
         self.sim.wait(then) if then else self.sim.let(turns) if turns < 200 else self.sim.quiet()
 
-    @precondition(lambda self: not (self.sim.stopped or self.sim.dead or self.job.running))
+    def will_fail(self, where: str, n: int, action: str) -> None:
+        some = "w" if action == "kill" or where in WORKERS else "t" if where in TRAINERS else "tw"
+        if (who := self.who(n, some)) is not None:
+            self.job.faults[who, where] = action
+
+    @CALM
     @rule(order=st.permutations(range(3)), turns=st.integers(0, 50))
     def all_call_and_none_waits_for_a_deadline(self, order, turns: int) -> None:
         """Whatever fails: while no process is stopped, only waits of a few seconds lie between the last call and the outcome."""
         job = self.job
-        job.faults = {at: action for at, action in job.faults.items() if action == "raise"}
+        job.prompt()
         self.job.level()
         for i in order:
             if i < job.trainers:
@@ -144,11 +134,34 @@ class Cluster(RuleBasedStateMachine):
         self.sim.block(lambda: not job.running, self.sim.now + SOON_S)
         assert not job.running, job.coordinator.refit and job.coordinator.refit.waiting_for()
 
-    @precondition(lambda self: not (self.sim.stopped or self.sim.dead or self.job.running))
+    @CALM
     @rule(verify=st.booleans())
     def all_call_and_nothing_fails(self, verify: bool) -> None:
-        self.job.faults.clear()
         self.job.undisturbed(verify)
+
+    @CALM
+    @rule(n=st.integers(0, 3), release=st.booleans(), stop=st.booleans())
+    def a_joiner_serves_while_trainers_are_inside_a_step(self, n: int, release: bool, stop: bool) -> None:
+        """They may have let go of their weights. Those that have no rendezvous in their process may be stopped."""
+        job, r = self.job, n % self.job.replicas
+        job.untroubled()
+        self.sim.wait(SOON_S)  # what others began is over
+        others = [c for i, c in enumerate(job.controllers) if i != r and not job.out(i)]
+        newest = max((c.version for c in others if c.version is not None and c.error is None), default=None)
+        if newest is None or job.coordinator.refit is not None or len(job.forms) > 1:
+            return  # an engine that wants another form than its donor has gets its weights from trainers
+        if release:
+            job.release(0)
+        if stop:
+            self.sim.stopped |= {f"trainer {i}" for i in range(1, job.trainers)}
+        called = job.calls[:]
+        job.leaves(r)
+        job.again(r)
+        self.sim.block(lambda: job.controllers[r].version is not None, self.sim.now + SOON_S)
+        assert job.controllers[r].version == newest and job.calls == called
+        assert {t.held(job.last) for t in job.engines[r].takers} == {newest} and not job.engines[r].paused
+        self.sim.stopped.clear()
+        self.sim.block(lambda: not job.running, self.sim.now + SOON_S)
 
     # ---- what happens to processes meanwhile
 
@@ -186,6 +199,16 @@ class Cluster(RuleBasedStateMachine):
     def a_call_to_an_engine_fails(self, n: int, which: int) -> None:
         what = "pause start update finish reset resume".split()[which % 6]
         self.job.engines[n % self.job.replicas].fail[what] = RuntimeError("boom")
+
+    def an_engine_is_slow(self, n: int, which: int) -> None:
+        what = "pause start update finish reset resume".split()[which % 6]
+        self.job.engines[n % self.job.replicas].slow[what] = (0.3, 3.0, 20.0)[which // 6 % 3]
+
+    def a_rank_is_interrupted(self, n: int, _: int) -> None:
+        """Before it could say so. It calls anew later."""
+        if n in self.job.free():
+            self.job.sessions[n].attempt += 1
+            self.job.calls[n] += 1
 
     def a_storage_cannot_be_mapped(self, n: int, which: int) -> None:
         """From the next opening of routes on; or all can be again."""
@@ -226,6 +249,23 @@ class Cluster(RuleBasedStateMachine):
     def a_replica_is_served_again(self, n: int, _: int) -> None:
         self.job.again(n % self.job.replicas)
 
+    def replicas_come_anew(self, n: int, which: int) -> None:
+        """Their owners stop the engines, one after the other, and start new ones. Joiners and donors may fail soon."""
+        for r in range(self.job.replicas):
+            if which >> r & 1:
+                self.job.leaves(r)
+                self.job.again(r)
+
+    def a_replica_leaves(self, n: int, _: int) -> None:
+        self.job.leaves(n % self.job.replicas)
+
+    def a_process_will_fail(self, n: int, which: int) -> None:
+        """As early as while its replica joins, or as a donor."""
+        self.will_fail(POINTS[which % len(POINTS)], n, ("raise", "raise", "kill", "wait")[n % 4])
+
+    def pulls_stand(self, _: int, which: int) -> None:
+        self.job.hold((0.05, 6.0, 70.0)[which % 3])
+
     # ---- the end
 
     def teardown(self) -> None:
@@ -239,14 +279,27 @@ class Cluster(RuleBasedStateMachine):
     def end(self) -> None:
         job, sim = self.job, self.sim
         sim.stopped.clear()
-        job.faults.clear()
+        job.untroubled()
         sim.block(lambda: not job.alive(), sim.now + 1000)
         assert not job.alive(), job.alive()
         sim.wait(200.0)
         job.agree()
         if self.again or any(who.startswith("trainer") for who in sim.dead):
+            if "sources" in self.again:
+                for i in job.free():
+                    job.call(i, wait="sources", min_replicas=0)
+                sim.block(lambda: not job.alive())
+            elif "armed" in self.again:
+                self.prepare(0, 0)
+                sim.let(50)
             job.restart()
         job.mend()
+        assert all(job.undisturbed(False))  # by changes: workers map the marks
+        opened = job.epochs()
+        assert all(job.undisturbed(False))
+        assert job.relay or job.epochs() == opened, (
+            "a warm refit opens nothing, unless a replica finds a better one to read from"
+        )
         if not sim.dead:
             job.close()
             sim.wait(20.0)

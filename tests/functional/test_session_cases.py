@@ -6,6 +6,7 @@ the rest to a seed. Afterwards all that died or was stopped comes again, and the
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ from xfer.coordinator.state import Client, ReplicaPhase
 from xfer.direct import sums
 from xfer.direct import trainer as direct_trainer
 from xfer.direct.plane import DirectPlane
-from xfer.errors import DeadlineExceeded, PeerLost, PlanMismatch, RebindError, RefitFailed, Unsupported, XferError
+from xfer.errors import DeadlineExceeded, PeerLost, PlanMismatch, RebindError, Unsupported, XferError
 from xfer.kernels.block_fp8 import ScaleRule
 from xfer.participants import computing
 from xfer.participants.controller import ControllerPhase
@@ -32,13 +33,13 @@ from xfer.rendezvous import client
 from xfer.transport import p2p, relay_place, routes
 from xfer.transport.p2p import P2P
 
-SEEDS = pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-"""Two orders of everything that a test leaves open. In CI one, beside the hundred jobs of test_session.py."""
+SEED = int(os.environ.get("XFER_SEED", "0"))
+"""Of the order of everything that a test leaves open."""
 
 
 @contextmanager
-def after_one_refit(seed: int = 0, trainers: int = 2, replicas: int = 1, workers: int = 2, **how) -> Iterator[Job]:
-    with Simulation(seed) as sim:
+def after_one_refit(trainers: int = 2, replicas: int = 1, workers: int = 2, **how) -> Iterator[Job]:
+    with Simulation(SEED) as sim:
         job = Job(sim, trainers, replicas, workers, **how)
         assert job.commits() == [True] * replicas
         yield job
@@ -77,21 +78,22 @@ def workers(job: Job, replica: int) -> list[str]:
 
 TRAINER = ["enter", "drain", "before", "after", "plan", "link", "moving", "wave", "done"]
 WORKER = ["plan", "link", "arm", "moving", "wave", "done", "commit"]
-POINTS = [*(("trainer 1", p) for p in TRAINER), *(("worker", p) for p in WORKER)]
-POINTS += [("trainer 0", p) for p in ("enter", "link", "moving")]
+POINTS = [*(("trainer 1", p, False) for p in TRAINER), *(("worker", p, False) for p in WORKER)]
+POINTS += [("trainer 0", p, False) for p in ("enter", "link", "moving")]
+POINTS += [("trainer 1", "link", True), *(("worker", p, True) for p in WORKER[1:])]
+"""Trainers move no bytes that workers pull."""
 
 
-@pytest.mark.parametrize("pulled", [False, True])
 @pytest.mark.parametrize("action", ["raise", "kill", "stop"])
-@pytest.mark.parametrize(("victim", "point"), POINTS)
+@pytest.mark.parametrize(("victim", "point", "pulled"), POINTS)
 def test_a_process_that_fails_at_any_point_is_named_to_all_and_costs_no_more_than_it_must(
-    victim, point, action, pulled
+    victim, point, pulled, action
 ):
     """One that dies or raises is heard of at once, one that is stopped by the deadline. A worker costs its own replica only. Before
     its first write an engine serves its old version on; after it, it is out of service until a refit repairs it."""
-    trains, moves = victim != "worker", point in ("moving", "wave", "done")
-    if moves and trains and pulled or victim == "trainer 0" and action == "raise":
-        pytest.skip("workers pull: this trainer moves nothing; or as trainer 1")
+    if victim == "trainer 0" and action == "raise":
+        pytest.skip("as trainer 1")
+    trains = victim != "worker"
     with after_one_refit(trainers=3, replicas=2, pulled=pulled, computes=True) as job:
         who = victim if trains else job.engines[0].worker(1)
         name, began = who.split(" of ")[0], job.sim.now
@@ -124,103 +126,49 @@ def test_a_process_that_fails_at_any_point_is_named_to_all_and_costs_no_more_tha
             assert (job.controllers[0].error is None) == serves
 
 
-@pytest.mark.parametrize(("who", "text"), [("trainer 1", "not called"), ("trainer 0", ""), ("controller", "not armed")])
-def test_a_process_that_is_stopped_between_refits_is_named_at_the_deadline(who, text):
-    with after_one_refit(trainers=2, replicas=1) as job:
-        stopped(job, job.controlled[0] if who == "controller" else who)
-        began = job.sim.now
-        call(job, *job.free(), deadline_s=5.0)
-        for end in job.ended():
-            assert isinstance(end, XferError) and text in str(end), end
-            assert type(end) is DeadlineExceeded or who != "trainer 1"
-            assert job.sim.now - began <= 5.0 + deadlines.CALL_GRACE_S + 0.01
-        assert not job.engines[0].paused or who != "trainer 1"
-
-
 # ---- replicas that join
 
 
-@SEEDS
+def raises(job: Job) -> type[XferError]:
+    job.faults["trainer 1", "drain"] = "raise"
+    return XferError
+
+
+def gathers_otherwise(job: Job) -> type[XferError]:
+    job.sources[1].digest = "another"
+    return PlanMismatch
+
+
+def hears_nothing(job: Job) -> type[XferError]:
+    job.later(lambda: job.sim.wait(20.0))
+    job.unheard = {(0, 2), (1, 2)}
+    return DeadlineExceeded
+
+
 @pytest.mark.parametrize("now", [ReplicaPhase.PLANNING, ReplicaPhase.LINKING])
-def test_a_refit_that_fails_while_a_replica_joins_leaves_it_joining(seed, now):
-    with after_one_refit(seed, replicas=2, first_copies=False) as job:
+@pytest.mark.parametrize("trainer", [raises, gathers_otherwise, hears_nothing])
+def test_a_refit_that_fails_while_a_replica_joins_leaves_its_link_alone(trainer, now):
+    with after_one_refit(replicas=2, first_copies=False, computes=True) as job:
         job.again(1)
-        job.sim.until(phase(job, 1, now))
-        epoch = job.coordinator.replicas[1].epoch
+        joining = job.coordinator.replicas[1]
+        job.sim.until(lambda: joining.phase is now)
+        epoch = joining.epoch
         stopped(job, *workers(job, 1))
-        job.faults["trainer 1", "drain"] = "raise"
-        call(job)
-        assert all("injected fault at drain" in says(end) for end in job.ended())
-        job.sim.stopped.clear()
         job.sim.quiet()
-        assert phase(job, 1, ReplicaPhase.READY)() and job.coordinator.replicas[1].epoch == epoch
-
-
-@SEEDS
-@pytest.mark.parametrize("when", ["before", "within"])
-@pytest.mark.parametrize("point", ["read", "plan", "link"])
-def test_processes_of_a_replica_that_fails_while_it_joins_hear_why_at_once(seed, when, point):
-    """Each once waited for its whole deadline, inside the engine's call."""
-    with after_one_refit(seed, replicas=2) as job:
-        began, engine = job.sim.now, job.engines[1]
-
-        def serve() -> None:
-            job.faults[engine.worker(1), point] = "raise"
-            job.again(1)
-
-        if when == "before":
-            serve()
-        call(job, 0, min_replicas=1)
-        if when == "within":
-            job.sim.until(lambda: job.coordinator.refit and len(job.coordinator.refit.parts[0].armed) == job.workers)
-            serve()
-        job.sim.quiet()
-        call(job, 1, min_replicas=1)
+        kind = trainer(job)
+        call(job, deadline_s=0.5 if trainer is hears_nothing else DEADLINE_S, min_replicas=1)
         for end in job.ended():
-            assert [o.committed for o in end.outcomes] == [True, False], end
-        assert job.sim.now - began < 0.1
-        assert all(not s.joined and f"injected fault at {point}" in str(s.error) for s in engine.sessions)
-        assert job.controllers[1]._phase is ControllerPhase.OVER
-        call(job, min_replicas=1)
-        for end in job.ended():  # it is told as long as the engine is not served anew
-            assert [o.committed for o in end.outcomes] == [True, False] and f"injected fault at {point}" in says(end)
-
-
-@SEEDS
-def test_trainers_whose_layouts_all_change_while_a_replica_links_cost_it_one_link(seed):
-    with after_one_refit(seed, trainers=3, replicas=2) as job:
-        job.again(1)
-        job.sim.until(phase(job, 1, ReplicaPhase.LINKING))
-        epoch = job.coordinator.replicas[1].epoch
-        for source in job.sources:
-            source.turn()
-        call(job)
-        assert all(o.committed for end in job.ended() for o in end.outcomes)
-        assert job.coordinator.replicas[1].epoch <= epoch + 1
-
-
-@SEEDS
-def test_trainers_that_do_not_agree_what_to_gather_end_the_refit_and_not_a_link(seed):
-    with after_one_refit(seed, replicas=2, first_copies=False, computes=True) as job:
-        job.again(1)
-        job.sim.until(phase(job, 1, ReplicaPhase.LINKING))
-        last = job.coordinator.replicas[1]
-        epoch = last.epoch
-        stopped(job, *workers(job, 1))
-        job.sources[1].digest = "another"
-        call(job)
-        for end in job.ended(SOON_S):
-            assert isinstance(end, PlanMismatch), end
+            assert isinstance(end, kind), end
         job.sources[1].digest = "same"
+        job.sim.wait(20.0)
         job.sim.stopped.clear()
         job.sim.quiet()
-        assert last.phase is ReplicaPhase.READY and last.epoch == epoch and not last.relink, "its link is whole"
+        assert joining.phase is ReplicaPhase.READY and joining.epoch == epoch and not joining.relink
 
 
-@SEEDS
-def test_an_engine_that_is_served_anew_while_its_controller_arms_it_is_not_held_up(seed):
+def test_an_engine_that_is_served_anew_while_its_controller_arms_it_is_not_held_up():
     """The old controller's update call came behind the new one's init, and held the worker until that refit's deadline."""
-    with after_one_refit(seed, in_step=True) as job:
+    with after_one_refit(in_step=True) as job:
         engine, late = job.engines[0], []
         update = engine.update
         engine.update = lambda *a: (late.append(a), job.sim.block(engine._core.locked), update(*a))
@@ -228,53 +176,6 @@ def test_an_engine_that_is_served_anew_while_its_controller_arms_it_is_not_held_
         job.sim.until(lambda: late)
         del engine.update
         job.again(0)
-
-
-@SEEDS
-def test_a_layout_that_changes_while_a_replica_is_planned_is_planned_again_at_once(seed):
-    with after_one_refit(seed, replicas=2) as job:
-        job.again(1)
-        job.sim.until(phase(job, 1, ReplicaPhase.PLANNING))
-        epoch = job.coordinator.replicas[1].epoch
-        stopped(job, *workers(job, 1))
-        job.sources[0].turn()
-        call(job)
-        job.sim.quiet()
-        assert phase(job, 1, ReplicaPhase.PLANNING)() and job.coordinator.replicas[1].epoch == epoch + 1
-        job.sim.stopped.clear()
-        assert all(o.committed for end in job.ended(0.1) for o in end.outcomes)
-
-
-@SEEDS
-def test_a_layout_change_that_is_told_after_its_refit_is_over_is_not_forgotten(seed):
-    """The worker reports it once."""
-    with after_one_refit(seed) as job:
-        job.engines[0].takers[0].changes = "turns"
-        job.faults[job.engines[0].worker(0), "arm"] = "stop"
-        call(job, deadline_s=2.0)
-        for end in job.ended():
-            assert isinstance(end, DeadlineExceeded) and "worker 0: not armed" in str(end), end
-
-
-@SEEDS
-@pytest.mark.parametrize("pulled", [False, True])
-def test_a_trainer_that_gives_up_on_a_silent_coordinator_leaves_links_of_joiners_alone(seed, pulled):
-    """It once stopped them without a word, so that the workers of the replica that joined could never take part."""
-    with after_one_refit(seed, replicas=2, first_copies=False, pulled=pulled) as job:
-        job.again(1)
-        job.sim.until(phase(job, 1, ReplicaPhase.LINKING))
-        epoch = job.coordinator.replicas[1].epoch
-        stopped(job, *workers(job, 1))
-        job.sim.quiet()
-        job.later(lambda: job.sim.wait(20.0))
-        job.unheard = {(0, 2), (1, 2)}
-        call(job, deadline_s=0.5, min_replicas=1)
-        for end in job.ended():
-            assert isinstance(end, PeerLost if pulled else DeadlineExceeded), end
-        job.sim.wait(20.0)
-        job.sim.stopped.clear()
-        job.sim.quiet()
-        assert phase(job, 1, ReplicaPhase.READY)() and job.coordinator.replicas[1].epoch == epoch
 
 
 HELD = {
@@ -316,50 +217,6 @@ def test_what_trainers_hold_may_change_while_a_replica_links(held, change):
         assert [s.error for s in job.engines[1].sessions] == [None] * 2
 
 
-@SEEDS
-@pytest.mark.parametrize("pulled", [False, True])
-@pytest.mark.parametrize("released", [(0,), (0, 1)])
-def test_a_replica_that_joins_while_weights_are_released_is_refitted_when_they_are_back(seed, pulled, released):
-    """Engines restart while they sample; colocated trainers have released their weights by then."""
-    with after_one_refit(seed, replicas=2, pulled=pulled) as job:
-        for i in released:
-            job.sessions[i].release()
-        job.again(0)
-        job.sim.quiet()
-        assert not job.out(0)
-
-
-@SEEDS
-@pytest.mark.parametrize("point", ["look", "before"])
-def test_a_trainer_that_failed_before_it_told_of_changed_exports_tells_them_later(seed, point):
-    """A replica that joins meanwhile gets them too."""
-    with after_one_refit(seed, replicas=2, computes=True) as job:
-        for s in job.sources:
-            s.export()
-        job.faults["trainer 1", point] = "raise"
-        call(job)
-        assert all(f"injected fault at {point}" in says(end) for end in job.ended())
-        job.again(1)
-        job.sim.quiet()
-        call(job)
-        assert all(o.committed for end in job.ended(SOON_S) for o in end.outcomes)
-
-
-@SEEDS
-def test_a_replica_that_could_not_be_linked_costs_the_others_nothing_when_storages_move(seed):
-    with after_one_refit(seed, replicas=2, first_copies=False, pulled=True) as job:
-        job.faults[job.engines[1].worker(0), "link"] = "raise"
-        job.again(1)
-        job.sim.quiet()
-        job.sources[0].move()
-        epochs = set()
-        for _ in range(3):
-            call(job, min_replicas=1)
-            assert all([o.committed for o in end.outcomes] == [True, False] for end in job.ended(SOON_S))
-            epochs.add(job.coordinator.replicas[0].epoch)
-        assert len(epochs) == 1, "routes are opened once"
-
-
 def test_a_call_does_not_take_the_link_of_an_engine_that_joins_for_a_transfer_that_does_not_stop():
     """The replica was lost in the same refit, in which its lane had begun to move bytes."""
     with after_one_refit(trainers=1, workers=1, replicas=2) as job:
@@ -384,37 +241,6 @@ def test_a_call_does_not_take_the_link_of_an_engine_that_joins_for_a_transfer_th
         go_on.append(0)
 
 
-@SEEDS
-def test_sources_are_not_free_while_a_replica_that_is_waited_for_has_yet_to_join(seed):
-    """Its workers still read their layout, so it has no lane on any trainer. A caller that went by lanes would train on, and the
-    replica would commit the next weights under this version, with every checksum right."""
-    with after_one_refit(seed, replicas=2) as job:
-        engine = job.engines[1] = type(job.engines[1])(job, 1)
-        for t in engine.takers:
-            read = t.read
-            t.read = lambda catalog, read=read: (job.sim.wait(0.5), read(catalog))[1]
-        job.again(1)
-        job.sim.until(lambda: job.coordinator.replicas[1].controller is not None)
-        began = job.sim.now
-        call(job, wait="sources")
-        ends = job.ended(SOON_S)
-        assert job.sim.now >= began + 0.4 and not any(isinstance(end, XferError) for end in ends), ends
-
-
-@SEEDS
-def test_an_engine_that_could_not_be_resumed_serves_when_it_is_served_anew(seed):
-    """A refit that wrote nothing left it paused, under the label of its whole version."""
-    with after_one_refit(seed, trainers=1, workers=1) as job:
-        job.sessions[0].prepare()
-        job.sim.until(lambda: job.engines[0].paused)
-        job.engines[0].fail["resume"] = RuntimeError("boom")
-        with job.sim.process("trainer 0"):
-            job.sessions[0].close()
-        job.sim.until(lambda: "resume" not in job.engines[0].fail)
-        job.restart()
-        assert not job.engines[0].paused
-
-
 # ---- relay chains and rings
 
 
@@ -422,8 +248,8 @@ FORMS = pytest.mark.parametrize("pulled", [True, False], ids=["chain", "ring"])
 """How replicas take their bytes: the first of a chain reads them from the trainers; each of a ring receives a share over its link."""
 
 
-def relayed(seed: int = 0, replicas: int = 3, trainers: int = 1, workers: int = 1, pulled: bool = True):
-    return after_one_refit(seed, trainers, replicas, workers, pulled=pulled, relay=True)
+def relayed(replicas: int = 3, trainers: int = 1, workers: int = 1, pulled: bool = True):
+    return after_one_refit(trainers, replicas, workers, pulled=pulled, relay=True)
 
 
 def in_parts(job: Job) -> None:
@@ -463,12 +289,11 @@ def steps(job: Job, replica: int):
     return job.lane(replica).plane._routed.place.steps
 
 
-@SEEDS
 @FORMS
 @pytest.mark.parametrize("shape", [(1, 2, 4), (3, 2, 2), (2, 2, 1)])
-def test_each_byte_leaves_the_trainers_once(seed, shape, pulled):
+def test_each_byte_leaves_the_trainers_once(shape, pulled):
     trainers, workers, replicas = shape
-    with relayed(seed, replicas, trainers, workers, pulled) as job:
+    with relayed(replicas, trainers, workers, pulled) as job:
         for verify in (True, False):
             call(job, verify=verify)
             end = job.ended()[0]
@@ -480,10 +305,9 @@ def test_each_byte_leaves_the_trainers_once(seed, shape, pulled):
         assert job.commits() == [True] * replicas and job.epochs() == opened, "routes are opened once"
 
 
-@SEEDS
-def test_replicas_on_different_hosts_form_rings_of_their_own_even_if_their_plans_are_equal(seed):
+def test_replicas_on_different_hosts_form_rings_of_their_own_even_if_their_plans_are_equal():
     """Plans number hosts, and do not name them."""
-    with Simulation(seed) as sim:
+    with Simulation(SEED) as sim:
         sim.patch(
             client,
             "host_identity",
@@ -516,24 +340,6 @@ def test_a_worker_that_cannot_read_from_others_takes_its_bytes_from_the_trainers
     assert "from the trainers, none from another replica: refused by the test" in caplog.text
 
 
-@SEEDS
-@FORMS
-def test_storages_that_move_are_handed_on_from_where_they_are_and_released_before_they_are_freed(seed, pulled):
-    """A trainer's storages move, then those of a replica in the middle, then those of all replicas. The old ones hold NaN."""
-    with relayed(seed, workers=2, pulled=pulled) as job:
-        job.sources[0].move()
-        assert kinds(job) == formed(pulled, range(3), 3)[0]
-        for some in (job.engines[1:2], job.engines):
-            for t in [t for e in some for t in e.takers]:
-                for name, old in list(t.live.items()):
-                    t.live[name] = old.clone()
-                    old.fill_(float("nan"))
-                t.spare = t.spare.clone()
-            assert (kinds(job), order(job)) == formed(pulled, range(3), 3)
-        job.sessions[0].release()
-        assert not cpu_peer.MAPPED
-
-
 @FORMS
 def test_trainers_may_step_when_their_bytes_are_there(pulled):
     """What is left is read from engines: a trainer that overwrites its weights changes nothing for it."""
@@ -547,44 +353,8 @@ def test_trainers_may_step_when_their_bytes_are_there(pulled):
         assert job.engines[1].takers[0].held(2) == 2
 
 
-@SEEDS
-@FORMS
-def test_a_replica_that_dies_takes_along_those_that_read_from_it_and_the_next_refit_does_without(seed, pulled):
-    """The first one dies when some of its parts are there. Those that read from it are torn."""
-    with relayed(seed, 3, trainers=2, pulled=pulled) as job:
-        in_parts(job)
-        assert (kinds(job), order(job)) == formed(pulled, range(3), 3)
-        head, said = steps(job, 0), []
-        say = head._say
-
-        def dies(run, part):
-            say(run, part)
-            said.append(part)
-            if len(said) == 3:
-                job.die(job.engines[0].worker(0))
-
-        head._say = dies
-        job.sessions[0].prepare()
-        job.sim.quiet()
-        call(job, min_replicas=1)
-        end = job.ended(SOON_S)[0]
-        assert max(said) < relay.ALL_PARTS, "the test kills it when everything is there"
-        assert (
-            isinstance(end, PeerLost) and "takes its weights from replica" in str(end) and "which failed" in str(end)
-        ), end
-        assert all(job.engines[i].takers[0].live["norm"].isnan().all() for i in (1, 2)), "torn, and serves NaN"
-        assert (kinds(job, min_replicas=2), order(job)[1:]) == (
-            formed(pulled, [1, 2], 3)[0],
-            formed(pulled, [1, 2], 3)[1][1:],
-        )
-        job.again(0)
-        job.sim.quiet()
-        assert (kinds(job), order(job)) == formed(pulled, range(3), 3)
-
-
-@SEEDS
-def test_a_replica_that_is_lost_in_its_middle_takes_along_those_behind_it_and_no_other(seed):
-    with relayed(seed, replicas=4) as job:
+def test_a_replica_that_is_lost_in_its_middle_takes_along_those_behind_it_and_no_other():
+    with relayed(replicas=4) as job:
         in_parts(job)
         assert job.commits() == [True] * 4
         stuck, reached = steps(job, 1), []
@@ -615,10 +385,9 @@ def test_a_replica_that_is_lost_in_its_middle_takes_along_those_behind_it_and_no
         assert (kinds(job), order(job)) == formed(True, range(4), 4)
 
 
-@SEEDS
-def test_what_a_replica_has_received_is_read_from_it_even_if_it_fails_then(seed):
+def test_what_a_replica_has_received_is_read_from_it_even_if_it_fails_then():
     """In a ring, where its own share is whole when it fails, and not all that it reads."""
-    with relayed(seed, pulled=False) as job:
+    with relayed(pulled=False) as job:
         in_parts(job)
         assert kinds(job) == ["gloo+relay"] * 3
         before = steps(job, 0).before
@@ -640,12 +409,11 @@ def test_what_a_replica_has_received_is_read_from_it_even_if_it_fails_then(seed)
         assert kinds(job) == ["gloo+relay"] * 3
 
 
-@SEEDS
 @FORMS
 @pytest.mark.parametrize("fails", [True, False])
-def test_a_replica_that_fails_or_is_late_before_bytes_move_is_gone_around(seed, fails, pulled):
+def test_a_replica_that_fails_or_is_late_before_bytes_move_is_gone_around(fails, pulled):
     """In the same refit, the others do without it; a late one follows, and takes nothing from the trainers."""
-    with relayed(seed, pulled=pulled) as job:
+    with relayed(pulled=pulled) as job:
         engine = job.engines[1]
         pause, let = engine.pause, []
         if fails:
@@ -663,205 +431,67 @@ def test_a_replica_that_fails_or_is_late_before_bytes_move_is_gone_around(seed, 
         assert job.commits() == [True] * 3 and order(job) == formed(pulled, range(3), 3)[1]
 
 
-def test_an_engine_that_comes_new_into_a_refit_hands_on_nothing():
-    """The one before it committed in this refit, died, and came back with other weights, before the next one armed."""
-    with relayed(replicas=2) as job:
-        pause, let = job.engines[1].pause, []
-        job.engines[1].pause = lambda timeout: (job.sim.block(lambda: let), pause(timeout))
-        call(job, min_replicas=1)
-        job.sim.until(lambda: job.coordinator.refit is not None)
-        first = job.coordinator.refit.parts[0]
-        job.sim.wait(deadlines.TOGETHER_S / 2)
-        assert first.over and first.error is None
-        job.die(job.engines[0].worker(0))
-        job.sim.quiet()
-        job.again(0)
-        job.sim.quiet()
-        let.append(0)
-        (end,) = job.ended(SOON_S)
-        assert ways(end)[1].keys() == {"peer"} and end.outcomes[1].committed
-        job.engines[1].pause = pause
-
-
-@pytest.mark.parametrize("hangs", [True, False])
-def test_a_worker_that_waits_for_parts_that_never_come_ends_at_the_deadline(hangs):
-    """The one before it hangs, or its messages are lost."""
-    with relayed(replicas=2) as job:
-        in_parts(job)
-        assert job.commits() == [True] * 2
-        if hangs:
-            cpu_peer.Hold.begin()
-            texts = ["replica 0 worker 0: still moving", "takes its weights from replica 0, which failed"]
-        else:
-            steps(job, 1).there = lambda run, part: None
-            texts = ["1 of 2 replicas committed", "replica 1 worker 0: still moving", "reads from replica 0"]
-        began = job.sim.now
-        call(job, deadline_s=2.0)
-        (end,) = job.ended()
-        assert isinstance(end, RefitFailed | DeadlineExceeded) and all(t in str(end) for t in texts), end
-        assert job.sim.now - began <= 2.0 + deadlines.CALL_GRACE_S
-        cpu_peer.Hold.clear()
-
-
-# ---- storages and exports that change between refits
-
-ROUNDS = [
-    ("T0 move, T1!drain", "T1 move"),
-    ("W0 turns, W1!arm", "W0 moves, W1!look"),
-    ("W0 turns, W0!arm", "W0 moves, W0!look"),
-    ("T0 turn, T0!look", ""),
-    ("T0 move, T0!look", ""),
-    ("T0 export, W0!look", "T0 export"),
-    ("T0 export, W0!read", ""),
-    ("T0 export, T1 export, T1!before", "W1 turns"),
-    ("T0 release, T1 move, W1!arm", "T0 turn, T1 release"),
-]
-"""What happens before each of two refits: to trainer 0 or 1, or worker 0 or 1. `!`: it fails at that point of the refit."""
-
-
-@SEEDS
-@pytest.mark.parametrize("pulled", [False, True])
-@pytest.mark.parametrize("rounds", ROUNDS)
-def test_whatever_changed_and_failed_before_a_refit_that_commits_has_the_bytes_of_its_moment(seed, pulled, rounds):
-    """Checksums alone do not show a refit of old storages, since both ends sum them. Most of these once committed wrong bytes."""
-    with after_one_refit(seed, pulled=pulled, computes=True) as job:
-        for events in rounds:
-            for who, between, what in ((x[:2], x[2], x[3:]) for x in events.split(", ") if x):
-                i, worker = int(who[1]), job.engines[0].worker(int(who[1]))
-                if between == "!":
-                    job.faults[worker if who[0] == "W" else f"trainer {i}", what] = "raise"
-                elif who[0] == "W":
-                    job.engines[0].takers[i].changes = what
-                elif what == "release":
-                    job.sessions[i].release()
-                else:
-                    getattr(job.sources[i], what)()
-            call(job, verify=False)
-            for end in job.ended(SOON_S):
-                assert not isinstance(end, XferError) or "!" in events or "T0 export" == events, end
-            job.faults.clear()
-
-
 # ---- what changed
 
 
-EVENTS = {  # before a refit by changes -> whether it sends all bytes
-    "nothing": False,
-    "a trainer's storages move": False,
-    "the refit fails before a byte moves": False,
-    "a worker's storages move": True,
-    "a worker's bytes are written by something else": True,
-    "the refit fails while bytes move": True,
-    "a refit sends all bytes": True,
-    "the trainers release their weights": True,
-    "the replica is served again": True,
-    "the trainers' layouts change": True,
-    "every element changes": True,
-}
+def failed(point: str) -> Callable[[Job], object]:
+    def refit(job: Job) -> None:
+        assert job.commits() == [True]  # the last one is no multiple of three: not new in all elements
+        job.faults[job.engines[0].worker(0), point] = "raise"
+        call(job)
+        assert all(isinstance(e, XferError) for e in job.ended())
+
+    return refit
 
 
+EVENTS: dict[str, tuple[bool, Callable[[Job], object]]] = {
+    "nothing": (False, lambda job: None),
+    "a trainer's storages move": (False, lambda job: job.sources[0].move()),
+    "the refit fails before a byte moves": (False, failed("arm")),
+    "a worker's storages move": (True, lambda job: setattr(job.engines[0].takers[0], "changes", "moves")),
+    "something else writes a worker's bytes": (True, lambda job: [t.zero_() for t in job.engines[0].takers[0].live.values()]),
+    "the refit fails while bytes move": (True, failed("wave")),
+    "two refits, the last of all bytes": (True, lambda job: [job.commits(delta=d) for d in ("auto", None)]),
+    "the trainers release their weights": (True, lambda job: [s.release() for s in job.sessions]),
+    "the replica is served again": (True, lambda job: (job.again(0), job.sim.quiet())),
+    "the trainers' layouts change": (True, lambda job: [s.turn() for s in job.sources]),
+    "every element changes": (True, lambda job: job.commits()),
+}  # fmt: skip
+"""What happens before a refit by changes -> whether it sends all bytes."""
 LESS = {False: 0.5, True: 1.0}
 """How much less moves, by whether it is pulled. Matrices of 288 bytes have few granules that did not change."""
-ROUTES = pytest.mark.parametrize("pulled", [False, True], ids=["sent", "pulled"])
 
 
-@SEEDS
-@ROUTES
+@pytest.mark.parametrize("pulled", [False, True], ids=["sent", "pulled"])
 @pytest.mark.parametrize("stage", [False, True], ids=["at once", "staged"])
 @pytest.mark.parametrize("event", EVENTS)
-def test_a_refit_moves_what_changed_only_if_both_ends_hold_the_same_refit(seed, pulled, stage, event):
+def test_a_refit_moves_what_changed_only_if_both_ends_hold_the_same_refit(pulled, stage, event):
     """The engine holds the bytes of the trainers' moment in any case (`Job.agree`)."""
-    with after_one_refit(seed, delta="auto", pulled=pulled, stage=stage) as job:
-        (taker, _), (source, _) = job.engines[0].takers, job.sources
+    with after_one_refit(delta="auto", pulled=pulled, stage=stage) as job:
         whole = job.ended()[0].outcomes[0].bytes_moved
         assert job.commits(verify=False) == [True]
         assert 0 < job.ended()[0].outcomes[0].bytes_moved < whole * LESS[pulled]
         assert job.commits() == [True] and job.commits() == [True]  # version 4 differs from 3 everywhere, as 3 from 2
         assert [e.extra_bytes >= whole / 3 for e in job.ended()] == [True, True], "copies are told"
-        if event.startswith(("the refit fails", "a refit sends")):
-            assert job.commits() == [True]  # then the last one is no multiple of three
-        if event == "a trainer's storages move":
-            source.move()
-        elif event.startswith("the refit fails"):
-            job.faults[job.engines[0].worker(0), "wave" if "while" in event else "arm"] = "raise"
-            call(job)
-            assert all(isinstance(e, XferError) for e in job.ended())
-            job.faults.clear()
-        elif event == "a worker's storages move":
-            taker.changes = "moves"
-        elif event == "a worker's bytes are written by something else":
-            for t in taker.live.values():
-                t.zero_()
-        elif event == "a refit sends all bytes":
-            assert job.commits(delta=None) == [True] and job.ended()[0].outcomes[0].bytes_moved == whole
-        elif event == "the trainers release their weights":
-            for s in job.sessions:
-                s.release()
-        elif event == "the replica is served again":
-            job.again(0)
-            job.sim.quiet()
-        elif event == "the trainers' layouts change":
-            for s in job.sources:
-                s.turn()
-        elif event == "every element changes":
-            assert job.commits() == [True]
+        sends_all, happens = EVENTS[event]
+        happens(job)
         assert job.commits(verify=False) == [True]
         untouched = stage and event == "the refit fails while bytes move"  # they moved into scratch
-        assert (job.ended()[0].outcomes[0].bytes_moved == whole) == (EVENTS[event] and not untouched)
+        assert (job.ended()[0].outcomes[0].bytes_moved == whole) == (sends_all and not untouched)
 
 
-@SEEDS
-@ROUTES
-def test_a_replica_that_did_not_commit_what_the_trainers_remember_gets_all_bytes(seed, pulled):
-    """The other one does not."""
-    with after_one_refit(seed, replicas=2, delta="auto", pulled=pulled) as job:
+def test_of_two_replicas_the_one_that_did_not_commit_what_trainers_remember_gets_all_bytes():
+    with after_one_refit(replicas=2, delta="auto") as job:
         whole = job.ended()[0].outcomes[0].bytes_moved
         assert job.commits() == [True, True] and job.commits() == [True, True]
         job.faults[job.engines[1].worker(0), "arm"] = "raise"
         assert job.commits(min_replicas=1) == [True, False]
-        job.faults.clear()
         assert job.commits(verify=False) == [True, True]
         came = [o.bytes_moved for o in job.ended()[0].outcomes]
-        assert came[0] < whole * LESS[pulled] and came[1] == whole
+        assert came[0] < whole / 2 and came[1] == whole
 
 
 # ---- calls
-
-
-@SEEDS
-@pytest.mark.parametrize("early", [(0,), (1,), (0, 1)])
-def test_a_call_that_comes_while_the_refit_before_is_undone_begins_when_it_has(seed, early):
-    """A slow engine holds the end up. The ranks that called first were once refused, and the others with them."""
-    with after_one_refit(seed) as job:
-        job.faults["trainer 1", "drain"] = "raise"
-        stopped(job, job.controlled[0])
-        call(job, deadline_s=2.0)
-        job.ended()
-        call(job, *early)
-        job.sim.quiet()
-        assert not any((i, 3) in job.ends for i in early)
-        job.sim.stopped.clear()
-        for i in {0, 1} - set(early):
-            call(job, i)
-        assert all(o.committed for end in job.ended(SOON_S) for o in end.outcomes)
-
-
-@SEEDS
-def test_a_call_that_cannot_begin_by_its_deadline_says_what_was_still_undone(seed):
-    with after_one_refit(seed) as job:
-        resume, job.engines[0].resume = job.engines[0].resume, lambda timeout: (job.sim.wait(20.0), resume(timeout))
-        call(job, deadline_s=1.0)
-        ends = job.ended()
-        assert all("its engine was not back in service in time" in says(end) for end in ends), ends
-        began = job.sim.now
-        call(job, deadline_s=0.8)
-        for end in job.ended():
-            assert isinstance(end, DeadlineExceeded) and "replica 0 controller: bringing its engine back" in str(end), (
-                end
-            )
-        assert job.sim.now - began <= 0.8 + deadlines.ANSWER_GRACE_S + 0.01
-        job.engines[0].resume = resume
-        job.sim.wait(20.0)
 
 
 DIFFERENT = [
@@ -887,21 +517,6 @@ def test_ranks_that_ask_for_different_refits_are_told_at_once_what_differs(odd, 
             assert f"trainer 1: {name}={value!r}" in str(end) and ("trainer 0: " in str(end) or not absent), end
         assert absent or job.sim.now == began
         assert not any(e.paused for e in job.engines)
-
-
-@SEEDS
-def test_a_rank_that_calls_anew_without_a_word_ends_the_call_that_it_left(seed):
-    """It was interrupted before it could report that, and the others waited for it."""
-    with after_one_refit(seed) as job:
-        call(job, 1)
-        job.sim.quiet()
-        job.sessions[0].attempt += 1
-        job.calls[0] += 1
-        call(job, 0)
-        job.sim.block(lambda: 1 not in job.running, job.sim.now + 1.0)
-        assert "trainer 0 has left refit 2" in says(job.ends[1, 2])
-        call(job, 1)
-        assert all(o.committed for end in job.ended(SOON_S) for o in end.outcomes)
 
 
 def test_a_drain_that_waits_for_ranks_that_do_not_call_ends_at_the_deadline_and_names_them():
@@ -997,10 +612,9 @@ def test_two_threads_of_one_rank_cannot_refit_at_once():
         assert all(o.committed for end in job.ended(0.1) for o in end.outcomes)
 
 
-@SEEDS
-def test_the_transfer_clock_runs_from_readiness_to_decision_whatever_is_done_between(seed):
+def test_the_transfer_clock_runs_from_readiness_to_decision_whatever_is_done_between():
     """Not from the first call, and not only while bytes move: a new plan is part of it, told as a phase of its own."""
-    with after_one_refit(seed) as job:
+    with after_one_refit() as job:
         drain, job.sources[1].drain = job.sources[1].drain, lambda: job.sim.wait(3.0)
         call(job)
         (o,) = job.ended()[0].outcomes
@@ -1016,109 +630,6 @@ def test_the_transfer_clock_runs_from_readiness_to_decision_whatever_is_done_bet
         (o,) = job.ended()[0].outcomes
         assert round(o.transfer_s, 3) == 1.0
         assert round(dict(o.phases)["plan"], 3) == round(dict(o.phases)["link"], 3) == 0.5
-
-
-# ---- prepared refits
-
-
-@SEEDS
-def test_a_prepared_refit_arms_engines_which_serve_again_if_no_call_follows(seed):
-    """It uses up neither a number nor a label, and a call in time is served within its own deadline."""
-    with after_one_refit(seed, replicas=2) as job:
-        job.sessions[0].prepare()
-        job.sim.quiet()
-        assert all(e.paused for e in job.engines)
-        job.sim.wait(DEADLINE_S + SOON_S)
-        assert not any(e.paused for e in job.engines) and [e.label for e in job.engines] == ["1"] * 2
-        job.sessions[1].prepare()
-        job.sim.quiet()
-        assert all(e.paused for e in job.engines)
-        job.sim.wait(DEADLINE_S - 1.0)
-        call(job, 1)
-        job.sim.wait(30.0)
-        call(job, 0)
-        assert all(o.committed for end in job.ended(0.1) for o in end.outcomes)
-
-
-@SEEDS
-def test_a_call_that_comes_while_a_prepared_refit_is_given_up_is_served(seed):
-    with after_one_refit(seed) as job:
-        job.sessions[0].prepare()
-        job.sim.quiet()
-        stopped(job, job.controlled[0])
-        job.sim.wait(DEADLINE_S + 0.1)
-        call(job, 0)
-        job.sessions[1].prepare()  # while it is being given up, too
-        job.sim.quiet()
-        job.sim.stopped.clear()
-        job.sim.quiet()
-        call(job, 1)
-        assert all(o.committed for end in job.ended(SOON_S) for o in end.outcomes)
-
-
-@SEEDS
-def test_a_prepare_while_the_last_refit_is_still_being_settled_is_kept_for_later(seed):
-    with after_one_refit(seed) as job:
-        resume, job.engines[0].resume = job.engines[0].resume, lambda timeout: (job.sim.wait(3.0), resume(timeout))
-        call(job)
-        job.sim.wait(1.0)
-        job.sessions[0].prepare()
-        job.sim.quiet()
-        assert job.coordinator.refit.number == 2
-        job.engines[0].resume = resume
-        job.ended()
-        job.sim.quiet()
-        assert job.coordinator.refit.number == 3 and not job.coordinator.refit.called and job.engines[0].paused
-
-
-# ---- deaths and silence
-
-
-@SEEDS
-def test_a_trainer_that_is_lost_while_workers_install_costs_the_next_refit_not_this_one(seed):
-    with after_one_refit(seed, trainers=3) as job:
-        call(job)
-        job.sim.until(lambda: job.coordinator.refit and job.coordinator.refit.parts[0].phase is Phase.COMMITTING)
-        job.die("trainer 2")
-        assert all(o.committed for end in job.ended() for o in end.outcomes)
-        assert not job.engines[0].paused and job.engines[0].takers[0].held(2) == 2
-        call(job, 0, 1)
-        for end in job.ended():
-            assert isinstance(end, PeerLost) and "trainer 2" in str(end)
-
-
-@SEEDS
-@pytest.mark.parametrize("fails", [False, True])
-def test_trainers_do_not_wait_for_an_engine_that_comes_back_late_but_the_next_refit_does(seed, fails):
-    with after_one_refit(seed) as job:
-        resume, job.engines[0].resume = job.engines[0].resume, lambda timeout: (job.sim.wait(20.0), resume(timeout))
-        began = job.sim.now
-        if fails:
-            job.faults[job.engines[0].worker(0), "done"] = "raise"
-        call(job, deadline_s=1.0)
-        ends = job.ended()
-        if not fails:
-            assert job.sim.now - began <= 1.0 + deadlines.ANSWER_GRACE_S + 0.1
-        wanted = "injected fault" if fails else "not back in service"
-        assert all(wanted in says(end) for end in ends)
-        job.engines[0].resume = resume
-        call(job)
-        job.sim.wait(5.0)
-        assert len(job.running) == 2 or fails
-        assert all(o.committed for end in job.ended(20.0) for o in end.outcomes)
-
-
-@SEEDS
-def test_an_engine_that_was_armed_when_the_trainers_died_serves_again_when_they_are_back(seed):
-    """Before the first refit: nothing was written, whatever its label says."""
-    with after_one_refit(seed) as job:
-        job.sessions[1].prepare()
-        job.sim.quiet()
-        job.die("trainer 0")
-        job.sim.wait(3 * DEADLINE_S)
-        assert job.engines[0].paused and "may hold a mix" in str(job.controllers[0].error)
-        job.restart()
-        assert (job.engines[0].paused, job.engines[0].label, job.controllers[0].error) == (False, "xfer:unknown", None)
 
 
 def test_engines_serve_until_trainers_are_about_to_be_ready():
@@ -1153,9 +664,8 @@ def test_a_refit_that_is_over_leaves_no_deadline_behind():
 # ---- publishing
 
 
-@SEEDS
-def test_a_publish_returns_when_a_rank_is_ready_and_its_fence_when_nobody_reads(seed):
-    with after_one_refit(seed) as job:
+def test_a_publish_returns_when_a_rank_is_ready_and_its_fence_when_nobody_reads():
+    with after_one_refit() as job:
         engine, pause, seen = job.engines[0], job.engines[0].pause, {}
         engine.pause = lambda timeout: (job.sim.wait(3.0), pause(timeout))
 
@@ -1177,58 +687,12 @@ def test_a_publish_returns_when_a_rank_is_ready_and_its_fence_when_nobody_reads(
         assert all(e.before.fence_s > 0 for e in job.ended())
 
 
-@SEEDS
-def test_of_two_publishes_the_older_one_commits_first(seed):
-    with after_one_refit(seed) as job:
-        engine, resume, served = job.engines[0], job.engines[0].resume, []
-        engine.resume = lambda timeout: (job.sim.wait(2.0), resume(timeout), served.append(engine.label))
-        began = job.sim.now
-        for _ in range(2):
-            call(job, wait="ready")
-            assert all(end.pending for end in job.ended())
-        assert job.sim.now - began < 3.0, "the second one waits for the first one, and not for itself"
-        ends = job.all(wait="commit")
-        assert [e.before.version for e in ends] == [3, 3] and [e.version for e in ends] == [4, 4]
-        assert served == ["2", "3", "4"]
-
-
 # ---- leaving, and what is called at the wrong time
 
 
-@SEEDS
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_leaving_after_the_sources_were_free_finishes_that_refit_first(seed, order):
-    """Else the engine would lose its rendezvous while it holds two versions, and stay out of service."""
-    with after_one_refit(seed) as job:
-        for t in job.engines[0].takers:
-            t.run_recipes = lambda: job.sim.wait(3.0)
-        call(job, wait="sources")
-        assert all(end.pending for end in job.ended(1.0))
-        for i in order:
-            with job.sim.process(f"trainer {i}"):
-                job.sessions[i].close()
-        assert job.controllers[0].version == 2 and not job.engines[0].paused and job.engines[0].takers[1].held(2) == 2
-        job.sim.dead.add("trainer 0")  # nothing comes after
-
-
-@SEEDS
-@pytest.mark.parametrize("armed", [False, True])
-def test_trainer_0_leaves_an_engine_that_was_armed_in_service(seed, armed):
-    with after_one_refit(seed) as job:
-        job.sessions[1].prepare()
-        job.sim.quiet() if armed else job.sim.let(5)
-        for i in (0, 1):
-            with job.sim.process(f"trainer {i}"):
-                job.sessions[i].close()
-        job.sim.wait(SOON_S)
-        assert not job.engines[0].paused and job.engines[0].label == "1" and job.controllers[0].version == 1
-        job.sim.dead.add("trainer 0")
-
-
-@SEEDS
 @pytest.mark.parametrize("wait", ["sources", "ready"])
-def test_what_became_of_a_refit_whose_caller_did_not_wait_is_heard_by_the_next_call(seed, wait):
-    with after_one_refit(seed, replicas=2) as job:
+def test_what_became_of_a_refit_whose_caller_did_not_wait_is_heard_by_the_next_call(wait):
+    with after_one_refit(replicas=2) as job:
         job.engines[1].fail["pause"] = RuntimeError("engine 1 is broken")
         job.engines[0].takers[0].run_recipes = lambda: job.sim.wait(0.1)
         whole = job.ended()[0].flatten().keys()
@@ -1311,23 +775,9 @@ def test_the_same_seed_gives_the_same_run():
     assert traces[0] == traces[1]
 
 
-# ---- blocks in FP8
-
-
-def test_a_rank_that_others_wait_for_with_their_parts_of_a_block_is_named_at_the_deadline():
-    with after_one_refit(trainers=3, forms=[ScaleRule.IEEE]) as job:
-        stopped(job, "trainer 1")
-        call(job, 0, 2, deadline_s=5.0)
-        for end in job.ended():
-            lines = str(end)
-            assert isinstance(end, DeadlineExceeded) and "trainer 1: it has not called" in lines, end
-            assert "trainer 0:" not in lines and "trainer 2:" not in lines, "they have measured, and wait"
-
-
-@SEEDS
-def test_an_engine_that_needs_fp8_comes_while_bytes_move_by_the_old_catalog(seed):
+def test_an_engine_that_needs_fp8_comes_while_bytes_move_by_the_old_catalog():
     """The catalog with what it needs waits until the next refit."""
-    with after_one_refit(seed, replicas=2, forms=[None, None, ScaleRule.IEEE]) as job:
+    with after_one_refit(replicas=2, forms=[None, None, ScaleRule.IEEE]) as job:
         job.die(workers(job, 1)[0])
         taker = job.engines[0].takers[0]
         install, taker.release_lock = taker.release_lock, lambda: (job.sim.wait(3.0), install())
@@ -1341,34 +791,6 @@ def test_an_engine_that_needs_fp8_comes_while_bytes_move_by_the_old_catalog(seed
         taker.release_lock = install
         job.sim.quiet()
         assert job.coordinator.generation == 1 and job.commits()[0] and job.coordinator.generation == 2
-
-
-def test_a_catalog_that_comes_while_a_trainer_releases_its_weights_is_answered_in_the_next_refit():
-    """It was dropped, and the engine that it was made for held the refit up."""
-    with after_one_refit(replicas=2, pulled=True, forms=[ScaleRule.IEEE, ScaleRule.IEEE, ScaleRule.POW2]) as job:
-        stopped(job, workers(job, 0)[0])
-        job.release(0)
-        job.sim.quiet()
-        job.die(workers(job, 1)[0])
-        generation = job.coordinator.generation
-        job.again(1)
-        job.sim.until(lambda: job.coordinator.generation > generation)
-        job.sim.quiet()
-        job.sim.stopped.clear()
-        job.sim.block(lambda: not job.running)
-
-
-@SEEDS
-def test_ranks_with_parts_of_a_block_agree_by_every_catalog_in_any_order(seed):
-    """Ranks export anew one after the other. The first time the union of exports changes, then it stays what it was: a catalog is made
-    anew either time, and all measure by it."""
-    with after_one_refit(seed, trainers=3, replicas=2, forms=[ScaleRule.IEEE]) as job:
-        for rank in range(3):
-            job.sources[rank].export()
-            generation = job.coordinator.generation
-            assert job.commits(verify=True) == [True, True]
-            assert job.coordinator.generation == generation + 1
-        assert job.commits() == [True, True]
 
 
 # ---- staged refits
@@ -1418,34 +840,11 @@ def test_a_refit_that_fails_while_it_is_staged_does_not_reach_the_engine(point, 
             assert [t.held(3) for t in engine.takers] == [2, 2]
 
 
-@SEEDS
-@pytest.mark.parametrize("who", ["trainer 1", "worker", "controller"])
-@pytest.mark.parametrize("action", ["kill", "stop"])
-def test_a_process_that_dies_or_hangs_between_staging_and_commit_leaves_a_whole_engine(seed, who, action):
-    with after_one_refit(seed, replicas=2, stage=True) as job:
-        name = {"worker": job.engines[0].worker(1), "controller": job.controlled[0]}.get(who, who)
-        call(job, deadline_s=8.0, min_replicas=0)
-        job.sim.until(staged(job))
-        job.stop(name) if action == "stop" else job.die(name)
-        began = job.sim.now
-        ends = job.ended()
-        assert job.sim.now - began <= 8.0 + deadlines.CALL_GRACE_S + 0.02
-        for end in ends if who != "trainer 1" else ():
-            assert not isinstance(end, XferError), end
-            assert [o.committed for o in end.outcomes] == [False, True], says(end)
-        job.sim.stopped.clear()
-        job.sim.wait(deadlines.SETTLE_GRACE_S)
-        for e in job.engines:
-            versions = {t.held(2) for t in e.takers}
-            assert e.dead or versions in ({1}, {2}) and not any(t.locked for t in e.takers)
-
-
-@SEEDS
 @pytest.mark.parametrize("change", ["moves", "turns"])
 @pytest.mark.parametrize("wait", ["commit", "sources"])
-def test_staged_bytes_for_storages_that_an_engine_has_no_longer_are_brought_anew_or_refused(seed, change, wait):
+def test_staged_bytes_for_storages_that_an_engine_has_no_longer_are_brought_anew_or_refused(change, wait):
     """Anew while all trainers hold their weights. Others may have changed them: then the engine keeps its old version."""
-    with after_one_refit(seed, stage=True) as job:
+    with after_one_refit(stage=True) as job:
         taker = job.engines[0].takers[1]
         taker.changes = change  # it is seen when the worker arms
         call(job, wait=wait)
@@ -1461,11 +860,10 @@ def test_staged_bytes_for_storages_that_an_engine_has_no_longer_are_brought_anew
         assert not engine.paused and {t.held(2) for t in engine.takers} == {2 if wait == "commit" else 1}
 
 
-@SEEDS
-@ROUTES
-def test_a_delta_that_is_staged_for_other_bytes_than_the_engine_has_is_brought_whole(seed, pulled):
+@pytest.mark.parametrize("pulled", [False, True], ids=["sent", "pulled"])
+def test_a_delta_that_is_staged_for_other_bytes_than_the_engine_has_is_brought_whole(pulled):
     """Something else writes weights while they are staged."""
-    with after_one_refit(seed, stage=True, delta="auto", pulled=pulled) as job:
+    with after_one_refit(stage=True, delta="auto", pulled=pulled) as job:
         whole = job.ended()[0].outcomes[0].bytes_moved
         call(job)
         job.sim.until(staged(job))
@@ -1490,11 +888,10 @@ def test_a_scratch_above_the_budget_costs_only_its_replica_and_says_how_large_it
         assert job.commits() == [True, True] and not job.ends[0, 4].scratch_bytes
 
 
-@SEEDS
-@ROUTES
-def test_release_returns_scratch_and_what_is_staged_is_applied_all_the_same(seed, pulled):
+@pytest.mark.parametrize("pulled", [False, True], ids=["sent", "pulled"])
+def test_release_returns_scratch_and_what_is_staged_is_applied_all_the_same(pulled):
     """Trainers release their weights while the engine has yet to pause."""
-    with after_one_refit(seed, stage=True, delta="auto", pulled=pulled) as job:
+    with after_one_refit(stage=True, delta="auto", pulled=pulled) as job:
         engine = job.engines[0]
         pause, engine.pause = engine.pause, lambda seconds: (job.sim.wait(1.0), pause(seconds))
         call(job, wait="sources")
@@ -1539,14 +936,6 @@ def test_replicas_take_turns_by_number(pulled, wait, monkeypatch):
         assert told == [(r, what) for r in range(3) for what in ("pause", "resume")]
 
 
-def test_no_more_replicas_are_out_of_service_than_a_refit_allows(monkeypatch):
-    with after_one_refit(replicas=3, at_once=2) as job:
-        told = outages(job, monkeypatch)
-        assert job.commits() == [True] * 3
-        assert {told[0], told[1]} == {(0, "pause"), (1, "pause")} and told[2][1] == "resume"
-        assert told.index((2, "pause")) > 2
-
-
 @pytest.mark.parametrize("action", ["kill", "stop", "raise"])
 @pytest.mark.parametrize("point", ["arm", "moving", "commit"])
 def test_a_replica_that_fails_in_its_turn_gives_it_to_the_next(point, action):
@@ -1577,11 +966,235 @@ def test_replicas_that_take_turns_read_from_those_that_had_theirs(pulled, monkey
         assert job.sim.now < began + 1.0 and [r for r, what in told if what == "pause"] == [0, 1, 2]
 
 
-def test_replicas_cannot_take_turns_where_all_were_paused_before():
-    with after_one_refit(replicas=2) as job:
-        job.sessions[0].prepare()
-        job.sim.quiet()
-        call(job, at_once=1)
-        for end in job.ended():
-            assert isinstance(end, Unsupported) and "prepare() has paused all engines" in str(end)
-        assert not any(e.paused for e in job.engines)
+# ---- first copies
+
+
+FIRST = [("donor", "checksum"), ("joiner", "checksum"), ("donor", "plan"), ("donor", "link"), ("donor", "digest")]
+
+
+@pytest.mark.parametrize(("who", "point"), FIRST)
+def test_a_first_copy_that_fails_leaves_the_joiner_to_the_next_refit(who, point):
+    """Paused if bytes had moved, and serving what it had if not. The donor serves on."""
+    with after_one_refit(replicas=2) as job:  # by a verified refit
+        job.again(1)
+        job.faults[job.engines[who == "joiner"].worker(0), point] = "raise"
+        job.sim.wait(SOON_S)
+        moved, (donor, joiner) = point == "checksum", job.controllers
+        assert job.coordinator.copied == 1 and joiner.version is None and job.engines[1].paused == moved
+        assert "replica 0 sent checksum" in str(joiner.error) if moved else joiner.error is None
+        assert not job.engines[0].paused and donor.error is None
+        job.differ.clear()  # this was no refit
+        assert job.commits() == [True, True]
+
+
+def copying(job: Job) -> bool:
+    """Whether bytes of a first copy move, and half of them are there."""
+    copies = job.coordinator.copies.values()
+    return cpu_peer.Hold.reached.is_set() and any(p.moving for c in copies for p in c.parts.values())
+
+
+@pytest.mark.parametrize("donor", ["is written by a refit", "dies"])
+def test_a_donor_that_cannot_go_on_while_it_is_read_costs_the_copy_and_no_refit_waits(donor):
+    with after_one_refit(replicas=2, pulled=True) as job:
+        cpu_peer.Hold.begin()
+        job.again(1)
+        job.sim.until(lambda: copying(job))
+        if donor == "dies":
+            job.die(job.engines[0].worker(0))
+            cpu_peer.Hold.clear()
+            job.sim.wait(SOON_S)
+            assert job.engines[1].paused and job.controllers[1].torn and job.controllers[1].version is None
+            assert job.engines[1].takers[0].live["norm"].isnan().all(), "torn, and would answer NaN"
+        call(job, min_replicas=1)
+        if donor != "dies":
+            job.sim.until(lambda: job.engines[0].takers[0].locked)
+            still = [p for c in job.coordinator.copies.values() for p in c.parts.values()]
+            assert all(p.error is not None for p in still), "what was read of the donor could be committed"
+            cpu_peer.Hold.clear()
+        assert [[o.committed for o in end.outcomes] for end in job.ended(SOON_S)] == [[donor != "dies", True]] * 2
+
+
+# ---- fixed orders: what happens, step by step
+
+ORDERS = {
+    "a controller that is stopped between refits is named": ("", "stop c0 | call deadline_s=5 | fails not armed"),
+    "a trainer that is stopped between refits is named": ("", "stop t1 | call 0 deadline_s=5 | fails not called"),
+    "a layout that changes while a replica is planned is planned again at once":
+        ("replicas=2", "again 1 | phase 1 planning | stop w1.0 w1.1 | change t0 turn | call | quiet | anew 1 | go | commits"),
+    **{f"processes of a replica that fails at {point} while it joins hear why at once": ("replicas=2",
+        f"fault w1.1 {point} raise | again 1 | call 0 min_replicas=1 | quiet | call 1 min_replicas=1 | ended | told 1 at {point} | "
+        f"without 1 at {point} | call min_replicas=1 | without 1 at {point}") for point in ("read", "plan", "link")},
+    **{f"also where it fails at {point} while others are armed": ("replicas=2",
+        f"call 0 min_replicas=1 | armed | fault w1.1 {point} raise | again 1 | quiet | call 1 min_replicas=1 | ended | "
+        f"told 1 at {point} | call min_replicas=1 | without 1 at {point}") for point in ("read", "plan", "link")},
+    "layouts that all change while a replica links are planned once":
+        ("replicas=2 trainers=3", "again 1 | phase 1 linking | change t0 turn | change t1 turn | change t2 turn | call | commits | "
+         "anew 1"),
+    **{f"a worker whose storages {what} and that tells so when its refit is over is not forgotten":
+        ("pulled", f"change w0.0 {what} | fault w0.0 arm stop | call deadline_s=2 | fails worker 0: not armed")
+       for what in ("turns", "moves")},
+    "an engine that is late to come back is put aside by calls that do not want all":
+        ("replicas=2", "slow 0 resume 20 | call deadline_s=1 min_replicas=1 | ended | call min_replicas=1 | without 0 is put aside"),
+    "a replica that joins while weights are released is refitted":
+        ("replicas=2 pulled", "release t0 | quiet | again 0 | quiet | release t1 | quiet | again 1 | quiet | call | commits"),
+    "a trainer that failed before it told of changed exports tells them later":
+        ("replicas=2 computes", "change t0 export | change t1 export | fault t1 look raise | call | fails at look | again 1 | "
+         "quiet | call | commits"),
+    "and so does one that gathers":
+        ("replicas=2 computes", "change t0 export | change t1 export | fault t1 before raise | call | fails at before | again 1 | "
+         "quiet | call | commits"),
+    "an engine that comes new into a refit hands on nothing":
+        ("trainers=1 workers=1 replicas=2 pulled relay", "slow 1 pause 4 | call min_replicas=1 | wait 2.5 | die w0.0 | quiet | again 0 | "
+         "commits"),
+    "an engine that could not be resumed serves when it is served anew":
+        ("trainers=1 workers=1", "prepare t0 | quiet | error 0 resume | close t0 | wait 1 | restart"),
+    "engines that were armed when the trainers died serve again when they are back":
+        ("", "prepare t1 | quiet | die t0 | wait 180 | restart"),
+    "a call that comes while the refit before it is undone begins when it has been":
+        ("", "fault t1 drain raise | stop c0 | call deadline_s=2 | fails at drain | call 0 | quiet | go | call 1 | commits"),
+    "a rank that calls anew without a word ends the call that it left":
+        ("", "call 1 | quiet | interrupt t0 | call 0 | soon 1 | call 1 | commits"),
+    "a prepared refit that nobody calls for is given up":
+        ("replicas=2", "prepare t0 | quiet | paused 1 | wait 70 | paused 0 | prepare t1 | quiet | wait 59 | call 1 | wait 30 | "
+         "call 0 | commits"),
+    "a call that comes while a prepared refit is given up is served":
+        ("", "prepare t0 | quiet | stop c0 | wait 60.1 | call 0 | prepare t1 | quiet | go | quiet | call 1 | commits"),
+    "a prepare while the last refit is being settled is kept for later":
+        ("", "slow 0 resume 3 | call | wait 1 | prepare t0 | quiet | commits | quiet | paused 1"),
+    "a call that cannot begin by its deadline says what was still undone":
+        ("", "slow 0 resume 20 | call deadline_s=1 | fails its engine was not back in service | call deadline_s=0.8 | "
+         "fails controller: bringing its engine back | call | commits"),
+    "a rank that others wait for with their parts of a block is named":
+        ("trainers=3 fp8", "stop t1 | call 0 2 deadline_s=5 | fails trainer 1: it has not called"),
+    "replicas cannot take turns where all were paused before":
+        ("replicas=2", "prepare t0 | quiet | call at_once=1 | fails prepare() has paused all engines | paused 0"),
+    "an engine that comes back late is waited for by the next refit":
+        ("", "fault w0.0 done raise | slow 0 resume 20 | call deadline_s=1 | fails at done | call | wait 5 | commits"),
+    "a trainer that is lost while workers install costs the next refit only":
+        ("trainers=3", "fault w0.0 commit wait | call | phase 0 committing | die t2 | commits | call 0 1 | fails trainer 2"),
+    "a call that waits for a refit that is being undone ends at its deadline":
+        ("", "stop c0 | call 1 | quiet | interrupt t0 | call 0 deadline_s=1 | soon 0 | go | soon 1"),
+    "leaving finishes a refit whose sources were free":
+        ("", "fault w0.0 commit wait | call wait=sources | soon 0 | close t0 | close t1 | paused 0 | held 2 | restart"),
+    "leaving brings armed engines back into service":
+        ("", "prepare t1 | quiet | close t0 | close t1 | wait 10 | paused 0 | held 1 | restart"),
+    "a worker that hangs between staging and commit leaves a whole engine":
+        ("replicas=2 stage", "call deadline_s=8 min_replicas=1 | staged | stop w0.1 | fails deadline | go | wait 60 | call | commits"),
+    "a controller that dies between staging and commit leaves a whole engine":
+        ("replicas=2 stage", "call deadline_s=8 min_replicas=1 | staged | die c0 | fails controller | wait 60 | again 0 | call | "
+         "commits"),
+    "weights that are released while staged bytes wait are applied all the same":
+        ("stage", "slow 0 pause 1 | call wait=sources | ended | staged | release t0 | release t1 | wait 5 | held 2"),
+    "exports that change one rank after the other are measured by each new catalog":
+        ("trainers=3 replicas=2 fp8", "change t0 export | call | commits | change t1 export | call | commits | change t2 export | "
+         "call | commits"),
+}  # fmt: skip
+CHANGES = [
+    "change t0 move | fault t1 drain raise | call verify=0 | ended | change t1 move",
+    "change w0.0 turns | fault w0.1 arm raise | call verify=0 | ended | change w0.0 moves | fault w0.1 look raise",
+    "change w0.0 turns | fault w0.0 arm raise | call verify=0 | ended | change w0.0 moves | fault w0.0 look raise",
+    "change t0 turn | fault t0 look raise",
+    "change t0 move | fault t0 look raise",
+    "change t0 export | fault w0.0 look raise | call verify=0 | ended | change t0 export",
+    "change t0 export | fault w0.0 read raise",
+    "change t0 export | change t1 export | fault t1 before raise | call verify=0 | ended | change w0.1 turns",
+    "release t0 | quiet | change t1 move | fault w0.1 arm raise | call verify=0 | ended | change t0 turn | release t1 | quiet",
+]
+"""What changes before refits that may fail. Checksums alone do not show a refit of old storages, since both ends sum them. Most of
+these once committed wrong bytes."""
+ORDERS |= {
+    f"{x} {route}": (f"computes {route}", f"{x} | call verify=0 | ended") for x in CHANGES for route in ("", "pulled")
+}
+"""The job, and what happens in it. At the end all that is gone comes again, and the next refit is whole (`after_one_refit`)."""
+
+
+def named(job: Job, who: str) -> str:
+    """t1: trainer 1; c0: the controller of replica 0; w0.1: its worker 1."""
+    replica, _, worker = who[1:].partition(".")
+    return {"t": f"trainer {replica}", "c": job.controlled[int(replica) % job.replicas]}.get(who[0]) or job.engines[
+        int(replica)
+    ].worker(int(worker))
+
+
+def play(job: Job, step: str) -> None:
+    """`fails` and `commits` wait for the calls that were made. `soon` waits for one rank's."""
+    verb, *args = step.split()
+    of, rest, sim = args[0] if args else "", " ".join(args), job.sim
+    ranks, how = [int(a) for a in args if a.isdigit()], dict(a.split("=") for a in args if "=" in a)
+    if verb == "call":
+        call(
+            job, *ranks, **{k: v if k == "wait" else float(v) if k == "deadline_s" else int(v) for k, v in how.items()}
+        )
+    elif verb == "fails":
+        assert all(rest in says(end) for end in job.ended()), job.ends
+    elif verb == "ended":
+        job.ended(SOON_S)
+        job.faults.clear()
+    elif verb == "commits":
+        assert all(o.committed for end in job.ended(5 * SOON_S) for o in end.outcomes), job.ends
+    elif verb == "without":
+        ends, text = job.ended(SOON_S), " ".join(args[1:])
+        assert all([o.committed for o in end.outcomes][int(of)] is False and text in says(end) for end in ends), ends
+    elif verb == "told":
+        engine, text = job.engines[int(of)], " ".join(args[1:])
+        assert all(not s.joined and text in str(s.error) for s in engine.sessions)
+        assert job.controllers[int(of)]._phase is ControllerPhase.OVER
+    elif verb == "soon":
+        sim.block(lambda: int(of) not in job.running, sim.now + SOON_S)
+        assert int(of) not in job.running
+    elif verb == "phase":
+        parts = lambda: job.coordinator.refit.parts if job.coordinator.refit else {}  # noqa: E731
+        replica = job.coordinator.replicas[int(of)]
+        sim.until(
+            lambda: args[1] in (replica.phase.value, *(p.phase.value for i, p in parts().items() if i == int(of)))
+        )
+        job.seen = replica.epoch
+    elif verb == "change" and of[0] == "t":
+        getattr(job.sources[int(of[1])], args[1])()
+    elif verb == "change":
+        job.engines[int(of[1])].takers[int(of[3])].changes = args[1]
+    elif verb == "fault":
+        job.faults[named(job, of), args[1]] = args[2]
+    elif verb in ("stop", "die"):
+        for who in args:
+            getattr(job, verb)(named(job, who))
+    elif verb == "slow":
+        job.engines[int(of)].slow[args[1]] = float(args[2])
+    elif verb == "error":
+        job.engines[int(of)].fail[args[1]] = RuntimeError("boom")
+    elif verb == "release":
+        job.release(int(of[1]))
+    elif verb == "prepare":
+        job.sessions[int(of[1])].prepare()
+    elif verb == "close":
+        with sim.process(named(job, of)):
+            job.sessions[int(of[1])].close()
+    elif verb == "interrupt":
+        job.sessions[int(of[1])].attempt += 1
+        job.calls[int(of[1])] += 1
+    elif verb == "paused":
+        assert all(e.paused == bool(int(of)) for e in job.engines)
+    elif verb == "held":
+        assert all(t.held(job.last) == int(of) for e in job.engines for t in e.takers)
+    elif verb == "anew":  # planned or linked once more since the last `phase`
+        assert job.epochs()[int(of)] == job.seen + 1
+    elif verb == "staged":
+        sim.until(staged(job))
+    elif verb == "armed":
+        sim.until(lambda: job.coordinator.refit and len(job.coordinator.refit.parts[0].armed) == job.workers)
+    elif verb == "go":
+        sim.stopped.clear()
+    elif verb == "wait":
+        sim.wait(float(of))
+    else:
+        {"again": job.again, "quiet": sim.quiet, "restart": job.restart}[verb](*map(int, args))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_what_happens_in_this_order_ends_in_time_and_the_next_refit_is_whole(order):
+    how, steps = ORDERS[order]
+    options = {k: int(v) if v else True for k, _, v in (a.partition("=") for a in how.split())}
+    forms = [ScaleRule.IEEE if options.pop("fp8", False) else None]
+    with after_one_refit(**options, forms=forms) as job:
+        for step in steps.split(" | "):
+            play(job, step)

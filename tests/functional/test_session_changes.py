@@ -138,18 +138,6 @@ def test_a_refit_that_is_interrupted_commits_nothing_of_what_comes_after(monkeyp
         w.commits(4, verify=verify)
 
 
-def test_what_no_replica_committed_is_neither_verified_nor_the_version():
-    with World(trainers=1, workers=1, replicas=2) as w:
-        w.commits(1)
-        for e in w.engines:
-            e.fail["start"] = RuntimeError("boom")
-        report = w.refit(2, min_replicas=0)[0]
-        assert report.committed == 0 and not report.verified and w.sessions[0].version == 1
-        w.engines[1].fail["start"] = RuntimeError("boom")
-        w.fails(3, Exception)  # one of two, and both were wanted
-        assert w.sessions[0].version == w.controllers[0].version == 2
-
-
 # ---- trainers that hold different bytes of one tensor
 
 WIDE = SHAPES | {"bias": (50_000,)}

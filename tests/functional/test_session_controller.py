@@ -20,7 +20,7 @@ from xfer.coordinator.events import Disconnected, Received
 from xfer.engines.handles import OfflineLLM
 from xfer.engines.remote import CallableEngine
 from xfer.errors import DeadlineExceeded, EngineLost, LayoutError, Unsupported, XferError
-from xfer.participants.controller import MIXED, UNKNOWN, Controller
+from xfer.participants.controller import MIXED, Controller
 from xfer.participants.worker import WorkerSession
 from xfer.rendezvous.server import Server
 
@@ -379,23 +379,6 @@ def test_a_controller_that_was_closed_while_it_joined_leaves_its_place_and_its_e
         w.controllers[0]._thread.join(5)
         assert not first.paused
         w.come(0, ToyEngine(1)).wait_ready(5)
-
-
-def test_an_engine_that_could_not_be_resumed_when_it_joined_serves_again_after_the_next_join():
-    """A controller left while a prepared refit had paused its engine, and the resume of the one after it failed."""
-    toy = ToyEngine(1)
-    with world(toy) as w:
-        w.commits(1)
-        w.controllers[0].close()
-        w.controllers[0]._thread.join(5)
-        toy.paused, toy.label, toy.fail = True, MIXED, {"resume": RuntimeError("boom")}
-        second = w.come(0, toy)
-        with pytest.raises(EngineLost, match="boom"):
-            second.wait_ready(5)
-        second._thread.join(5)
-        assert toy.paused
-        w.come(0, toy).wait_ready(5)
-        assert not toy.paused and toy.label == UNKNOWN
 
 
 def test_a_controller_that_is_closed_before_it_pauses_to_join_leaves_its_engine_alone():

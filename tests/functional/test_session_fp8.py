@@ -41,16 +41,6 @@ def three(**more) -> World:
     return fp8_world([fp8_engine()], trainers=3, **more)
 
 
-def test_ranks_with_parts_of_one_block_agree_on_its_scale():
-    with three() as world:
-        for version in (1, 2):
-            world.commits(version)
-        world.leave(0)
-        world.come(0, fp8_engine(ScaleRule.POW2))
-        until_true(lambda: world.coordinator.generation == 3)
-        assert world.commits(3).rules == ("ieee", "pow2")
-
-
 def test_a_nan_in_one_part_of_a_block_shows_in_all_of_it():
     with three() as world:
         for source in world.sources:

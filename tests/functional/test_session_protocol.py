@@ -77,12 +77,6 @@ def test_a_byte_that_is_wrong_in_the_engine_is_refused_with_verify_and_only_then
         w.commits(6, verify=True)
 
 
-def test_a_digest_that_differs_on_one_rank_moves_nothing(fault):
-    fault("trainer:1:digest:flip@1")
-    with pytest.raises(e.PlanMismatch, match="trainer 1"):
-        World(trainers=3).connect()
-
-
 class Nothing(ToySource):
     """Owns nothing, where the other rank holds all rows."""
 

@@ -18,6 +18,8 @@ from xfer.transport import p2p, peer_host, relay_place
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process_vm_readv is Linux's")
 
+BIG = {"layers.0.w": (512, 24), "embed": (36, 8), "norm": (12,)}
+
 
 @pytest.fixture(autouse=True)
 def everything_is_read(monkeypatch):
@@ -64,27 +66,16 @@ def test_a_verified_chain_sums_what_is_whole_while_the_rest_comes(monkeypatch):
             assert s._known == s._first.values()[0] != 0
 
 
-def test_parts_are_handed_on_as_they_come(monkeypatch):
-    """Also when the replicas behind open their routes anew: they then hear of the parts that are ready by then."""
+def test_replicas_that_open_their_routes_anew_hear_of_the_parts_that_are_ready(monkeypatch):
     monkeypatch.setattr(relay_place, "PART_BYTES", 2048)
-    with chain(3, shapes={"layers.0.w": (512, 24), "embed": (36, 8), "norm": (12,)}) as w:
+    with chain(3, shapes=BIG) as w:
         w.commits(1)
-        heard, said = {1: [], 2: []}, []
-        for i, some in heard.items():
-            lane = w.lane(i)
-            hear = lambda message, f=lane.part_ready, some=some: (some.append(message.part), f(message))  # noqa: E731
-            monkeypatch.setattr(lane, "part_ready", hear)
-        w.sessions[0].prepare()  # all arm: else one may go around another
-        until_true(w.armed)
-        w.commits(2)
-        parts = {i: sorted(set(some)) for i, some in heard.items()}
-        assert parts == {i: [*range(11), ALL_PARTS] for i in (1, 2)}
-        plane = w.lane(0).plane
+        plane, said = w.lane(0).plane, []
         say = lambda run, part, f=plane._say_part_ready: (said.append(part), f(run, part))  # noqa: E731
         monkeypatch.setattr(plane, "_say_part_ready", say)
         w.sessions[0].release()
         w.commits(3)
-        assert said == parts[1]
+        assert said == [*range(11), ALL_PARTS]
 
 
 def test_replicas_of_another_layout_stand_in_chains_of_their_own():
@@ -94,46 +85,36 @@ def test_replicas_of_another_layout_stand_in_chains_of_their_own():
         assert order(w) == [[], [], [0], [1]]
 
 
-def test_what_the_first_replica_receives_is_handed_on_as_it_comes(monkeypatch):
-    """If it reads another part of it. Every route to the others is the one from the replica before."""
-    monkeypatch.setattr(peer_host, "SHORTEST", 1 << 20)  # columns are no single runs, and go by gloo
-    monkeypatch.setitem(p2p.STEP_BYTES, "cpu", 64)
-    with World(2, 2, 3, host_pull=True, relay=True) as w:
-        one = w.commits(1, verify=True).outcomes[0].bytes_moved
-        heard = []
-        lane = w.lane(2)
+FORMS = {
+    "a chain": (dict(trainers=1, workers=1, host_pull=True, shapes=BIG), ["peer", "relay", "relay"], {}),
+    "a chain whose first replica receives columns":
+        (dict(host_pull=True), ["gloo+peer", "relay", "relay"], {"shortest": 1 << 20, "step": 64}),
+    "a ring": (dict(workers=1, shapes=BIG), ["gloo+relay"] * 3, {"step": 256}),
+    "a ring of two workers": (dict(shapes=BIG), ["gloo+relay"] * 3, {"step": 256}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_parts_are_handed_on_as_they_come_and_each_byte_comes_once(monkeypatch, form):
+    """Also in a verified refit, over routes that are opened once."""
+    how, routes, sizes = FORMS[form]
+    monkeypatch.setattr(relay_place, "PART_BYTES", 2048 if form == "a chain" else 100)
+    monkeypatch.setattr(peer_host, "SHORTEST", sizes.get("shortest", 2))
+    monkeypatch.setattr(relay, "GRAIN", 8)
+    monkeypatch.setitem(p2p.STEP_BYTES, "cpu", sizes.get("step", p2p.STEP_BYTES["cpu"]))
+    with World(**dict(trainers=2, workers=2, replicas=3, relay=True) | how) as w:
+        one, heard, lane, opened = w.commits(1).outcomes[0].bytes_moved, [], w.lane(2), w.epochs()
         monkeypatch.setattr(lane, "part_ready", lambda m, f=lane.part_ready: (heard.append(m.part), f(m)))
         for version, verify in ((2, False), (3, True)):
             heard.clear()
             w.sessions[0].prepare()  # all arm: else the last one may begin when everything is there
             until_true(w.armed)
             report = w.commits(version, verify=verify)
-            assert kinds(report) == ["gloo+peer", "relay", "relay"]
-            assert [sum(x.values()) for x in ways(report)] == [one] * 3
+            came = [sum(n for kind, n in x.items() if kind != "relay") for x in ways(report)]
+            assert kinds(report) == routes and [sum(x.values()) for x in ways(report)] == [one] * 3 and sum(came) == one
+            assert "ring" not in form or max(came) < 0.4 * one, came
             parts = [p for p in heard if p != ALL_PARTS]
             assert parts == sorted(set(parts)) and len(parts) > 4
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_replicas_that_only_receive_take_a_share_each_and_read_the_others_as_they_come(monkeypatch, workers):
-    """Also in a verified refit, and when the routes were opened anew."""
-    monkeypatch.setitem(p2p.STEP_BYTES, "cpu", 256)
-    monkeypatch.setattr(relay, "GRAIN", 8)
-    shapes = {"layers.0.w": (512, 24), "embed": (36, 8), "norm": (12,)}
-    with World(2, workers, 3, relay=True, shapes=shapes) as w:
-        one = w.commits(1).outcomes[0].bytes_moved
-        heard, opened = [], [r.epoch for r in w.coordinator.replicas.values()]
-        lane = w.lane(2)
-        monkeypatch.setattr(lane, "part_ready", lambda m, f=lane.part_ready: (heard.append(m.part), f(m)))
-        for version, verify in ((2, False), (3, True)):
-            heard.clear()
-            report = w.commits(version, verify=verify)
-            assert order(w) == [[1, 2], [0, 2], [0, 1]] and kinds(report) == ["gloo+relay"] * 3
-            came = [x["gloo"] for x in ways(report)]
-            assert sum(came) == one == ways(report)[0]["gloo"] + ways(report)[0]["relay"], "each byte came once"
-            assert max(came) < 0.4 * one, came
-            parts = [p for p in heard if p != ALL_PARTS]
-            assert parts == sorted(set(parts)) and len(parts) > 4
-        assert [r.epoch for r in w.coordinator.replicas.values()] == opened, "routes are opened once"
+        assert order(w) == ([[1, 2], [0, 2], [0, 1]] if "ring" in form else [[], [0], [1]]) and w.epochs() == opened
         w.sources[0].move()
-        assert kinds(w.commits(4)) == ["gloo+relay"] * 3
+        assert kinds(w.commits(4)) == routes

@@ -5,11 +5,9 @@ tests/support/cpu_peer.py stands in for CUDA IPC; everything else is real. The s
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
 import time
-import weakref
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ from tests.support.cpu_peer import MAPPED, REFUSED, Hold, peers
 from tests.support.memory import Watched
 from tests.support.packed_world import PackedWorld
 from tests.support.proc import PATIENCE
-from tests.support.world import SHAPES, ToyEngine, ToySource, World, good, until_true
+from tests.support.world import SHAPES, ToySource, World, good, until_true
 from xfer import Declared, MeshInfo, TensorTrainer
 from xfer.coordinator import messages as m
 from xfer.direct.plane import DirectPlane
@@ -87,21 +85,6 @@ def test_what_cannot_be_mapped_is_sent_and_the_reason_is_told():
         assert by_route(w.commits(2))["gloo"] > sent["gloo"]
 
 
-def test_verified_refits_change_from_pulls_to_the_link_and_back():
-    """Sums that began while bytes were pulled are of that refit, and routes that were opened anew hold nothing."""
-    with World(2, 2) as w:
-        assert by_route(w.commits(1)).keys() == {"peer"}
-        old = []
-        for version, way in ((2, "gloo"), (3, "peer")):
-            refuse_all(2) if way == "gloo" else REFUSED.clear()
-            old += [weakref.ref(s._lane_.plane._routed) for s in w.engines[0].sessions]
-            w.sources[0].move()
-            report = w.commits(version)
-            assert report.verified and by_route(report).keys() == {way}
-        gc.collect()
-        assert [r() for r in old] == [None] * 4
-
-
 def test_moved_storages_are_mapped_again_by_all_ranks_together():
     """One rank moves, all reopen, over the link that stands; then the other, then both, then a worker's."""
     with World(2, 2, 2) as w:
@@ -158,39 +141,6 @@ def test_a_callable_that_makes_views_opens_no_route_anew_and_holds_nothing_after
 
 
 # ---- release
-
-
-def test_release_unmaps_and_lets_go_and_the_next_refit_maps_again():
-    with World(2, 2, 2) as w:
-        for version, ranks in ((1, [0, 1]), (2, [0, 0]), (3, [0, 1])):
-            w.commits(version)
-            assert len(MAPPED) == 4
-            before = [weakref.ref(t.untyped_storage()) for i in ranks for t in w.sources[i].params.values()]
-            values = {i: {n: t.clone() for n, t in w.sources[i].params.items()} for i in ranks}
-            for i in ranks:
-                w.sessions[i].release()
-            assert not MAPPED
-            for i in ranks:
-                w.sources[i].params = {}
-            gc.collect()
-            assert [r() for r in before] == [None] * len(before), "something of xfer still holds trainers' storages"
-            for i in ranks:
-                w.sources[i].params = values[i]
-        w.commits(4)
-
-
-@pytest.mark.parametrize("state", ["lost", "failed"])
-def test_release_unmaps_what_workers_of_lost_and_failed_replicas_have_mapped(state):
-    with World(trainers=1, engines=[ToyEngine(2)]) as w:
-        w.commits(1)
-        assert MAPPED
-        if state == "failed":
-            w.engines[0].sessions[0]._fail(RuntimeError("stopped by the test"))
-        else:
-            w.controllers[0].close()
-        until_true(lambda: w.phase(0) == state)
-        w.sessions[0].release()
-        assert not MAPPED
 
 
 def given_up(w: World, deadline_s: float, match: str = "unmap") -> None:

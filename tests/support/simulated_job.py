@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
@@ -19,7 +20,6 @@ from tests.support.world import REFIT, Meets, ToyEngine, ToySource, ToyTaker, Wo
 from xfer import faults
 from xfer.arguments import RefitOptions
 from xfer.coordinator.deadlines import CALL_GRACE_S, HOLD_S, TOGETHER_S
-from xfer.direct import trainer, worker  # noqa: F401  # before a simulation replaces the locks of all modules
 from xfer.errors import EngineLost, VerificationError, XferError
 from xfer.kernels.block_fp8 import ScaleRule
 from xfer.participants.controller import Controller, ControllerPhase, _EngineCalls
@@ -105,6 +105,7 @@ class Engine(ToyEngine):
     def __init__(self, job: Job, replica: int):
         self.job, self.replica, self.name, self.dead = job, replica, f"engine {replica}", False
         self.life = next(job.sim.numbers)
+        self.slow: dict[str, float] = {}  # seconds that the next call of a name takes
         super().__init__(job.workers)
         rule = job.forms[len(job.made) % len(job.forms)]
         job.made.append(self)
@@ -118,6 +119,8 @@ class Engine(ToyEngine):
         return f"replica {self.replica} worker {index} of life {self.life}"
 
     def _did(self, what: str) -> None:
+        if seconds := self.slow.pop(what, 0.0):
+            self.job.nap(seconds)
         if self.dead:
             raise EngineLost("the engine has died")
         super()._did(what)
@@ -184,6 +187,7 @@ class Job(World):
         self.turns: set[int] = set()  # replicas whose engines are out of service for a refit
         self.controlled = [""] * replicas  # by replica: the process of its controller
         self.faults: dict[tuple[str, str], str] = {}
+        self.naps = 0
         self.calls, self.running = [0] * self.trainers, {}
         self.ends: dict[tuple[int, int], object] = {}
         self.excused: set[tuple[int, int]] = set()
@@ -249,8 +253,10 @@ class Job(World):
 
     def point(self, role: str, rank: int, where: str) -> None:
         action = self.faults.pop((self.sim.running.who, where), "")
-        if action and where in ("read", "look", "plan", "link"):
+        if action not in ("", "wait") and where in ("read", "look", "plan", "link"):
             self.hurts(self.sim.running.who)
+        if action == "wait":
+            self.nap(3.0)
         if action == "raise":
             raise RuntimeError(f"injected fault at {where}")
         if action == "kill":
@@ -258,6 +264,14 @@ class Job(World):
         if action == "stop":
             self.stop(self.sim.running.who)
             self.sim.block(lambda: True)
+
+    def nap(self, seconds: float) -> None:
+        """What runs takes so long."""
+        self.naps += 1
+        try:
+            self.sim.wait(seconds)
+        finally:
+            self.naps -= 1
 
     def stop(self, who: str) -> None:
         """SIGSTOP. A call of a rank that was stopped in it may take as long as that; others give up on a silent coordinator."""
@@ -360,14 +374,27 @@ class Job(World):
                 self.call(i)
                 self.sim.block(lambda: not self.running, self.sim.now + 1000)
 
+    def prompt(self) -> None:
+        """Whatever takes long has ended, and nothing takes long any more. What was arranged to raise does so."""
+        cpu_peer.Hold.clear()
+        self.faults = {at: action for at, action in self.faults.items() if action == "raise"}
+        for e in self.engines:
+            e.slow.clear()
+        self.sim.block(lambda: not self.naps, self.sim.now + DEADLINE_S)
+
+    def untroubled(self) -> None:
+        """Nothing that was arranged happens any more."""
+        self.faults.clear()
+        for e in self.engines:
+            e.fail.clear()
+        self.prompt()
+
     def undisturbed(self, verify: bool) -> list[bool]:
         """A refit while every process answers and nothing fails: whatever happened before, it commits on all replicas that are there.
         Which committed; one that is about to join may."""
         sim = self.sim
-        self.faults.clear()
+        self.untroubled()
         self.level()
-        for e in self.engines:
-            e.fail.clear()
         sim.quiet()
         there = [not self.out(e.replica) for e in self.engines]
         missing = {r for r, here in enumerate(there) if not here}
@@ -436,6 +463,8 @@ class Job(World):
 
     def leaves(self, replica: int) -> None:
         """The owner of an engine stops it, in good order."""
+        if {self.controlled[replica], *map(self.engines[replica].worker, range(self.workers))} & self.sim.stopped:
+            return  # nothing of it answers
         self.hurt.add(replica)
         self._leave(replica)
         engine = self.engines[replica]
@@ -476,7 +505,10 @@ class Job(World):
                 self.sessions[i].release()
                 free = self.sim.dead or self.coordinator.copies or not cpu_peer.MAPPED
                 self.sim.must(free, "a trainer may free its weights, and others have mapped them")
+                held = [weakref.ref(t.untyped_storage()) for t in self.sources[i].params.values()]
                 self.sources[i].move()
+                gone = not any(r() for r in held) or self.sessions[i].side._kept
+                self.sim.must(gone, "something of xfer holds weights that were released")
             except XferError as e:
                 self.sim.must(
                     not calm or self.harms > harms, f"nothing kept trainer {i} from releasing its weights: {e}"

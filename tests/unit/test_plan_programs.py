@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from tests.support.plan_worlds import EXAMPLES, dense, destination, execute, quick, source, worlds
 from xfer.errors import LayoutError, Unsupported
-from xfer.plan.inventory import Inventory, Kept
+from xfer.plan.inventory import Inventory, Kept, engine_inventory
 from xfer.plan.part import PlanPart
 from xfer.plan.planner import PlanOptions, SubPlan, plan_replica
 from xfer.plan.program import DTYPES, ITEMSIZE, ROW, Op, row_wire_bytes
 from xfer.trace.catalog import Catalog
-from xfer.trace.fragment import Fill, Fragment, TensorSpec
+from xfer.trace.fragment import Fill, Fragment, Root, Span, TensorSpec
 
 
 @given(worlds())
@@ -225,3 +225,16 @@ def test_too_many_dims_are_refused_by_name():
     flat = [dense("flat", (1,), "int8")], {"w": 1}
     with pytest.raises(Unsupported, match="deep"):
         plan_replica(catalog, [source(catalog, *flat)], [destination(catalog, *flat)])
+
+
+def test_of_an_engine_whose_loader_computes_only_what_lies_in_live_storages_can_be_read():
+    """What a recipe has read may not be there any more."""
+    catalog = Catalog((TensorSpec("a", (4,), "bfloat16"), TensorSpec("b", (4,), "bfloat16")))
+    made = engine_inventory(
+        catalog, rank=0, host="h", roots=[Root("w", 8), Root("scratch/b", 8)], footprint=[Span("w", 0, 8)],
+        fragments=[Fragment(n, (0,), (4,), root, 0, (2,), "bfloat16") for n, root in (("a", "w"), ("b", "scratch/b"))],
+        recipes=["r"],
+    )  # fmt: skip
+    source = made.as_source()
+    assert source.side == "trainer" and not source.recipes
+    assert [catalog.tensors[t].name for t in source.table.tensor] == ["a"]
