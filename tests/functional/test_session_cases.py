@@ -1022,8 +1022,8 @@ ORDERS = {
     "a layout that changes while a replica is planned is planned again at once":
         ("replicas=2", "again 1 | phase 1 planning | stop w1.0 w1.1 | change t0 turn | call | quiet | anew 1 | go | commits"),
     **{f"processes of a replica that fails at {point} while it joins hear why at once": ("replicas=2",
-        f"fault w1.1 {point} raise | again 1 | call 0 min_replicas=1 | quiet | call 1 min_replicas=1 | ended | told 1 at {point} | "
-        f"without 1 at {point} | call min_replicas=1 | without 1 at {point}") for point in ("read", "plan", "link")},
+        f"fault w1.1 {point} raise | again 1 | phase 1 joining | call 0 min_replicas=1 | quiet | call 1 min_replicas=1 | ended | "
+        f"told 1 at {point} | without 1 at {point} | call min_replicas=1 | without 1 at {point}") for point in ("read", "plan", "link")},
     **{f"also where it fails at {point} while others are armed": ("replicas=2",
         f"call 0 min_replicas=1 | armed | fault w1.1 {point} raise | again 1 | quiet | call 1 min_replicas=1 | ended | "
         f"told 1 at {point} | call min_replicas=1 | without 1 at {point}") for point in ("read", "plan", "link")},
@@ -1081,7 +1081,7 @@ ORDERS = {
     "a worker that hangs between staging and commit leaves a whole engine":
         ("replicas=2 stage", "call deadline_s=8 min_replicas=1 | staged | stop w0.1 | fails deadline | go | wait 60 | call | commits"),
     "a controller that dies between staging and commit leaves a whole engine":
-        ("replicas=2 stage", "call deadline_s=8 min_replicas=1 | staged | die c0 | fails controller | wait 60 | again 0 | call | "
+        ("replicas=2 stage", "call deadline_s=8 min_replicas=1 | staged | die c0 | fails controller | wait 60 | again 0 | quiet | call | "
          "commits"),
     "weights that are released while staged bytes wait are applied all the same":
         ("stage", "slow 0 pause 1 | call wait=sources | ended | staged | release t0 | release t1 | wait 5 | held 2"),

@@ -497,13 +497,21 @@ class Job(World):
             assert e.paused == any(t.locked for t in e.takers), "torn engines wait for a refit, all others serve"
             e.check()
 
+    def mapped(self) -> bool:
+        """Whether workers have mapped trainers' weights: not those that have left, which unmap them afterwards, nor those that got a first
+        copy last, which map another engine's."""
+        known = {c.label for c in self.coordinator.clients}
+        some = [s._lane_.plane for e in self.engines for s in e.sessions if s._lane_ and s._party.label in known]
+        own = [p for p in some if p.inputs is not None and p.inputs.donor < 0]
+        return any(p._routed and p._routed.mapping.number in cpu_peer.MAPPED or not p.unmapped for p in own)
+
     def release(self, i: int) -> None:
         harms, calm = self.harms, not self.sim.stopped | self.sim.dead
 
         def run() -> None:
             try:
                 self.sessions[i].release()
-                free = self.sim.dead or self.coordinator.copies or not cpu_peer.MAPPED
+                free = self.sim.dead or not cpu_peer.MAPPED or not self.mapped()
                 self.sim.must(free, "a trainer may free its weights, and others have mapped them")
                 held = [weakref.ref(t.untyped_storage()) for t in self.sources[i].params.values()]
                 self.sources[i].move()
