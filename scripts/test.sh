@@ -64,16 +64,14 @@ style() { .venvs/trainer/bin/ruff check . && .venvs/trainer/bin/ruff format --ch
 types() { .venvs/trainer/bin/python -m mypy; }
 site() { NO_MKDOCS_2_WARNING=1 .venvs/docs/bin/mkdocs build --strict -q; }
 layout() { .venvs/trainer/bin/python -m tests.support.house; }
-echo "== kernels for GPUs, in Triton's interpreter"
+echo "== kernels for GPUs, in Triton's interpreter, and beside them style, types, site, layout"
 checked=$(mktemp)
-(for check in style types site layout; do timed $check; done; exit $status) >"$checked" 2>&1 & # beside this step and the next one
-checks=$!
+(for check in style types site layout; do timed $check; done; exit $status) >"$checked" 2>&1 & # one process each: two processors
 TRITON_INTERPRET=1 XFER_EXAMPLES=12 run engine 0 "not gpu$and_slow" $kernels
+wait $! || status=1
+cat "$checked" && rm "$checked"
 echo "== trainer environment: $(versions trainer)"
 run trainer "$jobs" "not engine and not rl and not gpu$and_slow" $where
-echo "== style, types, site, layout"
-wait $checks || status=1
-cat "$checked" && rm "$checked"
 echo "== engine environment: $(versions engine)"
 # One after the other: an engine keeps two processors busy, and one that is to answer every second does not beside another.
 run_marked engine
