@@ -35,9 +35,8 @@ def shape(line: str) -> str:
 
 
 def test_a_job_says_a_line_for_each_thing_that_happens_and_one_a_refit(said, monkeypatch):
-    monkeypatch.setattr(
-        logs, "EVERY_S", 60.0
-    )  # who waits is another test's: on a busy machine somebody waits for 0.2 s
+    # The fixture's 0.2 s are for tests of lines about waiting: on a busy machine a worker installs longer, which adds one.
+    monkeypatch.setattr(logs, "EVERY_S", 60.0)
     with Job(trainers=2) as j:
         j.controllers[0].wait_ready(20.0)
         started = {

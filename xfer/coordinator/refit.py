@@ -64,8 +64,8 @@ class Owed:
         return h.role == "trainer" or self._joiner not in (None, h.replica)
 
     def rank(self, client: Client) -> int:
-        h = client.hello
-        return h.index if h.role == "trainer" or self.is_source(client) else self._sources + h.index
+        index = client.hello.index
+        return index if self.is_source(client) else self._sources + index
 
     def begin(self, replicas: Sequence[Replica], sources: bool = True) -> None:
         """All ranks of these replicas are told Go, or their workers only."""
@@ -213,7 +213,7 @@ class Transfer:
             ProtocolError: the message names a replica that does not exist or, from a worker that receives, that is not its own.
         """
         h = client.hello
-        source = h.role == "trainer" or self.owed.is_source(client)
+        source = self.owed.is_source(client)
         if not source:
             if msg.replicas != (h.replica,):
                 raise ProtocolError(f"{client.label} speaks for replicas {msg.replicas[:8]}")

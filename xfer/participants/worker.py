@@ -225,11 +225,9 @@ class WorkerSession:
             if isinstance(message, m.CatalogMsg):
                 self._read(party, message)
                 continue
-            if (
-                isinstance(message, m.OpenLink) or self._locked < 0
-            ):  # the next refit opens the link of a replica that comes without one
-                # Not earlier: this runs the model's own collectives, and now all workers have planned. Not later: `connect` returns
-                # when links are open, and raises if there is no lock.
+            # Not earlier: this runs the model's own collectives, and now all workers have planned. Not later: `connect` returns when
+            # links are open, and raises if there is no lock. A replica may be ready without a link: the next refit opens it.
+            if isinstance(message, m.OpenLink) or self._locked < 0:
                 lock = self.model.choose_lock()
                 self.side.rebind()  # from now on refits write the lock's scratch instead of its live storage
             if isinstance(message, m.ReplicaReady):

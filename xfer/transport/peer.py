@@ -479,9 +479,8 @@ class Pull:
         self._gate = gate
         self._waves = [0] if gate is None else sorted(set(rows["wave"].tolist()))
         parts = [rows] if gate is None else [rows[rows["wave"] == w] for w in self._waves]
-        self._marks, self._live = None, live
-        if summed is None and _are_marked(rows, mapping):
-            self._marks = _Marked(rows, mapping)
+        self._marks = _Marked(rows, mapping) if summed is None and _are_marked(rows, mapping) else None
+        self._live = live
         self._bound = [
             self._bind(part, mapping, roots, read_too, summed if not k else None, **how) for k, part in enumerate(parts)
         ]
