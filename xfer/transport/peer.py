@@ -562,13 +562,13 @@ class Pull:
         if self._marks is None or not base:
             return
         with torch.cuda.device(self.device), torch.cuda.stream(self._aside):
-            heads = self._marks.read_heads()
+            self._marks.read_heads()
             event = self._aside.record_event()
         while not event.query():
             if time.monotonic() > deadline:
                 return
             time.sleep(0)
-        self.by_marks = self._marks.pay(heads, base)
+        self.by_marks = self._marks.pay(base)
 
     def apply(self) -> None:
         """Copies what the last pull has brought into scratch, if it was `by_marks`, into live storages, on the current stream. It
@@ -675,18 +675,18 @@ class _Marked:
     def __init__(self, rows: np.ndarray, mapping: Mapping):
         self._device, self._there = mapping.device, {a: mapping.marks[a] for a in sorted(set(rows["src"].tolist()))}
         self._here = {a: torch.empty_like(marks) for a, (marks, _) in self._there.items()}
-        self._heads = {
-            a: torch.empty(len(at), dtype=torch.int64, pin_memory=True) for a, (_, at) in self._there.items()
-        }
+        ends = np.cumsum(
+            [0, *(len(at) for _, at in self._there.values())]
+        )  # a head is as long as `at`: the base, then the counts
+        self._heads, self._firsts = torch.empty(int(ends[-1]), dtype=torch.int64, pin_memory=True), ends[:-1]
         self._known = sorted(_known(mapping))
         self._moved = torch.empty(0, dtype=torch.int64, pin_memory=True)
-        pairs = np.stack([rows["src"], rows["src_root"]], axis=1)
-        self._pairs, which = np.unique(pairs, axis=0, return_inverse=True)
-        self._nbytes = np.bincount(which.reshape(-1), row_wire_bytes(rows), len(self._pairs))
+        pairs = np.stack([rows["src"], rows["src_root"]], axis=1).astype(np.int64)
+        pairs, which = np.unique(pairs, axis=0, return_inverse=True)
+        self._nbytes = np.bincount(which.reshape(-1), row_wire_bytes(rows), len(pairs))
         self._whole = {a: int(whole_bytes(rows[rows["src"] == a]).sum()) for a in self._there}
-        self._granules = np.array(
-            [mapping.roots[a][b].numel() / GRANULE for a, b in self._pairs.tolist()], np.float64
-        )  # fmt: skip
+        self._granules = np.array([mapping.roots[a][b].numel() / GRANULE for a, b in pairs.tolist()], np.float64)
+        self._counts = 1 + pairs[:, 1] + ends[np.searchsorted(list(self._there), pairs[:, 0])]
 
     @property
     def nbytes(self) -> int:
@@ -697,16 +697,15 @@ class _Marked:
         some = [self._here[a].data_ptr() + int(self._there[a][1][b]) if a in self._here else 0 for a, b in known]
         return torch.tensor(some or [0], dtype=torch.int64).to(self._device)
 
-    def read_heads(self) -> dict[int, torch.Tensor]:
-        for a, (marks, at) in self._there.items():
-            self._heads[a].copy_(marks[: 8 * len(at)].view(torch.int64), non_blocking=True)
-        return self._heads
+    def read_heads(self) -> None:
+        """Copies the heads into memory of the host, on the current stream."""
+        for first, (marks, at) in zip(self._firsts.tolist(), self._there.values()):
+            self._heads[first : first + len(at)].copy_(marks[: 8 * len(at)].view(torch.int64), non_blocking=True)
 
-    def pay(self, heads: dict[int, torch.Tensor], base: int) -> bool:
-        if any(int(head[0]) != base for head in heads.values()):
-            return False
-        marked = np.array([int(heads[a][1 + b]) for a, b in self._pairs.tolist()], np.float64)
-        return cost(marked, self._granules, self._nbytes) < 1
+    def pay(self, base: int) -> bool:
+        """Whether a pull of what is marked since refit `base` takes less time than one of everything, by the heads that were read."""
+        told = self._heads.numpy()
+        return bool((told[self._firsts] == base).all()) and cost(told[self._counts], self._granules, self._nbytes) < 1
 
     def fetch(self) -> None:
         """Copies the marks here, on the current stream."""
