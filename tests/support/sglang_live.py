@@ -100,8 +100,8 @@ def answer(engine: SGLangEngine | Server, rank: int) -> dict[str, Any]:
 class Weights:
     """The tensors of the checkpoint of a seed, on a device."""
 
-    def __init__(self, family: str, device: str):
-        self._config, self._device = toy.config(family), device
+    def __init__(self, family: str, device: str, **override: Any):
+        self._config = toy.config(family, **override)
         self.tensors = {n: t.to(device) for n, t in toy.tensors(self._config, 1).items()}
 
     def set(self, seed: int) -> None:
@@ -114,10 +114,12 @@ def main(family: str, tp: int, options: dict[str, Any], *door: str) -> None:
     device, ranks = options.get("device", "cpu"), range(options.get("dp_size", 1))
     faults = Path(tempfile.mkdtemp(prefix="xfer-sglang-")) / "faults"
     os.environ["XFER_FAULT_FILE"] = str(faults)
+    # SGLang's rotary kernel of GPUs takes heads of 64, 128, 256 or 512 elements.
+    wide = {} if device == "cpu" or "head_dim" not in toy.config(family) else {"head_dim": 64}
     folders = {}
     for seed in (1, 2):
         folders[seed] = tempfile.mkdtemp(prefix="xfer-sglang-")
-        toy.write_checkpoint(family, folders[seed], seed=seed)
+        toy.write_checkpoint(family, folders[seed], seed=seed, **wide)
     with contextlib.ExitStack() as stack:
         engine = start(folders[2], tp, options, *door)
         stack.callback(engine.shutdown)
@@ -126,7 +128,7 @@ def main(family: str, tp: int, options: dict[str, Any], *door: str) -> None:
         engine = start(folders[1], tp, options, *door)
         stack.callback(engine.shutdown)
         out["first"] = [answer(engine, r) for r in ranks]
-        weights, at = Weights(family, device), f"tcp://127.0.0.1:{free_port()}"
+        weights, at = Weights(family, device, **wide), f"tcp://127.0.0.1:{free_port()}"
         source = xfer.TensorTrainer(lambda: weights.tensors, rank=0, world=1)
         controller = xfer.serve(engine, at, TOKEN, deadline_s=120.0)
         session = xfer.connect(source, at, TOKEN, deadline_s=120.0, route=xfer.Direct(cache_dir=None))
