@@ -1,9 +1,14 @@
-"""`xfer doctor` without a network: which addresses gloo and NCCL choose, what is found in given facts, and what is printed."""
+"""`xfer doctor` without a network: which addresses gloo and NCCL choose, how a rate is counted, what is found in given facts, and what is
+printed."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from itertools import combinations
 
@@ -11,6 +16,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from xfer.cli.doctor import visits
 from xfer.cli.doctor.addresses import Chosen, chosen, gloo_addresses, nccl_interfaces
 from xfer.cli.doctor.checks import examine
 from xfer.cli.doctor.facts import (
@@ -47,6 +53,36 @@ SOUND = HostFacts(
 def facts(label: str = "a", **changes) -> HostFacts:
     """A sound machine of that name, with changes."""
     return replace(SOUND, **{"label": label, "identity": label, "host": label, "machine": f"m-{label}", **changes})
+
+
+# ---- a rate
+
+
+def test_bytes_that_had_piled_up_when_a_stream_began_are_not_counted():
+    (ours, theirs), until = socket.socketpair(), time.monotonic() + 20
+    threading.Thread(target=visits._count, args=(theirs, 0.3, until), daemon=True).start()
+    ours.sendall(bytes(8 << 20))
+    ours.settimeout(0)
+    later = counted = 0
+    while not counted and time.monotonic() < until:
+        later += ours.send(bytes(10_000))
+        time.sleep(0.005)
+        with contextlib.suppress(BlockingIOError):
+            counted = int.from_bytes(ours.recv(8), "little")
+    assert 0 < counted < later
+
+
+def test_a_stream_goes_on_until_all_others_have_been_counted():
+    (first, its_reader), (second, other_reader), until = socket.socketpair(), socket.socketpair(), time.monotonic() + 5
+    its_reader.settimeout(1)
+    with ThreadPoolExecutor() as pool:
+        sent = pool.submit(visits._send, [first, second], until)
+        its_reader.sendall((5).to_bytes(8, "little"))
+        went_on = time.monotonic() + 0.3
+        while time.monotonic() < went_on:
+            assert its_reader.recv(1 << 20)
+        other_reader.sendall((7).to_bytes(8, "little"))
+        assert sent.result(10) == 12
 
 
 # ---- which interfaces gloo and NCCL choose

@@ -33,6 +33,7 @@ from xfer.cli.doctor.visits import (
     PINGS_S,
     STREAM_S,
     STREAMS,
+    WARM_S,
     Offers,
     offer_probes,
     open_door,
@@ -216,7 +217,7 @@ class Leader:
 
     def _longest(self, facts: HostFacts, seen: str) -> float:
         """Seconds that a visit of this process may take."""
-        per_path = (2 + STREAMS) * CONNECT_S + PINGS_S + self._terms.stream_s + STREAM_S
+        per_path = (2 + STREAMS) * CONNECT_S + PINGS_S + WARM_S + self._terms.stream_s + STREAM_S
         return len(chosen(facts, seen)) * per_path + SLACK_S
 
     def _tell(self, line: Line, note: Note, until: float) -> bool:

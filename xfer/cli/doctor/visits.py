@@ -25,6 +25,9 @@ from xfer.rendezvous.channel import connect_handshake, read_exactly
 
 CONNECT_S, PINGS_S, STREAM_S = 5.0, 5.0, 5.0
 PINGS, STREAMS, BLOCK_BYTES = 20, 4, 1 << 18
+WARM_S = 0.3
+"""What comes so soon after a stream's first byte is not counted: other streams may have yet to begin, and buffers fill."""
+_LOOK_MS = 50
 _IP_MTU, _IPV6_MTU = 14, 24
 """Linux: the path MTU of a connected socket."""
 
@@ -88,8 +91,8 @@ def _answer(sock: socket.socket, until: float) -> None:
 
 
 def _count(sock: socket.socket, stream_s: float, until: float) -> None:
-    """Counts the bytes of `stream_s` seconds from the first one on, and answers their number. Then reads until the visitor hangs up."""
-    buffer, total, end = bytearray(4 * BLOCK_BYTES), 0, 0.0
+    """Counts the bytes of `stream_s` seconds, and answers their number. Then reads until the visitor hangs up."""
+    buffer, total, warm, end = bytearray(4 * BLOCK_BYTES), 0, 0.0, 0.0
     told = False
     while True:
         sock.settimeout(max(0.001, until - time.monotonic()))
@@ -97,8 +100,10 @@ def _count(sock: socket.socket, stream_s: float, until: float) -> None:
         if not got:
             return
         now = time.monotonic()
-        end = end or now + stream_s
-        if now < end:
+        warm = warm or now + WARM_S
+        if not end:
+            end = now + stream_s if now >= warm else 0.0
+        elif now < end:
             total += got
         elif not told:
             sock.sendall(struct.pack("<Q", total))
@@ -149,7 +154,7 @@ def _measure(found: NetworkPath, other: HostFacts, token: str, stream_s: float, 
     found = replace(found, round_trip_s=round_trip, clock_ahead_s=ahead, path_mtu=mtu)
     if not stream_s:
         return found
-    lasts = stream_s + STREAM_S
+    lasts = WARM_S + stream_s + STREAM_S
     streams = []
     try:
         for _ in range(STREAMS):
@@ -184,8 +189,9 @@ def _call(
 
 
 def _send(streams: Sequence[socket.socket], until: float) -> int:
-    """Sends over all streams until each has answered. Returns how many bytes arrived in time. Raises OSError if one does not answer."""
-    block, arrived, failed = bytes(BLOCK_BYTES), [], []
+    """Sends over all streams until all have answered: each of them counts while all others run. Returns how many bytes arrived in time.
+    Raises OSError if one does not answer."""
+    block, arrived, failed = bytes(BLOCK_BYTES), list[int](), list[OSError]()
 
     def send(sock: socket.socket) -> None:
         unsent, answer = memoryview(block), b""
@@ -193,19 +199,19 @@ def _send(streams: Sequence[socket.socket], until: float) -> int:
         poll.register(sock, select.POLLIN | select.POLLOUT)
         try:
             sock.setblocking(False)
-            while len(answer) < 8:
-                left = until - time.monotonic()
-                ready = poll.poll(left * 1e3) if left > 0 else []
-                if not ready:
+            while len(answer) < 8 or (len(arrived) < len(streams) and not failed):
+                if time.monotonic() > until:
                     raise TimeoutError
-                if ready[0][1] & ~select.POLLOUT:
-                    got = sock.recv(8 - len(answer))
+                for _, event in poll.poll(_LOOK_MS):
+                    if not event & ~select.POLLOUT:
+                        unsent = unsent[sock.send(unsent) :] or memoryview(block)
+                        continue
+                    got = sock.recv(8 - len(answer) or 1)
                     if not got:
                         raise ConnectionError("connection closed")
                     answer += got
-                else:
-                    unsent = unsent[sock.send(unsent) :] or memoryview(block)
-            arrived.append(struct.unpack("<Q", answer)[0])
+                    if len(answer) == 8:
+                        arrived.append(struct.unpack("<Q", answer)[0])
         except OSError as e:
             failed.append(e)
 
