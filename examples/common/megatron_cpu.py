@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from examples.common.gloo_end import settle_at_exit
-from examples.common.gloo_threads import one_thread_each
+from examples.common.gloo_threads import few_threads
 
 CPU = torch.device("cpu")
 _installed = False
@@ -44,7 +44,7 @@ def install() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|apex).*")
     _patch_cuda()
-    one_thread_each()
+    few_threads()
     _patch_distributed()
     _CudaMeansCpu().__enter__()  # stays on for the life of the process
     _patch_megatron()

@@ -35,6 +35,8 @@ from tests.support.hosts import Host
 
 ROOT = Path(__file__).resolve().parents[2]
 PR_SET_CHILD_SUBREAPER = 36
+SPINS_S = 0.002
+"""For so long workers of vLLM look for a message before they sleep."""
 FORKS_S = 120.0
 """Deadline of a fork, whose forge may have to import first."""
 OURS = (
@@ -63,6 +65,13 @@ def imports_vllm() -> None:
     import vllm.v1.engine.core
     import vllm.v1.engine.llm_engine
     import vllm.v1.worker.cpu_worker  # noqa: F401
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    from examples.common.gloo_threads import few_threads
+
+    few_threads()
+    # After each message a reader keeps a processor busy for a second, and here ten of them share two processors.
+    SpinCondition.__init__.__defaults__ = (SPINS_S,)
 
 
 IMPORTS = {"torch": imports_torch, "megatron": imports_megatron, "vllm": imports_vllm}
@@ -241,6 +250,9 @@ def main() -> None:
     asked = socket.socket(fileno=int(sys.argv[2]))
     IMPORTS[sys.argv[1]]()
     gc.freeze()  # else each collection in each child visits all objects, and copies their pages
+    gc.unfreeze = lambda: (
+        None
+    )  # vLLM calls it when an engine ends, and collects then: seconds of a processor in each worker
     if (request := serve(asked)) is None:
         return
     code = 0

@@ -30,10 +30,10 @@ print("held after the collective:", held)
 GATHERS = """
 import os, sys, time
 import torch, torch.distributed as dist
-from examples.common.gloo_threads import one_thread_each
+from examples.common.gloo_threads import few_threads
 
-one_thread_each()
-one_thread_each()
+few_threads()
+few_threads()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.new_group()
 a, b, s = torch.ones(8), torch.empty(8), torch.ones(8)
