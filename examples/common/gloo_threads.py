@@ -1,9 +1,10 @@
 """Few threads for the gloo groups that torch.distributed makes. For tests and demos only.
 
-One worker thread for each group. A group has two, and both write the name of the work that they have just ended into one string, with no lock (`runLoop` in torch's
-ProcessGroupGloo.cpp, 2.13). A name of up to 15 letters lies in the string itself and is only garbled. "ALLGATHER_COALESCED", by which
-Megatron's distributed optimizer gathers parameters, is longer: then two threads free the same memory, and the process dies
-later, anywhere, of "malloc(): unaligned tcache chunk detected" or a segmentation fault. One thread alone has nobody to race with.
+One worker thread for each group. A group has two, and both write the name of the work that they have just ended into one string, with
+no lock (`runLoop` in torch's ProcessGroupGloo.cpp, 2.13). A name of up to 15 letters lies in the string itself and is only garbled.
+"ALLGATHER_COALESCED", by which Megatron's distributed optimizer gathers parameters, is longer: then two threads free the same memory,
+and the process dies later, anywhere, of "malloc(): unaligned tcache chunk detected" or a segmentation fault. One thread alone has
+nobody to race with.
 
 xfer's own links and wires make their groups themselves and keep two; no work of theirs has so long a name.
 

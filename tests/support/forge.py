@@ -67,9 +67,6 @@ def imports_vllm() -> None:
     import vllm.v1.worker.cpu_worker  # noqa: F401
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
-    from examples.common.gloo_threads import few_threads
-
-    few_threads()
     # After each message a reader keeps a processor busy for a second, and here ten of them share two processors.
     SpinCondition.__init__.__defaults__ = (SPINS_S,)
 
@@ -247,8 +244,11 @@ def run(request: Request) -> None:
 
 
 def main() -> None:
+    from examples.common.gloo_threads import few_threads
+
     asked = socket.socket(fileno=int(sys.argv[2]))
     IMPORTS[sys.argv[1]]()
+    few_threads()
     gc.freeze()  # else each collection in each child visits all objects, and copies their pages
     gc.unfreeze = lambda: (
         None
