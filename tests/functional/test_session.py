@@ -31,7 +31,7 @@ from xfer.coordinator import messages as m
 from xfer.errors import XferError
 from xfer.kernels.block_fp8 import ScaleRule
 
-EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "100"))
+EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "40"))
 WORKERS, TRAINERS = ("read", "arm", "commit", "look", "apply"), ("enter", "drain", "before", "after")
 POINTS = (*WORKERS, *TRAINERS, "plan", "link", "moving", "wave", "done", "digest", "checksum")
 FAILURES = st.tuples(
