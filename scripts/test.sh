@@ -8,7 +8,7 @@
 #   scripts/test.sh --unit       unit tests only
 # Further arguments go to pytest: -k EXPRESSION, -x, -n 0, files. Its options that begin with -- go behind a --, as in
 #   scripts/test.sh --unit -- --lf
-# Without engines, each file's tests are run by one of up to four processes; -n 0: all by one.
+# Each file's tests are run by one of up to five processes, those with engines by one of two; -n 0: all by one.
 # The matrix starts every rank and engine anew, as users do; otherwise most are forked from one that has imported its framework.
 set -uo pipefail
 usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "$0"; }
@@ -31,9 +31,9 @@ scripts/setup.sh all || exit 1
 export CUDA_VISIBLE_DEVICES= # also where there are some: tests for GPUs are run by their own commands
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_CI_ENV=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-ERROR}
-jobs=$(env -u OMP_NUM_THREADS nproc) # it would answer with that
-[ "$jobs" -le 4 ] || jobs=4
-[ "$jobs" -eq 1 ] || export XFER_TEST_PATIENCE=${XFER_TEST_PATIENCE:-2} # of tests with their processes, which share the processors
+jobs=$(($(env -u OMP_NUM_THREADS nproc) + 1)) # nproc would answer with the variable; one more, since tests wait for a third of their time
+[ "$jobs" -le 5 ] || jobs=5
+export XFER_TEST_PATIENCE=${XFER_TEST_PATIENCE:-2} # of tests with their processes, which share the processors
 [ -z "$forge" ] || export XFER_TEST_FORGE=$forge
 and_slow=${slow:+ and $slow}
 status=0
@@ -51,9 +51,9 @@ run() { # environment, processes, marker expression, files or folders
   [ $rc -eq 5 ] && rc=0 # no test of this marker under this path
   [ $rc -eq 0 ] || status=1
 }
-run_marked() { # environment, which has its marker's name: files without the marker are not read, or that takes half a minute
+run_marked() { # environment, which has its marker's name, and processes: files without the marker are not read, or that takes half a minute
   local files
-  files=$(grep -rl --include='test_*.py' "mark\.$1\b" $where | sort) && run "$1" 0 "$1 and not gpu$and_slow" $files
+  files=$(grep -rl --include='test_*.py' "mark\.$1\b" $where | sort) && run "$1" "$2" "$1 and not gpu$and_slow" $files
 }
 timed() { # a check, with its seconds
   local began=$SECONDS
@@ -73,9 +73,8 @@ cat "$checked" && rm "$checked"
 echo "== trainer environment: $(versions trainer)"
 run trainer "$jobs" "not engine and not rl and not gpu$and_slow" $where
 echo "== engine environment: $(versions engine)"
-# One after the other: an engine keeps two processors busy, and one that is to answer every second does not beside another.
-run_marked engine
+run_marked engine 2
 echo "== RL frameworks: $(.venvs/rl/bin/pip list 2>/dev/null | grep -E '^(verl|trl|skyrl) ' | paste -sd , | tr -s ' ')"
-run_marked rl
+run_marked rl 0
 echo "scripts/test.sh: $((SECONDS / 60)) min $((SECONDS % 60)) s, status $status"
 exit $status

@@ -28,9 +28,11 @@ from xfer.transport.p2p import WAVE_BYTES
 
 pytestmark = BOTH
 SIZES = dict(world=8, tp=2, pp=2, ep=2, etp=1)
-WIDE_MOE = dict(hidden_size=256, head_dim=128, num_attention_heads=4, num_key_value_heads=2, intermediate_size=512)
-WIDE_MOE |= dict(moe_intermediate_size=256, num_experts=16)
-MOE = toy.FAMILIES["qwen3_moe"] | {"vocab_size": 192}  # as many as vLLM pads them to: declared engines have no padding
+WIDE = dict(hidden_size=256, head_dim=128, num_attention_heads=4, num_key_value_heads=2, intermediate_size=512)
+WIDE |= dict(moe_intermediate_size=256, num_experts=16)  # in FP8 each rank's part consists of whole blocks
+MOE = (
+    toy.FAMILIES["qwen3_moe"] | WIDE | {"vocab_size": 256}
+)  # as many as vLLM pads them to: declared engines have no padding
 
 
 def xfer_plan(folder: Path, *args: str) -> tuple[int, str, dict, float]:
@@ -51,13 +53,13 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def declared(folder: Path, config: dict = MOE, *, fp8: bool = False) -> dict:
+def declared(folder: Path, *, fp8: bool = False) -> dict:
     """The same refit from declared layouts."""
     from xfer.cli.plan_report import Header, make_plans, make_report
 
     configs = layouts.CONFIGS
     try:
-        (folder / "toy.json").write_text(json.dumps(config))
+        (folder / "toy.json").write_text(json.dumps(MOE))
         layouts.CONFIGS = folder
         model = layouts.Model.named("toy")
     finally:
@@ -107,13 +109,10 @@ COUNTED = (
 
 def test_a_plan_for_an_engine_in_fp8_is_that_of_declared_layouts(folder):
     """Trainers quantize what the engine's own loader takes in FP8."""
-    (folder / "wide").mkdir()
-    wide = MOE | dict(vocab_size=256, **WIDE_MOE)
-    (folder / "wide" / "config.json").write_text(json.dumps(wide))
-    sides = ("--trainer", f"{folder}/wide world=8 tp=2 pp=2 ep=2 etp=1", "--engine", f"tp=2 replicas=2 {IN_FP8}")
+    sides = ("--trainer", f"{folder}/moe world=8 tp=2 pp=2 ep=2 etp=1", "--engine", f"tp=2 replicas=2 {IN_FP8}")
     code, text, data, _ = xfer_plan(folder, *sides)
     assert code == 0, text
-    got, want = data["plan"], declared(folder, wide, fp8=True)
+    got, want = data["plan"], declared(folder, fp8=True)
     assert {k: got[k] for k in COUNTED} == {k: want[k] for k in COUNTED}
     assert got["byte_classes"]["written"] == got["nbytes"]
     assert "Engines serve 212 matrices in block FP8. Trainers quantize them before they are ready" in " ".join(
