@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that needs no GPU: what CI runs and the wide matrix, with each tested trainer; the other Pythons; a run of the demo. Hours
-# on two cores.
+# Everything that needs no GPU: what CI runs and the wide matrix, with each tested trainer; the other Pythons; a run of the demo; a
+# long search for faults of the protocol. Hours on two cores.
 #   scripts/nightly.sh          PYTHON=python3.11 to choose the interpreter of the environments
 set -uo pipefail
 case ${1:-} in
@@ -20,4 +20,6 @@ for step in "${steps[@]}"; do
   # shellcheck disable=SC2086
   bash $step || failed+=("$step")
 done
+echo "== orders of events that CI does not try"
+XFER_EXAMPLES=1000 .venvs/trainer/bin/python -m pytest -q -p no:cacheprovider tests/functional/test_session.py || failed+=("tests/functional/test_session.py")
 [ ${#failed[@]} -eq 0 ] || { printf 'failed: %s\n' "${failed[@]}"; exit 1; }

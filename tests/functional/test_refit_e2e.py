@@ -80,13 +80,6 @@ CASES = [
         (dict(tp=1), dict(tp=1)),
         connect=dict(host_pull=True, relay=True),
     ),
-    Case(
-        "qwen3_moe",
-        dict(tp=2, ep=2, etp=2, distopt=True),
-        (dict(tp=2, ep=True), dict(tp=1)),
-        connect=dict(scramble=False),
-        stage=True,
-    ),
     Case("deepseek_v3", dict(tp=2, ep=2, etp=2, distopt=True), (dict(tp=2, ep=True),)),
     # TP above the number of KV heads, and a vocabulary that each side pads to another size.
     Case(
@@ -108,6 +101,13 @@ CASES = [
     ),
 ]
 SLOW = [
+    Case(
+        "qwen3_moe",
+        dict(tp=2, ep=2, etp=2, distopt=True),
+        (dict(tp=2, ep=True), dict(tp=1)),
+        connect=dict(scramble=False),
+        stage=True,
+    ),
     Case("qwen3", dict(tp=2, pp=2, distopt=True), (dict(tp=2), dict(tp=2)), connect=dict(relay=True)),
     Case("qwen3", dict(tp=2, pp=2, distopt=True), (dict(tp=2),), WIDE, fp8="fp8"),
     Case("qwen3_moe", dict(tp=2, pp=2, ep=2, etp=1, distopt=True), (dict(tp=2, ep=True),), WIDE_MOE, fp8="fp8"),
