@@ -1,11 +1,13 @@
 """Forges: processes that have imported a framework, and fork the ranks and engines of functional tests.
 
 Megatron-Bridge and vLLM take longer to import than most tests need a rank. A forked process has its own session, files,
-environment and exit status; multiprocessing's forkserver would leave it the server's files and environment. Three things
+environment and exit status; multiprocessing's forkserver would leave it the server's files and environment. Four things
 differ from a process that is started anew, so XFER_TEST_FORGE=0 (and the slow matrix) starts all anew:
 
 - Strings have one hash in all processes of a forge, so an order that depends on hashes differs only between trainers and engines.
 - Settings that are read at import are the forge's, so a child with other settings of a framework is started anew.
+- Its gloo groups share a thread, workers of vLLM sleep where they would spin, and what the forge has imported is never collected:
+  processes that wait leave the processors to others.
 - A forked process ends after its threads and atexit functions, and does not take its modules apart.
 
 proc.py starts processes with it.
@@ -250,9 +252,8 @@ def main() -> None:
     IMPORTS[sys.argv[1]]()
     few_threads()
     gc.freeze()  # else each collection in each child visits all objects, and copies their pages
-    gc.unfreeze = lambda: (
-        None
-    )  # vLLM calls it when an engine ends, and collects then: seconds of a processor in each worker
+    # vLLM calls it when an engine ends, and collects then: seconds of a processor in each worker.
+    gc.unfreeze = lambda: None
     if (request := serve(asked)) is None:
         return
     code = 0
