@@ -254,6 +254,10 @@ def main() -> None:
     gc.freeze()  # else each collection in each child visits all objects, and copies their pages
     # vLLM calls it when an engine ends, and collects then: seconds of a processor in each worker.
     gc.unfreeze = lambda: None
+    if torch := sys.modules.get("torch"):
+        # At its first use after a fork, torch makes a pool of threads anew, without a lock: of two threads that come then, one fails by
+        # "Invalid thread pool!". The child's first thread comes before all others, also in what it forks itself.
+        os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
     if (request := serve(asked)) is None:
         return
     code = 0
