@@ -9,7 +9,7 @@ nobody to race with.
 xfer's own links and wires make their groups themselves and keep two; no work of theirs has so long a name.
 
 One device for all groups of a process. A device has a thread that wakes up a hundred times a second, and each group has a device of its
-own: four ranks of Megatron have so many that these threads alone took a quarter of two processors.
+own: beside four ranks of Megatron and an engine these threads alone took a quarter of two processors.
 
 What else torch's gloo threads do at the end of a process: gloo_end.py.
 """

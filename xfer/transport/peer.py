@@ -675,9 +675,8 @@ class _Marked:
     def __init__(self, rows: np.ndarray, mapping: Mapping):
         self._device, self._there = mapping.device, {a: mapping.marks[a] for a in sorted(set(rows["src"].tolist()))}
         self._here = {a: torch.empty_like(marks) for a, (marks, _) in self._there.items()}
-        ends = np.cumsum(
-            [0, *(len(at) for _, at in self._there.values())]
-        )  # a head is as long as `at`: the base, then the counts
+        # A head, the base and then the counts, has as many numbers as there are places.
+        ends = np.cumsum([0, *(len(at) for _, at in self._there.values())])
         self._heads, self._firsts = torch.empty(int(ends[-1]), dtype=torch.int64, pin_memory=True), ends[:-1]
         self._known = sorted(_known(mapping))
         self._moved = torch.empty(0, dtype=torch.int64, pin_memory=True)
