@@ -203,7 +203,7 @@ def _patch_megatron() -> None:
 
     # WrappedTorchNorm refuses sequence parallel, which Megatron demands of MoE with tp > 1. All that sequence parallel
     # needs from a norm is this mark: finalize_model_grads then sums the weight's gradient over TP.
-    def norm(cls, config, hidden_size, eps=1e-5, **_):
+    def norm(cls, config, hidden_size, eps=1e-5, persist_layer_norm=False, zero_centered_gamma=False, normalization=""):
         kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
         made = kind(hidden_size, eps=eps)
         for p in made.parameters():

@@ -209,6 +209,13 @@ def _sharded(module, prefix, cuts, offsets, metadata):
     )
 
 
+class TENorm:
+    """Megatron's own norm of torch. `has_residual` asks TransformerEngine to add in the same kernel, and changes no result."""
+
+    def __new__(cls, *args, has_residual: bool = False, **kwargs):
+        return WrappedTorchNorm(*args, **kwargs)
+
+
 TWINS = {
     twin.__name__: twin
     for twin in (
@@ -219,8 +226,9 @@ TWINS = {
         TEColumnParallelGroupedLinear,
         TERowParallelGroupedLinear,
         TEDotProductAttention,
+        TENorm,
     )
-} | {"TENorm": WrappedTorchNorm, "TEActivationOp": None}
+} | {"TEActivationOp": None}
 
 
 def install() -> None:
@@ -243,10 +251,10 @@ def install() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron."):
             vars(module).update({n: twin for n, twin in TWINS.items() if n in vars(module)})
-    gpt_layer_specs.TESpecProvider, gpt_layer_specs.TENorm = provider.TESpecProvider, WrappedTorchNorm
+    gpt_layer_specs.TESpecProvider, gpt_layer_specs.TENorm = provider.TESpecProvider, TENorm
     provider.is_te_min_version = lambda *_: True  # there is no version to ask for
     for module in (attention, multi_latent_attention, moe_layer):
-        module.HAVE_TE, module.TELinear, module.TENorm = True, TELinear, WrappedTorchNorm
+        module.HAVE_TE, module.TELinear, module.TENorm = True, TELinear, TENorm
         module.TEColumnParallelLinear = TEColumnParallelLinear
     if utils := sys.modules.get("megatron.bridge.peft.utils"):  # Bridge's adapters tell layers apart by TE's classes
         utils.HAVE_TE = True
