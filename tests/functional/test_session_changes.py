@@ -12,12 +12,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.simulation import simulated
 from tests.support.world import SHAPES, ToyEngine, ToyLayout, ToySource, ToyTaker, World, good, raised, right
 from xfer.direct import holders
 from xfer.errors import CoverageError, DeadlineExceeded, LayoutError, Unsupported, VerificationError
 from xfer.participants.lane import Lane
 from xfer.participants.refit import RefitCall
 from xfer.trace.fragment import TensorSpec
+
+pytestmark = pytest.mark.usefixtures(simulated.__name__)
 
 
 def export(source: ToySource) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.simulation import simulated
 from tests.support.world import (
     ToyLayout,
     ToySource,
@@ -19,6 +20,8 @@ from xfer import faults
 from xfer.arguments import RefitOptions
 from xfer.trace.traced import Traced
 from xfer.transport.p2p import P2P
+
+pytestmark = pytest.mark.usefixtures(simulated.__name__)
 
 
 @pytest.fixture

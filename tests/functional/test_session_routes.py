@@ -16,7 +16,7 @@ from tests.support import cpu_peer
 from tests.support.cpu_peer import MAPPED, REFUSED, Hold, peers
 from tests.support.memory import Watched
 from tests.support.packed_world import PackedWorld
-from tests.support.proc import PATIENCE
+from tests.support.simulation import simulated
 from tests.support.world import SHAPES, ToySource, World, good, until_true
 from xfer import Declared, MeshInfo, TensorTrainer
 from xfer.coordinator import messages as m
@@ -28,7 +28,7 @@ from xfer.participants import refit
 from xfer.participants.lane import Lane
 from xfer.transport import peer_host, routes
 
-pytestmark = pytest.mark.usefixtures(peers.__name__)
+pytestmark = pytest.mark.usefixtures(simulated.__name__, peers.__name__)
 
 
 def by_route(report) -> dict[str, int]:
@@ -53,7 +53,7 @@ def test_everything_is_pulled_and_the_report_says_so(shape):
         for version in (1, 2):
             report = w.commits(version)
             assert report.verified and by_route(report) == {"peer": report.bytes} and report.bytes > 0
-            assert "peer: " in report.routes() and "GB/s" in report.routes()
+            assert "peer: " in report.routes()
             assert report.flatten()["xfer/route/peer_bytes"] == report.bytes
         assert w.epochs() == [1] * replicas, "nothing moved, so nothing is opened twice"
         assert "pulled by the destination" in w.sessions[0].explain()
@@ -188,7 +188,7 @@ def test_a_release_that_was_given_up_while_a_replica_was_planned_closes_nothing_
         w.come(1)
         until_true(lambda: w.phase(1) == "planning" and w.sessions[0].lanes[1].wait_idle(0.0))
         given_up(w, 0.3)
-        good(w.refit(2, min_replicas=1, deadline_s=1.0 * PATIENCE))  # the replica that joins is waited for so long
+        good(w.refit(2, min_replicas=1, deadline_s=1.0))  # the replica that joins is waited for so long
         go_on.set()
         w.controllers[1].wait_ready(20.0)
         time.sleep(0.2)

@@ -8,16 +8,13 @@ every layout: test_megatron.py.
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch.distributed import HashStore
 
-from tests.support.threads import Gather, run_ranks
+from tests.support.simulation import simulated
+from tests.support.threads import Gather
 from tests.support.world import SHAPES, Meets, ToyLayout, ToySource, World, flat, good, until_true
 from tests.unit.test_trace_owned import IN, OUT, Merge, computed, full_tensors
 from xfer import errors as e
@@ -26,6 +23,8 @@ from xfer.participants.computing import Meeting as SessionMeeting
 from xfer.trace.traced import Traced
 
 MERGE = Merge(2, (0, 0, 0), interleaved=True)
+
+pytestmark = pytest.mark.usefixtures(simulated.__name__)
 
 
 class Adapted(ToySource):
@@ -218,23 +217,3 @@ def test_a_step_that_goes_on_after_its_call_was_interrupted_is_waited_for(monkey
         go_on.set()
         w.sessions[0].release()
         w.commits(4)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(2, 4), st.lists(st.sampled_from(["", "0", "1"]), min_size=1, max_size=4))
-def test_every_meeting_of_the_same_ranks_compares_what_they_would_gather(world, differs):
-    """Process groups may have the same ranks. `differs`: for each meeting, which rank has another digest."""
-    store, ranks = HashStore(), tuple(range(world))
-
-    def come(i: int) -> tuple[int, str]:
-        meet, passed = SessionMeeting(lambda **_: store, i, time.monotonic() + 5, lambda: False), 0
-        try:
-            for number, odd in enumerate(differs):
-                meet(ranks, f"{number} of {i}" if odd == str(i) else f"{number}")
-                passed += 1
-        except e.XferError as error:
-            return passed, type(error).__name__
-        return passed, ""
-
-    equal = next((n for n, odd in enumerate(differs) if odd), len(differs))
-    assert run_ranks(world, come, 15.0) == [(equal, "PlanMismatch" if equal < len(differs) else "")] * world

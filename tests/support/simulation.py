@@ -23,11 +23,17 @@ import time as real_time
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from types import SimpleNamespace
 
+import pytest
 import torch
 
-from xfer import api  # noqa: F401  # all modules with locks of their own are there before they are replaced
+# All modules with locks of their own are there before these are replaced.
+import xfer.packed.trainer
+import xfer.packed.worker
+import xfer.plan.fabric_file  # noqa: F401
+from xfer import api  # noqa: F401
 from xfer.coordinator import messages as m
 from xfer.coordinator.coordinator import Coordinator
 from xfer.coordinator.events import Connected, Disconnected, Received, Tick
@@ -198,13 +204,19 @@ class Simulation:
         self.main.who = "test"
         self.threads.append(self.main)
         self._patched, self._items = [], []
-        doubles = {real_threading: THREADING, real_time: TIME, real_queue: QUEUE}
+        doubles = {
+            id(real_threading): THREADING,
+            id(real_time): TIME,
+            id(real_queue): QUEUE,
+            id(futures.Future): Future,
+        }
         self._modules = set(sys.modules)
         for name, module in list(sys.modules.items()):
             if name.split(".")[0] in ("xfer", "tests", "examples") and name != __name__:
                 for key, value in list(vars(module).items()):
-                    double = doubles.get(value) if type(value) is type(sys) else None
-                    if double is not None:
+                    if (
+                        double := Event() if type(value) is real_threading.Event else doubles.get(id(value))
+                    ) is not None:
                         self.patch(module, key, double)
         self.patch(client, "dial", dial)
         self.patch(server, "_ended", {})
@@ -354,6 +366,28 @@ class Lock:
             self.release()
 
 
+class RLock(Lock):
+    def __init__(self):
+        super().__init__()
+        self._depth = 0
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        mine = self._owner is not None and self._owner is _running() or super().acquire(blocking, timeout)
+        self._depth += mine
+        return mine
+
+    def release(self) -> None:
+        self._depth -= 1
+        if not self._depth:
+            super().release()
+
+
+class Barrier(real_threading.Barrier):
+    def __init__(self, parties: int, action=None, timeout: float | None = None):
+        super().__init__(parties, action, timeout)
+        self._cond = Condition()
+
+
 class Condition:
     def __init__(self, lock: Lock | None = None):
         self._lock, self._told = lock or Lock(), 0
@@ -404,6 +438,12 @@ class Event:
         return self._set or Simulation.now_running is not None and _sim().block(self.is_set, _until(timeout))
 
 
+class Future(futures.Future):
+    def __init__(self):
+        super().__init__()
+        self._condition = Condition()
+
+
 class Queue:
     def __init__(self, maxsize: int = 0):
         self.queue, self.mutex = deque(), Lock()
@@ -442,8 +482,10 @@ def _now() -> float:
 
 TIME = SimpleNamespace(monotonic=_now, perf_counter=_now, time=_now, sleep=_sleep, strftime=real_time.strftime)
 THREADING = SimpleNamespace(
-    Thread=Thread, Timer=Timer, Lock=Lock, RLock=Lock, Condition=Condition, Event=Event,
-    current_thread=lambda: _sim().running, enumerate=lambda: list(_sim().threads), active_count=lambda: len(_sim().threads),
+    Thread=Thread, Timer=Timer, Lock=Lock, RLock=RLock, Condition=Condition, Event=Event, Barrier=Barrier,
+    BrokenBarrierError=real_threading.BrokenBarrierError,
+    current_thread=lambda: _sim().running, get_ident=lambda: _sim().running.ident,
+    enumerate=lambda: list(_sim().threads), active_count=lambda: len(_sim().threads),
 )  # fmt: skip
 QUEUE = SimpleNamespace(Queue=Queue, SimpleQueue=Queue, Empty=real_queue.Empty)
 
@@ -462,7 +504,9 @@ class Server(server.Server):
         self.coordinator = Coordinator(options, f"session {len(sim.channels)}", sim.now, server._ended.get(rendezvous))
         self._connections: dict[int, Channel] = {}
         self._numbers, self._calls, self._alarm = itertools.count(1), deque(), None
-        self.loop = SimpleNamespace(call_soon_threadsafe=self._calls.append, call_at=self._call_at)
+        soon = self._calls.append
+        later = lambda seconds, call, *args: Timer(seconds, soon, [lambda: call(*args)]).start()  # noqa: E731
+        self.loop = SimpleNamespace(call_soon_threadsafe=soon, call_at=self._call_at, call_later=later)
         self._batch = {}
         self.feed(Tick())
         self._thread = Thread(target=self._serve, name="xfer-rendezvous")
@@ -619,7 +663,11 @@ class Link(group.Link):
 
     def warm(self, peers) -> None: ...
 
-    def start(self, collective): ...
+    def begin_broadcast(self, tensor, root, deadline):
+        if self.rank != root:
+            return self.post([(tensor, root, -1)], ())[0][0]
+        self.post((), [(tensor, r, -1) for r in range(self.size) if r != root])
+        return group.Arrived()
 
     def abort(self, seconds: float = 0.0) -> None:
         self.aborted = True
@@ -655,3 +703,12 @@ def open_group(store, rank, size, timeout, device="cpu", labels=(), cancelled=la
     for r in range(size):
         store.get(f"here/{r}")
     return link
+
+
+@pytest.fixture
+def simulated() -> Iterator[Simulation]:
+    """For tests of worlds (world.py): without sockets, by the fake clock, in one order of events. $XFER_SEED chooses another one."""
+    world = sys.modules["tests.support.world"]
+    with Simulation(int(os.environ.get("XFER_SEED", "0"))) as sim:
+        sim.patch(world, "free_port", lambda: next(sim.numbers))
+        yield sim

@@ -9,14 +9,17 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import time
 from dataclasses import dataclass, field
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
+from tests.support.threads import run_ranks
 from xfer.agreement import Agreement
 from xfer.errors import DeadlineExceeded, PlanMismatch, RebindError, XferError
+from xfer.participants.computing import Meeting
 
 EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "150"))
 
@@ -167,3 +170,23 @@ def test_nothing_is_left_of_the_ranks_that_came():
     shared = HashStore()
     Agreement(shared, "meeting", 0, [0]).meet(0.0, "a")
     assert shared.num_keys() == 3, "the word, the counter and the digest"
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 4), st.lists(st.sampled_from(["", "0", "1"]), min_size=1, max_size=4))
+def test_every_meeting_of_the_same_ranks_compares_what_they_would_gather(world, differs):
+    """Process groups may have the same ranks. `differs`: for each meeting, which rank has another digest."""
+    store, ranks = HashStore(), tuple(range(world))
+
+    def come(i: int) -> tuple[int, str]:
+        meet, passed = Meeting(lambda **_: store, i, time.monotonic() + 5, lambda: False), 0
+        try:
+            for number, odd in enumerate(differs):
+                meet(ranks, f"{number} of {i}" if odd == str(i) else f"{number}")
+                passed += 1
+        except XferError as error:
+            return passed, type(error).__name__
+        return passed, ""
+
+    equal = next((n for n, odd in enumerate(differs) if odd), len(differs))
+    assert run_ranks(world, come, 15.0) == [(equal, "PlanMismatch" if equal < len(differs) else "")] * world
