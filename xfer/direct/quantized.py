@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
@@ -26,7 +27,6 @@ from xfer.participants.data_plane import PartialBlocks
 from xfer.plan.inventory import SCRATCH, Inventory
 from xfer.plan.program import ITEMSIZE
 from xfer.plan.table import FragmentTable
-from xfer.trace.boxes import merge
 from xfer.trace.catalog import Catalog
 from xfer.trace.derived import BLOCK, SCALES, VALUES, block_grid, quantized
 from xfer.trace.fragment import Fragment, Ints, Root, TensorSpec
@@ -73,6 +73,35 @@ class _InScratch:
     at: int
     amax: int
     shared: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class _Geometry:
+    """How the parts of a matrix that a rank holds lie among the matrix's blocks.
+
+    Attributes:
+        pieces: Disjoint boxes, each with the number of the held box that it is of, and with the part of it that has whole blocks.
+        blocks: Disjoint boxes of the matrix's grid: what the pieces touch.
+        bounds: A box of the grid around them.
+        shared: int64 [2, n], of the blocks of which the pieces have a part, and not all: numbers in the grid, and in `bounds`.
+    """
+
+    pieces: tuple[tuple[Box, int, Box | None], ...]
+    blocks: tuple[Box, ...]
+    bounds: Box
+    shared: np.ndarray
+
+
+@lru_cache(maxsize=1024)
+def _geometry(shape: Ints, held: tuple[Box, ...]) -> _Geometry:
+    """A rank holds thousands of experts' matrices in the same way."""
+    pieces = tuple((box, i, _whole_blocks(box, shape)) for box, i in _disjoint((b, i) for i, b in enumerate(held)))
+    blocks = tuple(b for b, _ in _disjoint((_blocks(box), None) for box, *_ in pieces))
+    bounds = _bounding(blocks)
+    in_part = _held_in_part([box for box, *_ in pieces], bounds, shape)
+    down, across = (o + at for o, at in zip(bounds.origin, np.nonzero(in_part)))
+    shared = np.stack([down * block_grid(shape)[1] + across, np.flatnonzero(in_part)])
+    return _Geometry(pieces, blocks, bounds, shared)
 
 
 class Quantized:
@@ -132,24 +161,20 @@ class Quantized:
             raise Unsupported(f"has shape {list(spec.dims)}; only matrices that are held in plain boxes are quantized")
         if odd := sorted({f.dtype for f in held} - set(FROM)):
             raise Unsupported(f"is {', '.join(odd)}; only {' and '.join(FROM)} are quantized")
-        boxes = _disjoint((Box(f.origin, f.extent), f) for f in held)
-        blocks = [b for b, _ in _disjoint((_blocks(box), None) for box, _ in boxes)]
-        pieces = [_MatrixPart(box, f, self._room(box.size), _whole_blocks(box, spec.shape)) for box, f in boxes]
-        bounds, amax = _bounding(blocks), self._measured
+        g = _geometry(spec.shape, tuple(Box(f.origin, f.extent) for f in held))
+        pieces = tuple(_MatrixPart(box, held[i], self._room(box.size), whole) for box, i, whole in g.pieces)
+        amax, scales_at = self._measured, self._room(g.bounds.size * ITEMSIZE[SCALES])
         if any(p.whole != p.box for p in pieces):
-            self._measured += bounds.size
-        in_part = _held_in_part([box for box, _ in boxes], bounds, spec.shape)
-        down, across = (o + at for o, at in zip(bounds.origin, np.nonzero(in_part)))
-        shared = np.stack([first + down * block_grid(spec.shape)[1] + across, amax + np.flatnonzero(in_part)])
-        matrix = _InScratch(rule, tuple(pieces), bounds, self._room(bounds.size * ITEMSIZE[SCALES]), amax, shared)
+            self._measured += g.bounds.size
+        matrix = _InScratch(rule, pieces, g.bounds, scales_at, amax, g.shared + [[first], [amax]])
         self._matrices.append(matrix)
         values, scales = quantized(spec, rule.value)
-        strides = tuple(s * ITEMSIZE[SCALES] for s in row_major(bounds.extent))
+        strides = _bytes(g.bounds.extent, SCALES)
         return [
             *(_fragment(values.name, p.box, p.at, row_major(p.box.extent), VALUES) for p in pieces),
-            *merge(
-                _fragment(scales.name, b, matrix.at + _offset(b.origin, bounds.origin, strides), strides, SCALES)
-                for b in blocks
+            *(
+                _fragment(scales.name, b, scales_at + _offset(b.origin, g.bounds.origin, strides), strides, SCALES)
+                for b in g.blocks
             ),
         ]
 
