@@ -25,7 +25,7 @@ from examples.common.ports import free_port  # noqa: E402
 from tests.functional.test_extending import Trained  # noqa: E402
 from tests.support.proc import PATIENCE, ROOT, environment  # noqa: E402
 from tests.support.tiny_engine import WIDTH, Engine  # noqa: E402
-from xfer.errors import Unsupported  # noqa: E402
+from xfer.errors import Unsupported, XferError  # noqa: E402
 
 
 def filled(model: torch.nn.Module) -> torch.nn.Module:
@@ -275,6 +275,17 @@ def test_skyrl_syncs_weights_twice_by_its_own_interface(skyrl):
     for wrong in ({"data_parallel_size": 2}, {"enable_pd": True}, {"colocate_all": True}):
         with pytest.raises(Unsupported, match="SkyRL"):
             asyncio.run(Policy().init_weight_sync_state(client, SimpleNamespace(**{**vars(cfg), **wrong})))
+
+
+def test_skyrls_other_ranks_hear_at_once_that_rank_0_made_no_invitation(skyrl, monkeypatch):
+    """They waited for it until the group's timeout, half an hour by default."""
+    cfg = SimpleNamespace(data_parallel_size=1, enable_pd=False)
+    monkeypatch.setattr(skyrl.ray.util, "get_node_ip_address", lambda: "no address")
+    for rank, kind, text in ((0, OSError, None), (1, XferError, "rank 0 found no address")):
+        monkeypatch.setattr(skyrl, "_calls", iter([7]))
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        with pytest.raises(kind, match=text):
+            skyrl.XferTransferStrategy.create_init_info(cfg)
 
 
 class Actor:

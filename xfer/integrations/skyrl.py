@@ -35,7 +35,7 @@ from skyrl.backends.skyrl_train.weight_sync import (
 )
 
 import xfer
-from xfer.errors import Unsupported
+from xfer.errors import Unsupported, XferError
 from xfer.integrations.common import Invitation, LazySession, make_invitation
 from xfer.trainers.dtensor import checkpoint_name
 
@@ -71,6 +71,7 @@ class XferTransferStrategy(WeightTransferStrategy):
 
         Raises:
             Unsupported: xfer cannot refit servers with this configuration.
+            XferError: Rank 0 failed.
         """
         if ie_cfg.data_parallel_size > 1 or ie_cfg.enable_pd:
             raise Unsupported(
@@ -82,9 +83,14 @@ class XferTransferStrategy(WeightTransferStrategy):
             )
         store, key = torch.distributed.distributed_c10d._get_default_store(), f"xfer/skyrl/{next(_calls)}"
         if torch.distributed.get_rank() == 0:
-            store.set(key, msgspec.json.encode(make_invitation(ray.util.get_node_ip_address())).decode())
-        invitation = msgspec.json.decode(store.get(key), type=Invitation)  # waits as long as the group's timeout
-        return SkyRLInitInfo(override_existing_receiver=False, invitation=invitation)
+            said = ""
+            try:
+                said = msgspec.json.encode(make_invitation(ray.util.get_node_ip_address())).decode()
+            finally:
+                store.set(key, said)
+        if not (answer := store.get(key)):  # waits as long as the group's timeout
+            raise XferError("rank 0 found no address and port for the rendezvous", ["its own error says why"])
+        return SkyRLInitInfo(override_existing_receiver=False, invitation=msgspec.json.decode(answer, type=Invitation))
 
     @staticmethod
     def create_sender(init_info: WeightSyncInitInfo, inference_client: Any) -> XferWeightTransferSender:
