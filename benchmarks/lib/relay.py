@@ -154,7 +154,7 @@ class Sending:
         self.export = export
 
     def run(self, deadline: float, cancelled: Callable[[], bool] = lambda: False, where: str = "") -> PullStats:
-        return PullStats(0, (), 0.0, 0.0)
+        return PullStats(0, (), 0.0)
 
     def stop(self) -> None:
         pass

@@ -125,9 +125,9 @@ def test_replicas_of_a_host_share_what_enters_it_whatever_happens_to_them_and_to
             assert [set(r) for r in refit(version, c.hosts[1:])["routes"]] == [{"gloo", "relay"}] * 4
             right(w, version)
 
-        dies = w.replicas[1].workers[0]
+        w.fault("replica1", "worker:0:wave:kill@3")
         began = time.monotonic()
-        report = refit(3, c.hosts[2:], lambda: dies.signal(signal.SIGKILL), deadline_s=60.0, min_replicas=1)
+        report = refit(3, c.hosts[2:], deadline_s=60.0, min_replicas=1)
         assert time.monotonic() - began < 20.0 * PATIENCE, "long before the deadline"
         assert report["committed"] == [False, False, True, True], report
         typed, _, text = report["errors"][0].partition(": ")

@@ -146,19 +146,15 @@ class GatherStats:
     Attributes:
         received: Planned bytes of other ranks' runs: parameters and their padding.
         lacked: Planned bytes of the parameters that other ranks own.
-        waited_s: Seconds that this process waited for bytes. Over NCCL it only launches waits; a profiler's timeline shows the waits
-            themselves.
         unexpected: Buckets that were needed before others that were expected first.
     """
 
     received: int = 0
     lacked: int = 0
-    waited_s: float = 0.0
     unexpected: int = 0
 
     def reset(self) -> None:
         self.received = self.lacked = self.unexpected = 0
-        self.waited_s = 0.0
 
 
 class ParamGather:
@@ -320,9 +316,7 @@ class ParamGather:
             self._prefetch(at + 1, self.prefetch_depth)
             if self._held_up_by_others:
                 self._start_rest()
-        began = time.monotonic()
         self.guarded(lambda: self._land(bucket), bucket.label())
-        self.stats.waited_s += time.monotonic() - began
 
     def follow(self, bucket: Bucket) -> None:
         """Makes the current stream wait for the bytes of a CURRENT bucket, if only another stream has waited so far. Not while a graph is

@@ -9,7 +9,6 @@ this form itself has them already (`scales_of`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 from xfer.errors import Unsupported
 from xfer.mesh.box import Ints
@@ -20,7 +19,6 @@ BLOCK = 128
 VALUES, SCALES = "float8_e4m3fn", "float32"
 
 
-@lru_cache(maxsize=4096)
 def block_grid(shape: Ints) -> Ints:
     """The number of blocks in each dim; the last block may be cut off."""
     return tuple(-(-n // BLOCK) for n in shape)

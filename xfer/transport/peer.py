@@ -413,11 +413,10 @@ def split(
 
 @dataclass(frozen=True, slots=True)
 class PullStats:
-    """One pull. `launch_s`: seconds until the host had launched everything. `seconds`: until the last byte had arrived."""
+    """One pull. `seconds`: until the last byte had arrived."""
 
     bytes_in: int
     by_sender: tuple[tuple[int, int], ...]
-    launch_s: float
     seconds: float
 
 
@@ -648,7 +647,7 @@ class Pull:
             self._gate.poll()
         now = time.perf_counter()  # no stream has to wait: the pull has ended before the caller queues more
         by_sender = self._marks.moved() if self.by_marks and self._marks is not None else self.by_sender
-        return PullStats(sum(n for _, n in by_sender), by_sender, self._launched - self._began, now - self._began)
+        return PullStats(sum(n for _, n in by_sender), by_sender, now - self._began)
 
 
 def cost(marked: np.ndarray, granules: np.ndarray, nbytes: np.ndarray) -> float:

@@ -277,7 +277,7 @@ class Pull:
             if self._gate is not None:
                 self._gate.after(wave, None)
         seconds = time.perf_counter() - began
-        return PullStats(sum(moved.values()), tuple(moved.items()), seconds, seconds)
+        return PullStats(sum(moved.values()), tuple(moved.items()), seconds)
 
 
 @dataclass(frozen=True, slots=True)

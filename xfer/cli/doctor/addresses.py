@@ -9,7 +9,6 @@ virbr*, else these in that order. It meets at the first of them.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xfer.cli.doctor.facts import HostFacts, Interface
@@ -104,8 +103,3 @@ def _first(interface: Interface, family: int | None) -> str:
 
 def _family(address: str) -> int:
     return ipaddress.ip_address(address).version
-
-
-def speed(interfaces: Sequence[Interface]) -> int:
-    """The highest stated speed in Mbit/s; 0 if none is stated."""
-    return max((i.mbit_per_s for i in interfaces), default=0)
