@@ -109,12 +109,11 @@ def test_replicas_of_a_host_share_what_enters_it_whatever_happens_to_them_and_to
         good(w.meet())
 
         def refit(version: int, hosts, meanwhile=None, **options) -> dict:
-            """A refit in which all bytes enter these hosts. meanwhile: done when a quarter has entered each host."""
+            """A refit in which all bytes enter these hosts. meanwhile: what is done after its begin."""
             before = {h: c.by_nic(h) for h in c.hosts}
             came = lambda h: [b - a for a, b in zip(before[h], c.by_nic(h))]  # noqa: E731
             w.begin(version, **options)
             if meanwhile is not None:
-                until_true(lambda: all(sum(came(h)) > NEEDED / 4 for h in c.hosts[1:]))
                 meanwhile()
             report = good(w.answers())
             for h in hosts:
@@ -131,7 +130,11 @@ def test_replicas_of_a_host_share_what_enters_it_whatever_happens_to_them_and_to
         assert time.monotonic() - began < 20.0 * PATIENCE, "long before the deadline"
         assert report["committed"] == [False, False, True, True], report
         typed, _, text = report["errors"][0].partition(": ")
-        assert typed == "PeerLost" and "replica 0 takes its weights from replica 1, which failed" in text, report
+        heard = (
+            "replica 0 takes its weights from replica 1, which failed",
+            "memory that was offered cannot be read any more",
+        )
+        assert typed == "PeerLost" and any(words in text for words in heard), report  # whichever is heard of first
         right(w, 3, [2, 3])
         w.restart(1)  # its first weights come from the other host
         until_true(lambda: w.replicas[1].controller.value("state")["version"] == 3)
@@ -139,7 +142,18 @@ def test_replicas_of_a_host_share_what_enters_it_whatever_happens_to_them_and_to
         assert [set(r) for r in refit(4, c.hosts[1:])["routes"]] == [{"gloo", "relay"}] * 4
         right(w, 4)
 
-        report = refit(5, c.hosts[1:2], lambda: c.cut(c.hosts[2]), deadline_s=3.0 * PATIENCE, min_replicas=1)
+        def cut() -> None:
+            """In the midst of a transfer: workers behind this link stand at their third wave."""
+            held = [w.replicas[i].workers[0] for i in (2, 3)]
+            until_true(lambda: all(p.is_stopped() for p in held))
+            c.cut(c.hosts[2])
+            for i, p in zip((2, 3), held):
+                w.fault(f"replica{i}", "")
+                p.signal(signal.SIGCONT)
+
+        for i in (2, 3):
+            w.fault(f"replica{i}", "worker:0:wave:stop@3")
+        report = refit(5, c.hosts[1:2], cut, deadline_s=3.0 * PATIENCE, min_replicas=1)
         assert report["committed"] == [True, True, False, False] and all(report["errors"][2:]), report
         right(w, 5, [0, 1])
         c.mend(c.hosts[2])
