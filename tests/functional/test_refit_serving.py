@@ -68,8 +68,8 @@ class Asynchronous:
     def paused(self) -> bool:
         return self.ask("state")["paused"]
 
-    def begin(self, tokens: int, prompt: int = 0) -> None:
-        self.ask("begin", tokens=tokens, prompt=prompt)
+    def begin(self, tokens: int, prompt: int = 0, slowly: bool = False) -> None:
+        self.ask("begin", tokens=tokens, prompt=prompt, slowly=slowly)
 
     def ended(self) -> list:
         return self.ask("answer")["answer"]
@@ -199,7 +199,7 @@ def test_keys_and_values_outlive_a_refit_if_they_are_of_whole_weights_and_the_ow
             a_refit(job, 1)
             assert not any(engine.broken(2))
             engine.ask("computed")
-            engine.begin(LONG)
+            engine.begin(LONG, slowly=True)
             a_refit(job, 2)
             said, tokens, once = engine.ask("answer"), engine.ask("computed")["tokens"], len(PROMPTS[0]) + LONG - 1
             assert len(said["answer"][0]) == LONG and len(said["versions"]) == 2, said
@@ -210,7 +210,7 @@ def test_keys_and_values_outlive_a_refit_if_they_are_of_whole_weights_and_the_ow
                 assert all(r["kind"] == "raised" for r in job.trainers.refit(3, deadline_s=20.0))
                 engine.resume()
                 assert all(engine.broken(2))
-                engine.begin(LONG, LONGER)
+                engine.begin(LONG, LONGER, slowly=True)
                 a_refit(job, 2)
                 nan = [x != x for x in engine.ended()[1]]
                 assert nan[0] and not nan[-1] and not any(engine.broken(2))

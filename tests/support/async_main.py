@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import random
 import signal
+import tempfile
 from collections import Counter
 
 import xfer
@@ -51,10 +52,27 @@ class Engine:
         version = await self.engine.get_weight_version()
         return dict(outputs=answers, checksums=await self.engine.compute_weight_checksums(), version=version)
 
-    async def begin(self, tokens: int, prompt: int = 0) -> None:
-        """Begin a request; later commands run beside it."""
+    async def begin(self, tokens: int, prompt: int = 0, slowly: bool = False) -> None:
+        """Begin a request; later commands run beside it. `slowly`: it ends some 20 s after its first tokens, unless the engine
+        is told to pause."""
+        if slowly:
+            await self.slow_until_paused()
         self.request = asyncio.create_task(small_vllm.output(self.engine, PROMPTS[prompt], tokens))
         await asyncio.sleep(0.2)
+
+    async def slow_until_paused(self) -> None:
+        core, (file, name) = self.engine.engine_core, tempfile.mkstemp()
+        os.close(file)
+        await self.engine.collective_rpc("xfer_slow", args=(name, 20))
+
+        async def pause(*args, **how) -> None:
+            del core.pause_scheduler_async
+            paused = asyncio.create_task(core.pause_scheduler_async(*args, **how))
+            await asyncio.sleep(0.1)  # the engine's process has been told
+            os.unlink(name)
+            await paused
+
+        core.pause_scheduler_async = pause
 
     async def computed(self) -> dict:
         """Tokens that the workers computed since the last call."""

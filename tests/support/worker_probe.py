@@ -1,5 +1,8 @@
 """What functional tests ask of a live vLLM worker beside xfer's own calls (`worker_extension_cls`), by method name."""
 
+import os
+import time
+
 from tests.support import engine_bytes, memory
 
 
@@ -27,6 +30,19 @@ class Probe:
             self.execute_model, self._computed = counted, 0
         computed, self._computed = self._computed, 0
         return computed
+
+    def xfer_slow(self, until_gone, steps):
+        """After so many steps each one takes a quarter of a second, until this file is gone. The engine answers calls in between."""
+        execute, left = self.execute_model, steps
+
+        def slowly(scheduled, *args, **more):
+            nonlocal left
+            left -= 1
+            if left < 0 and os.path.exists(until_gone):
+                time.sleep(0.25)
+            return execute(scheduled, *args, **more)
+
+        self.execute_model = slowly
 
     def xfer_echo(self, number):
         """The number and the worker's rank, which tell this call's answers from those of another call."""
