@@ -103,7 +103,7 @@ def test_real_engines_are_refitted_between_hosts(tmp_path, hosts):
 
 def test_replicas_of_a_host_share_what_enters_it_whatever_happens_to_them_and_to_the_other_host(tmp_path):
     """Replicas 0 and 1 are on one host, 2 and 3 on another one, a NIC for each. Every byte enters a host once, and each NIC receives half
-    of them. A replica dies while bytes come; then the other host's link is cut."""
+    of them. A replica dies while others take their bytes; then the other host's link is cut."""
     how = dict(trainers=2, workers=1, replicas=4, relay=True)
     with Cluster(3, 2, mbit=25, apart=True) as c, HostWorld(c, tmp_path, **how) as w:
         good(w.meet())
@@ -124,17 +124,13 @@ def test_replicas_of_a_host_share_what_enters_it_whatever_happens_to_them_and_to
             assert [set(r) for r in refit(version, c.hosts[1:])["routes"]] == [{"gloo", "relay"}] * 4
             right(w, version)
 
-        w.fault("replica1", "worker:0:wave:kill@3")
+        w.fault("replica1", "worker:0:wave:kill")  # before it has offered a part, which replica 0 would find gone
         began = time.monotonic()
         report = refit(3, c.hosts[2:], deadline_s=60.0, min_replicas=1)
         assert time.monotonic() - began < 20.0 * PATIENCE, "long before the deadline"
         assert report["committed"] == [False, False, True, True], report
         typed, _, text = report["errors"][0].partition(": ")
-        heard = (
-            "replica 0 takes its weights from replica 1, which failed",
-            "memory that was offered cannot be read any more",
-        )
-        assert typed == "PeerLost" and any(words in text for words in heard), report  # whichever is heard of first
+        assert typed == "PeerLost" and "replica 0 takes its weights from replica 1, which failed" in text, report
         right(w, 3, [2, 3])
         w.restart(1)  # its first weights come from the other host
         until_true(lambda: w.replicas[1].controller.value("state")["version"] == 3)

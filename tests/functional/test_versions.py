@@ -129,6 +129,7 @@ def test_reports_and_sessions_are_one_readable_line_each():
         report = good(j.refit("step 1", verify=True))
         assert repr(report).startswith("<RefitReport of trainer 0: version 'step 1' committed by 2 of 2 replicas: ")
         assert " GB/s by gloo; outage " in repr(report) and "verified" in str(report)
+        assert "gloo: " in report.routes() and "GB/s" in report.routes()
         assert "replica 1 committed, serves version 'step 1': " in repr(report.outcomes[1])
         assert repr(session).endswith(": version 'step 1'>") and str(controller).endswith(": serves version 'step 1'>")
         j.engines[1].fail["start"] = EngineLost("a text\nof two lines", [f"violation {i}" for i in range(9)])

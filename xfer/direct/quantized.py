@@ -94,7 +94,7 @@ class _Geometry:
 
 @lru_cache(maxsize=1024)
 def _geometry(shape: Ints, held: tuple[Box, ...]) -> _Geometry:
-    """A rank holds thousands of experts' matrices in the same way."""
+    """Return how these boxes of a matrix of `shape` lie among its blocks. Kept, since a rank holds thousands of matrices alike."""
     pieces = tuple((box, i, _whole_blocks(box, shape)) for box, i in _disjoint((b, i) for i, b in enumerate(held)))
     blocks = tuple(b for b, _ in _disjoint((_blocks(box), None) for box, *_ in pieces))
     bounds = _bounding(blocks)
