@@ -15,6 +15,9 @@ from tests.support.gpu_job import SHARED, TOY, Job, gpus
 pytest.importorskip("vllm")
 GPUS = gpus()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a GPU")]
+TRITON = {
+    "gdn_prefill_backend": "triton"
+}  # linear attention: vLLM takes FlashInfer on Hopper, which not every host has
 WIDE = {k: v for k, v in TOY.items() if k != "vocab_size"}
 
 
@@ -45,7 +48,12 @@ def test_a_vision_language_engine_holds_every_byte_and_sees(tmp_path, name, kept
     with Job(tmp_path, config) as job:
         checkpoints.write_processor(job.folder, config)
         engine = job.engine(
-            "engine", [0], eager=True, skip_tokenizer_init=False, limit_mm_per_prompt={"image": 1, "video": 0}
+            "engine",
+            [0],
+            eager=True,
+            skip_tokenizer_init=False,
+            limit_mm_per_prompt={"image": 1, "video": 0},
+            additional_config=TRITON,
         )
         job.start_trainers([1])
         job.plain(leave="model.visual." if kept else "")

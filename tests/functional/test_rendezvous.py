@@ -92,8 +92,8 @@ def test_a_job_meets_at_addresses_of_both_families_and_names_of_them(named, host
 
 
 REJECTED = {
-    "an engine with another token": "running.*\n.*rejected: a caller with another token, last from",
-    "a trainer of another world": "trainer 1: it was rejected\n.*there are 3 trainer",
+    "an engine with another token": "replica 0: not connected.*\n.*rejected: a caller with another token, last from",
+    "a trainer of another world": "trainer 1: not connected.*\n.*\n.*rejected: .*there are 3 trainer",
 }
 
 

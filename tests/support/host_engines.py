@@ -126,7 +126,8 @@ class Bench:
     # ---- refits
 
     def connected(self, said: list[dict]) -> None:
-        assert [s["kind"] for s in said] == ["connected"] * 2, said
+        logs = "\n".join(c.tail(25) for c in self.engines)
+        assert [s["kind"] for s in said] == ["connected"] * 2, f"{said}\n{logs}"
         for e in self.engines:
             e.ask("ready", "ready")
 

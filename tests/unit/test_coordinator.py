@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from xfer.coordinator import messages as m
 from xfer.coordinator.commit import TRANSITIONS, Phase
 from xfer.coordinator.coordinator import Coordinator
-from xfer.coordinator.events import Connected, Disconnected, Received, Send, Unproven
+from xfer.coordinator.events import Connected, Disconnected, Received, Send, Tick, Unproven
 from xfer.coordinator.first_copy import FirstCopy
 from xfer.coordinator.layouts import pack_specs
 from xfer.coordinator.refit import Owed
@@ -169,6 +169,52 @@ def test_a_call_ends_at_once_when_a_trainer_dies_while_no_replica_is_there():
     effects = admission.coordinator.handle(Disconnected(2, "killed"), 0.0)
     told = [x.message.attempt for x in effects if isinstance(x, Send) and isinstance(x.message, m.Outcome)]
     assert told == [1] and admission.coordinator.refit is None
+
+
+STAGES = {
+    0: (
+        "0 of 2 trainers have joined",
+        "trainers 0 to 1: not connected; has xfer.connect()",
+        "replica 0: not connected",
+    ),
+    2: ("2 of 2 trainers", "replica 0: not connected; has xfer.serve() been called there?"),
+    3: ("0 of 1 replicas are ready", "replica 0 workers 0 to 1: not connected; is its engine still starting?"),
+    5: ("replica 0 workers 0 to 1: reading the layout",),
+    7: ("replica 0 is planning and waits for trainers 0 to 1 and replica 0 workers 0 to 1",),
+    8: ("replica 0 is linking and waits for trainers 0 to 1 and replica 0 worker 1; can they reach each other?",),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_connect_that_ends_at_its_deadline_says_for_whom_it_waited(stage):
+    """An engine whose link did not open was once said not to have joined."""
+    co = Coordinator(Options(2, 1, 20.0, 4096), "session", 0.0)
+    catalog, inventory = Catalog.union([("trainer", [TensorSpec("t", (4,), "bfloat16")])]), b"i" * 32
+    hellos = [("trainer", 0, 2), ("trainer", 1, 2), ("controller", 0, 2), ("worker", 0, 2), ("worker", 1, 2)]
+    for i, (role, index, size) in enumerate(hellos[:stage]):
+        co.handle(Connected(i), 0.0)
+        co.handle(Received(i, m.Hello(role, index, size, 0, "host", 7)), 0.0)
+        if role == "trainer":
+            co.handle(Received(i, m.Specs(pack_specs(catalog.to_bytes(), []))), 0.0)
+    ranks = (0, 1, 3, 4)
+    if stage > 5:
+        for i in ranks:
+            co.handle(Received(i, m.InventoryMsg(inventory, co.generation)), 5.0)
+    if stage > 7:
+        for i in ranks:
+            co.handle(Received(i, m.Planned(0, co.replicas[0].epoch, "digest")), 5.0)
+        co.handle(Received(3, m.LinkOpen(0, co.replicas[0].epoch)), 5.0)
+    co.handle(Tick(), 19.9)
+    assert co.failure is None
+    co.handle(Tick(), 20.1)
+    assert all(text in str(co.failure) for text in STAGES[stage]), str(co.failure)
+
+
+def test_a_connect_that_waits_for_no_replica_does_not_end_for_one():
+    admission = Admission()
+    admission.coordinator.opening = False
+    admission.coordinator.handle(Tick(), 20.1)
+    assert admission.coordinator.failure is None
 
 
 def test_rejected_processes_are_listed_for_timeout_errors():

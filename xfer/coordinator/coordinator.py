@@ -81,8 +81,8 @@ class Coordinator:
         self.timers, self._soon = Timers(), deque[Callable[[], None]]()
         self._by_number: dict[int, Client] = {}
         self._effects: list[Effect] = []
-        self.opening = True  # trainer 0's connect() has not returned
-        self.at(now + options.deadline_s, self._check_trainers)
+        self.opening = True  # trainer 0's connect() waits for all replicas
+        self.at(now + options.deadline_s, self._check_opening)
         self.at(now + logs.EVERY_S, self._log_waiting)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
@@ -134,7 +134,7 @@ class Coordinator:
         self._soon.append(action)
 
     def _log_waiting(self) -> None:
-        if self.opening:
+        if self.opening or self.catalog is None:
             logger.info("xfer: %s; waiting for %s", here(self), "; ".join(waited_for(self)) or "nobody")
             self.at(self.now + logs.EVERY_S, self._log_waiting)
 
@@ -415,21 +415,11 @@ class Coordinator:
         abort = m.Abort(replica.index, number, replica.epoch, m.WireError.of(error))
         broadcast(self.domain(replica), abort)
 
-    def _check_trainers(self) -> None:
-        missing = [i for i in range(self.options.trainers) if i not in self.specs]
-        if missing and self.failure is None:
-            self.fail(
-                self,
-                DeadlineExceeded(
-                    f"not all of {self.options.trainers} trainer ranks connected within {self.options.deadline_s:.0f} s",
-                    [*map(self._why_missing, missing), *self.rejected.lines()],
-                ),
-            )
-
-    def _why_missing(self, i: int) -> str:
-        if i in self.trainers:
-            return f"trainer {i}: it has not said what it exports"
-        return f"trainer {i}: it {'was rejected' if self.rejected.trainer(i) else 'has not called xfer.connect()'}"
+    def _check_opening(self) -> None:
+        replicas = self.opening and not all(r.joined for r in self.replicas.values())
+        if self.failure is None and (self.catalog is None or replicas):
+            late = f"not all are ready after {self.options.deadline_s:.0f} s: {here(self)}"
+            self.fail(self, DeadlineExceeded(late, [*waited_for(self), *self.rejected.lines()]))
 
     def _check_join(self, replica: Replica) -> None:
         if replica.phase is ReplicaPhase.JOINING and self.now >= replica.until:

@@ -15,6 +15,7 @@ from xfer.coordinator import messages as m
 from xfer.coordinator import relays
 from xfer.coordinator.layouts import LayoutExchange
 from xfer.coordinator.state import ReplicaPhase, broadcast
+from xfer.coordinator.status import opening
 from xfer.errors import DeadlineExceeded, PlanMismatch, XferError
 
 if TYPE_CHECKING:
@@ -176,13 +177,10 @@ class Planning:
     def _late(self, replica: Replica, epoch: int) -> None:
         if replica.epoch == epoch and replica.phase.opening:
             co = self.coordinator
-            waiting = sorted(c.label for c in replica.pending)
-            waiting += [
-                f"the layout of trainer {i}" for i in range(co.options.trainers) if i not in co.trainer_inventories
-            ]
+            untold = [i for i in range(co.options.trainers) if i not in co.trainer_inventories]
             error = DeadlineExceeded(
                 f"replica {replica.index} is still {replica.phase.value} after {co.options.deadline_s:.0f} s",
-                [f"waiting for {w}" for w in waiting],
+                [opening(replica), *(f"no layout yet from trainer {i}" for i in untold)],
             )
             co.fail(replica, error)
 

@@ -10,6 +10,7 @@ from xfer.coordinator.state import ReplicaPhase
 
 if TYPE_CHECKING:
     from xfer.coordinator.coordinator import Coordinator
+    from xfer.coordinator.state import Replica
 
 SHOWN = 8
 """Runs of numbers, or rejected processes, that are listed."""
@@ -40,8 +41,19 @@ def waited_for(co: Coordinator) -> list[str]:
             elif co.catalog is not None and (silent := [w for w in range(r.size) if w not in r.inventories]):
                 out.append(f"replica {r.index} {_named('worker', silent)}: reading the layout of its model")
         elif r.phase.opening:
-            out += [f"{c.label}: {r.phase.value}" for c in sorted(r.pending, key=lambda c: c.label)]
+            out.append(opening(r))
     return out
+
+
+def opening(r: Replica) -> str:
+    """The ranks that have not answered while a plan or a link is made for this replica."""
+    ranks: dict[str, list[int]] = {}
+    for c in sorted(r.pending, key=lambda c: (c.hello.role, c.hello.replica, c.hello.index)):
+        kind = "trainer" if c.hello.role == "trainer" else f"replica {c.hello.replica} worker"
+        ranks.setdefault(kind, []).append(c.hello.index)
+    waits = " and ".join(_named(kind, numbers) for kind, numbers in ranks.items())
+    reach = "; can they reach each other? `xfer doctor` tests it" if r.phase is ReplicaPhase.LINKING else ""
+    return f"replica {r.index} is {r.phase.value} and waits for {waits}{reach}"
 
 
 def _named(kind: str, numbers: list[int]) -> str:
@@ -101,13 +113,9 @@ class Rejected:
         while len(self._refused) > SHOWN:
             del self._refused[next(iter(self._refused))]
 
-    def trainer(self, index: int) -> bool:
-        """Whether a process that called itself this trainer rank was rejected."""
-        return any(role == "trainer" and i == index for role, i, _ in self._refused)
-
     def lines(self) -> list[str]:
-        """One line per rejected process. May be called from any thread."""
-        out = [f"rejected: {why}" for why in list(self._refused.values())]
+        """One line per rejected process."""
+        out = [f"rejected: {why}" for why in self._refused.values()]
         if self._unproven:
             callers = "a caller" if self._unproven == 1 else f"{self._unproven} callers"
             out.append(

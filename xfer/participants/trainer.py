@@ -222,28 +222,23 @@ class TrainerSession:
             wait: Return only when every replica has a plan and a link.
         """
         until = time.monotonic() + self.deadline_s
+        if self._server is not None:
+            self._server.coordinator.opening = wait
         with self._telling():
             self.layout = self._read_together(until, wait) if self.source.reads_together else self.source.read()
         self._specs = self._own_specs()
         self._tell()
         missing = set(range(self.replicas)) if wait else set[int]()
         while self._catalog is None or missing:
-            what = f"replicas {sorted(missing)} have not joined; is xfer.serve() running for them?"
-            # Rank 0 gives up on replicas first: it knows which clients were rejected.
-            first = self._catalog is not None and self._server is not None
-            try:
-                message = self._party.take(
-                    until if first else until + TOLD_S,
-                    what if self._catalog is not None else "the catalog: other trainer ranks have not connected yet",
-                    m.ReplicaReady,
-                    m.Failed,
-                    m.CatalogMsg,
-                    match=lambda x: not isinstance(x, m.Failed) or x.ends(wait),
-                )
-            except DeadlineExceeded as e:
-                e.violations += tuple(self._server.rejected()) if self._server is not None else ()
-                with self._telling():
-                    raise
+            # The coordinator has the same deadline, and knows which processes are late and which ones it rejected.
+            message = self._party.take(
+                until + TOLD_S,
+                "the plans and links of all replicas",
+                m.ReplicaReady,
+                m.Failed,
+                m.CatalogMsg,
+                match=lambda x: not isinstance(x, m.Failed) or x.ends(wait),
+            )
             if isinstance(message, m.CatalogMsg):
                 with self._telling():
                     self._take_catalog(message)

@@ -90,10 +90,6 @@ class Server:
         while trainer in self.coordinator.trainers and self._thread.is_alive() and time.monotonic() < until:
             time.sleep(0.005)
 
-    def rejected(self) -> list[str]:
-        """One line per rejected process."""
-        return self.coordinator.rejected.lines()
-
     def close(self, until: float = 0.0) -> None:
         """Stop listening, let clients read what they were told, and close their connections.
 
