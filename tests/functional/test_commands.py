@@ -1,6 +1,6 @@
 """Every command that a page shows is run here, or its arguments are read by the program's own parser and it names who runs it.
 
-A page shows commands in indented blocks and between backticks. A command that no rule of `RULES` knows fails.
+A page shows commands in indented blocks, in fenced ones of a shell, and between backticks. A command that no rule of `RULES` knows fails.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support.marks import BOTH
 from tests.support.proc import PATIENCE, ROOT
 from xfer.cli import app
 
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks/RESULTS.md"]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks/RESULTS.md"]
 STARTS = r"(xfer|python|torchrun|pip|export|srun|docker|kubectl|bash|pre-commit|\S*\.venvs/\S+|(scripts|examples|tests)/\S+\.sh)"
 COMMAND = re.compile(rf"([A-Z_]+=\S+ )*{STARTS}( |$)")
 OUTPUT = ("trainer   on entry", "trainer   storages hold", "coord.    the joiner's layouts", "listening at tcp://")
@@ -45,15 +45,22 @@ ELSEWHERE = {
     "examples/muon_layerwise.py": "tests/functional/test_layerwise_scripts.py",
     "sglang.launch_server": "tests/functional/test_sglang.py",
     "examples.grpo.ray_main": "tests/functional/test_grpo_ray.py",
+    **{
+        f"examples.integrations.{e}": "tests/functional/test_integrations.py"
+        for e in ("nemo_rl_sync", "ray_async", "skyrl_sync", "trl_grpo", "verl_sync")
+    },
+    "tests.support.sglang_live": "tests/functional/test_sglang.py",
     "tests.support.house": "scripts/test.sh",
     "xfer status": "tests/functional/test_refit_serving.py",
     "xfer timeline": "tests/functional/test_timeline.py",
 }
 """Files that run what takes long or needs something that this machine may lack."""
 YOURS = re.compile(
-    r"pip (install|uninstall) |export [A-Z_]+=|pre-commit install|srun |docker |kubectl |XFER_TIMELINE=\S+ \.\.\.$"
+    r"(\S+/bin/)?pip (install|uninstall) |([A-Z_]+=\S+ )*vllm serve |export [A-Z_]+=|pre-commit install|srun |docker |kubectl |XFER_TIMELINE=\S+ \.\.\.$"
 )
 """What changes the reader's machine, or begins with a job of the reader's."""
+SETTING = re.compile(r"\+*[\w.]+=\S+$")
+"""One of another framework's configuration."""
 
 
 def blocks(text: str) -> Iterator[list[str]]:
@@ -67,6 +74,8 @@ def blocks(text: str) -> Iterator[list[str]]:
 
 def shown(page: Path) -> Iterator[str]:
     text = page.read_text()
+    for fenced in re.findall(r"^```(?:sh|bash)\n(.*?)^```", text, flags=re.S | re.M):
+        yield from (line for line in fenced.replace(" \\\n", " ").splitlines() if COMMAND.match(line))
     for lines in blocks(text):
         yield from (line for line in lines if COMMAND.match(line))
     text = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
@@ -91,7 +100,13 @@ def plain(command: str) -> list[str]:
 
 
 COMMANDS = sorted(
-    {(command, plain(command)[0]) for page in PAGES for command in shown(page) if not YOURS.match(command)}
+    {
+        (command, plain(command)[0])
+        for page in PAGES
+        for line in shown(page)
+        for command in line.split(" && ")
+        if not YOURS.match(command)
+    }
 )
 ALL = [c for c, _ in COMMANDS]
 
@@ -112,11 +127,10 @@ def modules() -> dict[str, list[list[str]]]:
 def test_indented_blocks_are_commands_code_or_known_output():
     """A command that begins with an unknown word would be skipped in silence."""
     unknown = []
+    known = lambda line: COMMAND.match(line) or YOURS.match(plain_text(line)) or SETTING.match(line)  # noqa: E731
     for page in PAGES:
         for lines in blocks(page.read_text()):
-            if all(COMMAND.match(line) or YOURS.match(plain_text(line)) for line in lines) or lines[0].startswith(
-                OUTPUT
-            ):
+            if all(map(known, lines)) or lines[0].startswith(OUTPUT):
                 continue
             try:
                 ast.parse("\n".join(lines))
