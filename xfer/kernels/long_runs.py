@@ -45,7 +45,8 @@ class Rule:
 
 
 PULLED = Rule(0.8)
-"""The last fifth is the shortest copies, as in a 4B model, which the kernel moves at the same time."""
+"""The last fifth is the shortest copies, as in a 4B model, which the kernel moves at the same time. From one sender and from two the same
+share is the best: their order counts, not the share."""
 READ_TOO = Rule(1.0)
 """Where this GPU is read while it reads: the kernel's requests take room from outgoing data, and other GPUs' engines wait behind them."""
 NOTHING = Rule(0.0)
