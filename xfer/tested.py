@@ -40,10 +40,10 @@ class Engine:
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of the matrix. `command` runs it; `result` says what ran and how it ended."""
+    """One cell of the matrix. `trainer` None: plain modules. `command` runs it; `result` says what ran and how it ended."""
 
     where: str
-    trainer: Trainer
+    trainer: Trainer | None
     engine: Engine
     command: str
     result: str
@@ -56,6 +56,7 @@ _NEWEST_ON_GPUS = Trainer("0.19.2", "0.6.2", "3.12", "2.11.0+cu130", transformer
 _OLDEST_ON_GPUS = Trainer("0.16.1", "0.3.1", "3.12", "2.11.0+cu130", transformer_engine="2.11.0")
 _CPU_ENGINE = Engine("0.32.0", "3.11", "2.13.0")
 _GPU_ENGINE = Engine("0.25.1", "3.12", "2.11.0+cu130")
+_NEWEST_GPU_ENGINE = Engine("0.26.0", "3.12", "2.11.0+cu130")  # the newest that takes torch 2.11
 
 MATRIX = (
     Cell(CPUS, _NEWEST, _CPU_ENGINE, "scripts/test.sh", "all that needs no GPU; what CI runs"),
@@ -74,9 +75,16 @@ MATRIX = (
         "python -m pytest -m gpu tests",
         "[GPU tests](../benchmarks/RESULTS.md#tests-on-gpus) and [whole refits](../benchmarks/RESULTS.md#whole-refits)",
     ),
+    Cell(
+        "H100s and H200s",
+        None,
+        _NEWEST_GPU_ENGINE,
+        "python -m pytest -m gpu tests/functional/test_gpu_refit.py",
+        "eighteen of its tests passed: [GPU tests](../benchmarks/RESULTS.md#tests-on-gpus)",
+    ),
 )
 """Newest first. A trainer or engine on CPUs is an environment that scripts/setup.sh can make."""
-TRAINERS = tuple(dict.fromkeys(c.trainer for c in MATRIX))
+TRAINERS = tuple(dict.fromkeys(c.trainer for c in MATRIX if c.trainer is not None))
 ENGINES = tuple(dict.fromkeys(c.engine for c in MATRIX))
 
 
@@ -106,5 +114,8 @@ def _release(version: str) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    made = dict.fromkeys(c.engine if sys.argv[1:] == ["engines"] else c.trainer for c in MATRIX if c.where == CPUS)
-    print(*(" ".join(astuple(side)) for side in made), sep="\n")
+    cells = [c for c in MATRIX if c.where == CPUS]
+    made: Iterable[Trainer | Engine | None] = dict.fromkeys(
+        c.engine if sys.argv[1:] == ["engines"] else c.trainer for c in cells
+    )
+    print(*(" ".join(astuple(side)) for side in made if side is not None), sep="\n")

@@ -22,10 +22,14 @@ def table() -> str:
 
 def row(cell: Cell) -> tuple[str, ...]:
     trainer, engine = cell.trainer, cell.engine
-    more = f", TransformerEngine {trainer.transformer_engine}" if trainer.transformer_engine else ""
+    if trainer is None:
+        trained = "plain modules"
+    else:
+        more = f", TransformerEngine {trainer.transformer_engine}" if trainer.transformer_engine else ""
+        trained = f"{trainer}{more}, Python {trainer.python}, torch {trainer.torch}"
     return (
         cell.where,
-        f"{trainer}{more}, Python {trainer.python}, torch {trainer.torch}",
+        trained,
         f"{engine}, Python {engine.python}, torch {engine.torch}",
         f"`{cell.command}`",
         cell.result,
