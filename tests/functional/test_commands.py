@@ -56,7 +56,8 @@ ELSEWHERE = {
 }
 """Files that run what takes long or needs something that this machine may lack."""
 YOURS = re.compile(
-    r"(\S+/bin/)?pip (install|uninstall) |([A-Z_]+=\S+ )*vllm serve |export [A-Z_]+=|pre-commit install|srun |docker |kubectl |XFER_TIMELINE=\S+ \.\.\.$"
+    r"(\S+/bin/)?pip (install|uninstall) |([A-Z_]+=\S+ )*vllm serve |"
+    r"export [A-Z_]+=|pre-commit install|srun |docker |kubectl |XFER_TIMELINE=\S+ \.\.\.$"
 )
 """What changes the reader's machine, or begins with a job of the reader's."""
 SETTING = re.compile(r"\+*[\w.]+=\S+$")
