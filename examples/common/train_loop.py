@@ -79,7 +79,6 @@ class Trainer:
         self._groups = megatron_cpu.parallel(**self._layout)
         self._groups.__enter__()
         try:
-            self.bridge = megatron_cpu.import_bridge().from_hf_pretrained(str(folder))
             fields = dict(
                 grad_reduce_in_fp32=True,
                 use_distributed_optimizer=distopt,
@@ -88,8 +87,8 @@ class Trainer:
                 align_param_gather=align_param_gather,
                 bucket_size=bucket_size,  # several buckets even in a toy, or nothing would overlap
             )
-            self.chunks = build_chunks(
-                self.bridge,
+            self.bridge, self.chunks = self.build(
+                str(folder),
                 load=load,
                 lora=lora,
                 ddp=fields | (ddp or {}),
@@ -103,8 +102,14 @@ class Trainer:
         except BaseException:
             self.close()
             raise
-        self.task = Task(vocab=self.bridge.hf_pretrained.config.vocab_size)
+        self.task = Task(vocab=json.loads((self.folder / "config.json").read_text())["vocab_size"])
         self.steps = 0
+
+    @staticmethod
+    def build(folder: str, **how: object) -> tuple[object, list[torch.nn.Module]]:
+        """The bridge of a checkpoint and this rank's chunks. `how`: of `build_chunks`."""
+        bridge = megatron_cpu.import_bridge().from_hf_pretrained(folder)
+        return bridge, build_chunks(bridge, **how)
 
     def __enter__(self) -> Trainer:
         return self

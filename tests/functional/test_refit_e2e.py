@@ -33,7 +33,8 @@ pytestmark = BOTH
 class Case:
     """`layout`: of the trainer (4 ranks); `engines`: one dict per replica; `model`: overrides of the family's config;
     `frozen`: engine parameters that this training does not touch; `connect`: more arguments of `xfer.connect`; `fp8`: engines serve
-    block FP8 of this quant_method, and fresh ones load what the oracle in numpy makes of Bridge's export."""
+    block FP8 of this quant_method, and fresh ones load what the oracle in numpy makes of Bridge's export. `mbridge`: mbridge builds,
+    loads and exports the model in Bridge's place."""
 
     family: str
     layout: dict
@@ -44,6 +45,7 @@ class Case:
     fp8: str = ""
     delta: bool = False
     stage: bool = False
+    mbridge: bool = False
 
     @property
     def name(self) -> str:
@@ -58,6 +60,7 @@ class Case:
             + ", mapped" * self.connect.get("colocated", False)
             + ", what changed" * self.delta
             + ", staged" * self.stage
+            + ", of mbridge" * self.mbridge
         )
         return f"{self.family}: {flat(self.layout)}{lora} -> {to.join(flat(e) for e in self.engines)}{how}"
 
@@ -101,6 +104,8 @@ CASES = [
     ),
 ]
 SLOW = [
+    Case("qwen3", dict(tp=2, pp=2), (dict(tp=2),), mbridge=True),
+    Case("qwen3_moe", dict(tp=2, ep=2, etp=1), (dict(tp=2, ep=True), dict(tp=1)), mbridge=True),
     Case(
         "qwen3_moe",
         dict(tp=2, ep=2, etp=2, distopt=True),
@@ -163,7 +168,13 @@ def test_refit_equals_a_fresh_load_of_the_export(case, stage, tmp_path):
         assert not relay or all("relay" in line for line in reports[0]["routes"].splitlines()[1:]), reports[0]
         return reports
 
-    how = dict(build=dict(layout=case.layout), engines=engines, frozen=case.frozen, watched=watched, **case.connect)
+    how = dict(
+        build=dict(layout=case.layout, mbridge=case.mbridge),
+        engines=engines,
+        frozen=case.frozen,
+        watched=watched,
+        **case.connect,
+    )
     as_served = partial(block_fp8.serialize, method=case.fp8) if case.fp8 else str
     two_refits_are_fresh_loads(stage, tmp_path, model=model, as_served=as_served, **how)
 
