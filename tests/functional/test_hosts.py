@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import signal
@@ -17,13 +18,19 @@ import pytest
 
 from examples.common import toy
 from tests.support import refit_job
-from tests.support.host_world import BYTES, HostWorld
+from tests.support.host_world import BUCKET, BYTES, Copy, HostWorld, _trainer
 from tests.support.hosts import Cluster, ended, missing, reap
 from tests.support.marks import BOTH
 from tests.support.proc import PATIENCE, ROOT
 from tests.support.refit_job import Job
-from tests.support.world import until_true
+from tests.support.world import ToyTaker, specs_of, until_true
+from xfer.cli.plan_report import make_plans
 from xfer.coordinator.deadlines import CALL_GRACE_S
+from xfer.plan.fabric import Site
+from xfer.plan.fabric_file import read_site
+from xfer.plan.inventory import engine_inventory, trainer_inventory
+from xfer.plan.predict import predict
+from xfer.trace.catalog import Catalog
 
 NEEDED = sum(2 * a * b for a, b in (s for s in BYTES.values() if len(s) == 2)) + 2 * 12
 """Bytes that each replica of one worker needs."""
@@ -68,6 +75,50 @@ def test_a_session_between_hosts_brings_every_byte_in_once(tmp_path, network):
             for h, b in zip(c.hosts, before):
                 needed, came = ranks * NEEDED * (h in takers), c.bytes_in(h) - b
                 assert needed <= came <= needed * 1.02 + 0.05 * NEEDED * (h not in takers), (h.name, came)
+
+
+class CopiesWorld(HostWorld):
+    """Each trainer holds everything."""
+
+    mains = (functools.partial(_trainer, source=Copy), *HostWorld.mains[1:])
+
+
+def planned_bytes(site: Site) -> dict[str, int]:
+    """By link of the fabric, the bytes of a refit in a CopiesWorld of one worker a replica, as `xfer plan` predicts them."""
+    catalog = Catalog(specs_of(BYTES))
+    held, taken = Copy(0, 1, BYTES).read(), ToyTaker(0, 1, BYTES).read(catalog)
+    sources = [
+        trainer_inventory(catalog, rank=r, host="", roots=held.roots, fragments=held.traced.fragments)
+        for r in range(len(site.trainers))
+    ]
+    destination = engine_inventory(
+        catalog, rank=0, host="", roots=taken.roots, fragments=taken.traced.fragments, fills=taken.traced.fills,
+        footprint=taken.footprint, reads=taken.traced.reads,
+    )  # fmt: skip
+    p = predict(make_plans(catalog, sources, [destination], site, bucket_bytes=BUCKET), site)
+    return dict(zip(p.links.names, p.link_bytes.tolist()))
+
+
+def test_each_network_card_carries_the_bytes_that_a_plan_with_a_fabric_says(tmp_path):
+    """A NIC for each rank; that of trainer 0 is half as fast as that of trainer 1, so by the fabric it sends a third of the bytes. Both
+    together are slower than a worker's: a full buffer there would drop packets, which TCP sends again."""
+    fabric = tmp_path / "fabric.toml"
+    with Cluster(2, 2, mbit=400, apart=True) as c, CopiesWorld(c, tmp_path, trainers=2, workers=1) as w:
+        c.slow(c.hosts[0], 0.25, nics=[0])
+        c.slow(c.hosts[0], 0.5, nics=[1])
+        fabric.write_text(c.fabric([0, 1], [[2], [3]]))
+        good(w.meet(fabric=str(fabric)))
+        carried = lambda: [*c.by_nic(c.hosts[0], "tx"), *c.by_nic(c.hosts[1])]  # noqa: E731
+        planned = planned_bytes(read_site(fabric))
+        ways = ("h0", 0, "out"), ("h0", 1, "out"), ("h1", 0, "in"), ("h1", 1, "in")
+        planned = [planned[f"{h} NIC of GPU {g} (rail 0) {way}"] for h, g, way in ways]
+        assert planned == pytest.approx([NEEDED * 2 / 3, NEEDED * 4 / 3, NEEDED, NEEDED], rel=0.02)
+        for version in (1, 2):
+            before = carried()
+            assert good(w.refit(version))["committed"] == [True, True]
+            right(w, version)
+            came = [b - a for a, b in zip(before, carried())]
+            assert all(n <= m <= 1.02 * n for n, m in zip(planned, came)), (planned, came)
 
 
 @pytest.mark.slow

@@ -22,11 +22,18 @@ FASTER = "XFER_TEST_FASTER"
 """In the environment: the factor by which a vanished host is noticed sooner than by `channel.ALIVE`."""
 
 
-def _trainer(conn, rank: int, world: int, env: dict) -> None:
+class Copy(ToySource):
+    """A trainer that holds all rows, as each of the others does."""
+
+    def rows(self, n: int) -> tuple[int, int]:
+        return 0, n
+
+
+def _trainer(conn, rank: int, world: int, env: dict, source=ToySource) -> None:
     os.environ.update(env)
     if factor := int(env.get(FASTER, 0)):
         channel.ALIVE = {k: v if k == "TCP_KEEPCNT" else v // factor for k, v in channel.ALIVE.items()}
-    source = ToySource(rank, world, BYTES)
+    source = source(rank, world, BYTES)
 
     def made(rendezvous: str, **args):
         direct = dict(relay=RELAY in os.environ, rdma=RDMA in os.environ)

@@ -41,7 +41,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 NAMESPACES = {"net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000, "pid_for_children": 0x20000000}
 """Files in /proc/PID/ns, and what `setns` calls them."""
@@ -248,9 +248,9 @@ class Cluster:
             self._links[host.name, r].loss = part
             self._filter(host, r)
 
-    def slow(self, host: Host, part: float) -> None:
-        """From now on the host's NICs have this part of their rate."""
-        for r in range(self.nics):
+    def slow(self, host: Host, part: float, nics: Sequence[int] | None = None) -> None:
+        """From now on the host's NICs, or these of them, have this part of their rate."""
+        for r in range(self.nics) if nics is None else nics:
             self._links[host.name, r].rate = self.rate * part
             self._shape(host, r)
 
@@ -263,12 +263,12 @@ class Cluster:
         """Bytes that came over the NICs so far, with headers (one for each packet of up to 64 KB that TCP hands over)."""
         return sum(self.by_nic(host))
 
-    def by_nic(self, host: Host) -> list[int]:
-        """`bytes_in` of each NIC."""
+    def by_nic(self, host: Host, way: Literal["rx", "tx"] = "rx") -> list[int]:
+        """`bytes_in` of each NIC, or the bytes that left by it."""
         shown = [
             json.loads(_run(host.rank(r), "ip", "-j", "-s", "link", "show", self._nic(r))) for r in range(self.nics)
         ]
-        return [x["stats64"]["rx"]["bytes"] for (x,) in shown]
+        return [x["stats64"][way]["bytes"] for (x,) in shown]
 
     def _shape(self, host: Host, nic: int) -> None:
         rate = self._links[host.name, nic].rate
@@ -309,17 +309,22 @@ class Cluster:
 
         Args:
             trainers, replicas: The number of each rank, as of `place`.
-            rate: bit/s of a NIC that payload reaches; default: the rate to which it is shaped.
+            rate: bit/s of a NIC that payload reaches; default: the rate to which each is shaped now.
         """
         gpus = [[g] for g in range(self.ranks)] if self.nics > 1 else [list(range(self.ranks))]
-        cards = ", ".join(f"{{gpus = {g}, rate = {int((rate or self.rate) / 8)}}}" for g in gpus)
+
+        def cards(host: Host) -> str:
+            rates = (rate or self._links[host.name, n].rate for n in range(self.nics))
+            return ", ".join(f"{{gpus = {g}, rate = {int(r / 8)}}}" for g, r in zip(gpus, rates))
+
         first, *others = (
             json.dumps([f"{h.name}:{r}" for h, r in map(self.place, side)]) for side in (trainers, *replicas)
         )
-        return (
-            f"[[host]]\nnames = {json.dumps([h.name for h in self.hosts])}\ngpus = {self.ranks}\nnvlink = {LOCAL}\n"
-            f"nics = [{cards}]\n\n[ranks]\ntrainers = {first}\nreplicas = [{', '.join(others)}]\n"
+        hosts = (
+            f'[[host]]\nnames = ["{h.name}"]\ngpus = {self.ranks}\nnvlink = {LOCAL}\nnics = [{cards(h)}]\n\n'
+            for h in self.hosts
         )
+        return f"{''.join(hosts)}[ranks]\ntrainers = {first}\nreplicas = [{', '.join(others)}]\n"
 
 
 def reap() -> None:
