@@ -6,6 +6,7 @@ the rest to a seed. Afterwards all that died or was stopped comes again, and the
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import threading
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
+import torch
 
 from tests.support import cpu_peer
 from tests.support.simulated_job import DEADLINE_S, SOON_S, Engine, Job
@@ -24,13 +26,13 @@ from xfer.coordinator.state import Client, ReplicaPhase
 from xfer.direct import sums
 from xfer.direct import trainer as direct_trainer
 from xfer.direct.plane import DirectPlane
-from xfer.errors import DeadlineExceeded, PeerLost, PlanMismatch, RebindError, Unsupported, XferError
+from xfer.errors import DeadlineExceeded, PeerLost, PlanMismatch, RebindError, Unsupported, VerificationError, XferError
 from xfer.kernels.block_fp8 import ScaleRule
 from xfer.participants import computing
 from xfer.participants.controller import ControllerPhase
 from xfer.plan import relay
 from xfer.rendezvous import client
-from xfer.transport import p2p, relay_place, routes
+from xfer.transport import changes, p2p, peer_host, relay_place, routes
 from xfer.transport.p2p import P2P
 
 SEED = int(os.environ.get("XFER_SEED", "0"))
@@ -444,6 +446,33 @@ def failed(point: str) -> Callable[[Job], object]:
     return refit
 
 
+def a_value_changes_on_its_way(job: Job) -> None:
+    """What a trainer sends, or a worker reads, of the values that changed; not which ones these are."""
+    encode, read, flips = changes.encode, peer_host.Mapping.read, []
+
+    def encoded(*a) -> torch.Tensor | None:
+        if (message := encode(*a)) is not None and len(message) and not flips:
+            flips.append("sent")
+            message[-1] ^= 1
+        return message
+
+    def reads(mapping, calls, check=None, where="") -> None:
+        read(mapping, calls, check, where)
+        if check is not None and calls and not flips:  # marks are read without a check
+            flips.append("pulled")
+            ctypes.c_ubyte.from_address(int(calls[0].local[0, 0])).value ^= 1
+
+    job.calls = [job.last + 2] * job.trainers  # of versions 7 and 8 few elements are new
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(changes, "encode", encoded)
+        patched.setattr(peer_host.Mapping, "read", reads)
+        job.wrong.add((0, job.last + 3))
+        for end in job.all(verify=True):
+            assert flips and isinstance(end, VerificationError) and "replica 0" in str(end), end
+    (engine,) = job.engines
+    assert engine.paused and engine.label == "xfer:mixed" and job.controllers[0].error is not None
+
+
 EVENTS: dict[str, tuple[bool, Callable[[Job], object]]] = {
     "nothing": (False, lambda job: None),
     "a trainer's storages move": (False, lambda job: job.sources[0].move()),
@@ -451,6 +480,7 @@ EVENTS: dict[str, tuple[bool, Callable[[Job], object]]] = {
     "a worker's storages move": (True, lambda job: setattr(job.engines[0].takers[0], "changes", "moves")),
     "something else writes a worker's bytes": (True, lambda job: [t.zero_() for t in job.engines[0].takers[0].live.values()]),
     "the refit fails while bytes move": (True, failed("wave")),
+    "a value changes on its way": (True, a_value_changes_on_its_way),
     "two refits, the last of all bytes": (True, lambda job: [job.commits(delta=d) for d in ("auto", None)]),
     "the trainers release their weights": (True, lambda job: [s.release() for s in job.sessions]),
     "the replica is served again": (True, lambda job: (job.again(0), job.sim.quiet())),
@@ -685,6 +715,20 @@ def test_a_publish_returns_when_a_rank_is_ready_and_its_fence_when_nobody_reads(
         engine.pause = pause
         assert [e.before.version for e in job.all()] == [2, 2] and all(s.fence() == 0.0 for s in job.sessions)
         assert all(e.before.fence_s > 0 for e in job.ended())
+
+
+@pytest.mark.parametrize(("point", "may_be_read"), [("arm", False), ("moving", True)])
+def test_a_fence_ends_at_its_deadline_and_says_whether_weights_may_still_be_read(point, may_be_read):
+    """A worker stops before it pulls, or in the middle."""
+    with after_one_refit(pulled=True) as job:
+        published, job.faults[workers(job, 0)[0], point] = [], "stop"
+        job.between = lambda i, report: published.append(report.pending)
+        began = job.sim.now
+        call(job, wait="ready", deadline_s=5.0)
+        for end in job.ended():
+            assert isinstance(end, XferError) and "worker 0" in str(end), end
+            assert getattr(end, "drained", True) != may_be_read, end
+        assert published == [True, True] and 5.0 <= job.sim.now - began <= 5.0 + deadlines.CALL_GRACE_S + 0.01
 
 
 # ---- leaving, and what is called at the wrong time
@@ -1083,6 +1127,12 @@ ORDERS = {
     "a controller that dies between staging and commit leaves a whole engine":
         ("replicas=2 stage", "call deadline_s=8 min_replicas=1 | staged | die c0 | fails controller | wait 60 | again 0 | quiet | call | "
          "commits"),
+    **{f"a trainer that dies when a delta is staged and {point}, {way or 'sent'}, costs the refit only":
+        (f"replicas=2 stage delta=auto {way}", f"{before} | die t1 | fails is gone | wait 4 | {then} | restart | call | commits")
+       for way in ("", "pulled") for point, before, then in (
+           ("not applied", "slow 0 pause 2 | slow 1 pause 2 | call | staged | wait 1", "paused 0 | held 1"),
+           ("half applied", "fault w0.0 apply wait | fault w1.0 apply wait | call | phase 0 moving | phase 1 moving | wait 1",
+            "paused 1"))},
     "weights that are released while staged bytes wait are applied all the same":
         ("stage", "slow 0 pause 1 | call wait=sources | ended | staged | release t0 | release t1 | wait 5 | held 2"),
     "exports that change one rank after the other are measured by each new catalog":
@@ -1193,7 +1243,7 @@ def play(job: Job, step: str) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 def test_what_happens_in_this_order_ends_in_time_and_the_next_refit_is_whole(order):
     how, steps = ORDERS[order]
-    options = {k: int(v) if v else True for k, _, v in (a.partition("=") for a in how.split())}
+    options = {k: (int(v) if v.isdigit() else v) if v else True for k, _, v in (a.partition("=") for a in how.split())}
     forms = [ScaleRule.IEEE if options.pop("fp8", False) else None]
     with after_one_refit(**options, forms=forms) as job:
         for step in steps.split(" | "):

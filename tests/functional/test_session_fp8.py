@@ -36,6 +36,17 @@ def test_engines_hold_what_the_oracle_makes_of_each_version(rule):
         assert "bit for bit, what they would load from a checkpoint that this rule wrote" in said
 
 
+@pytest.mark.parametrize("pulled", [False, True], ids=["sent", "pulled"])
+def test_a_refit_by_changes_compares_quantized_bytes(pulled):
+    with fp8_world([fp8_engine()], host_pull=pulled) as world:
+        whole = world.commits(1, delta="auto").outcomes[0].bytes_moved
+        some = []
+        for tiny in (1e-30, 2e-30):  # both are 0 in FP8
+            world.sources[0].params["layers.0.w"][0, 0] = tiny
+            some.append(good(world.refit(delta="auto")).outcomes[0].bytes_moved)
+        assert 0 < some[0] < whole / 100 and some[1] == 0
+
+
 def three(**more) -> World:
     """Three trainers cut 256 rows at 85 and 170, so that each shares blocks with another one."""
     return fp8_world([fp8_engine()], trainers=3, **more)
