@@ -155,8 +155,8 @@ class Session:
         what is exported: Megatron-Core updates the biases of routers in `finalize_model_grads_func`, which has to be set before.
 
         Args:
-            optimizer: A torch optimizer, or one of Megatron-Core's, which keeps torch optimizers in `optimizer` or
-                `chained_optimizers`.
+            optimizer: A torch optimizer, a layer-wise one (`xfer.layerwise`), or one of Megatron-Core's, which keeps torch optimizers
+                in `optimizer` or `chained_optimizers`.
 
         Raises:
             Unsupported: It is none of these. Call `fence` before each step.
@@ -360,15 +360,13 @@ def serve(
 
 def fence_before(optimizer: object, fence: Callable[[], object]) -> None:
     """See `Session.fence_before`."""
-    import torch
-
     inner = [*getattr(optimizer, "chained_optimizers", ())] or [getattr(optimizer, "optimizer", None)]
-    if isinstance(optimizer, torch.optim.Optimizer):
+    if (before_step := getattr(optimizer, "register_step_pre_hook", None)) is not None:
 
         def hook(*_: object) -> None:
             fence()
 
-        optimizer.register_step_pre_hook(hook)
+        before_step(hook)
     elif inner == [None]:
         raise Unsupported(
             f"{type(optimizer).__name__} is no torch optimizer and keeps none in `optimizer` or `chained_optimizers`",

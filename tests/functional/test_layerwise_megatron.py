@@ -102,6 +102,11 @@ def test_owners_offer_each_tensor_once_and_gather_nothing_and_other_adapters_dra
         assert {*f.keys()} == {*a["tensors"], *b["tensors"]}
 
 
+def test_fences_come_before_each_step_and_one_that_fails_costs_only_that_step(two, folders):
+    two.ask("build", "built", folder=folders["dense"], layout={})
+    assert [x["same"] for x in two.ask("fenced", "fenced")] == [[True] * 5 + [False]] * 2
+
+
 def test_megatrons_scheduler_leaves_each_group_its_own_rates_and_decay(two, folders):
     """The scheduler has one greatest rate and one weight decay, those of Adam. That rate is far too small for Muon's matrices."""
     two.ask("build", "built", folder=folders["dense"], layout={})

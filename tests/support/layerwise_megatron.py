@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 
@@ -28,6 +29,8 @@ megatron_cpu.init_world()
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 
 from examples.common.train_loop import Task, Trainer  # noqa: E402
+from xfer.api import fence_before  # noqa: E402
+from xfer.errors import DeadlineExceeded  # noqa: E402
 from xfer.layerwise import checkpoint  # noqa: E402
 from xfer.layerwise.megatron import MegatronLayerWise, muon_and_adam  # noqa: E402
 from xfer.trainers.layerwise import LayerWiseTrainer  # noqa: E402
@@ -154,6 +157,25 @@ class Rank(trainer_rank.Rank):
         between = self._states()
         self._source().drain()
         emit("offered", tensors=tensors, before=before, between=between, after=self._states())
+
+    def fenced(self) -> None:
+        """Two steps with two fences each, where routers' biases change and before the optimizer's step. The second fence of the first step
+        raises. Whether what this rank owns was as before, at each fence and after each step."""
+        mine, same = [o.param for o in self.trainer.optimizer.owned], []
+        old = [p.clone() for p in mine]
+
+        def fence() -> None:
+            same.append(all(map(torch.equal, old, mine)))
+            if len(same) == 2:
+                raise DeadlineExceeded("late")
+
+        self.source().fence_before(fence)
+        fence_before(self.trainer.optimizer, fence)
+        for _ in range(2):
+            with contextlib.suppress(DeadlineExceeded):
+                self.trainer.step()
+            same.append(all(map(torch.equal, old, mine)))
+        emit("fenced", same=same)
 
     def _states(self) -> list[str]:
         return [b.state.value for b in self.trainer.optimizer.gather.buckets]

@@ -7,6 +7,7 @@ the asynchronous gather. The distributed optimizer is not used and must be off.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Protocol, cast
@@ -14,6 +15,7 @@ from typing import Protocol, cast
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from xfer.errors import Unsupported
 from xfer.layerwise.checkpoint import ParameterBox
@@ -52,6 +54,7 @@ class MegatronLayerWise(LayerWise):
 
         overlaps = _overlaps(chunks)
         self.loss_scale = loss_scale
+        self._step_pre_hooks: OrderedDict[int, Callable[..., object]] = OrderedDict()
         self._cut = cut_parameters(chunks)
         dense = mpu.get_data_parallel_group(with_context_parallel=True)
         experts = mpu.get_expert_data_parallel_group(check_initialized=False)
@@ -83,8 +86,17 @@ class MegatronLayerWise(LayerWise):
         Returns:
             (whether parameters were updated, norm of the gradients before clipping, None), as Megatron's optimizers.
         """
+        for hook in self._step_pre_hooks.values():
+            hook(self, (closure,), {})
         self._take_step(closure, self.loss_scale)
         return not self.skipped, self.grad_norm, None
+
+    def register_step_pre_hook(self, hook: Callable[..., object]) -> RemovableHandle:
+        """Call `hook(optimizer, args, kwargs)` at the beginning of each step, as torch's optimizers do. Its result is ignored. If it
+        raises, nothing has been stepped."""
+        handle = RemovableHandle(self._step_pre_hooks)
+        self._step_pre_hooks[handle.id] = hook
+        return handle
 
     def _collect(self) -> None:
         for o in self.owned:

@@ -145,6 +145,10 @@ class LayerWiseTrainer:
         if hasattr(self.base, "let_go"):
             self.base.let_go()
 
+    def fence_before(self, fence: Callable[[], object]) -> None:
+        if hasattr(self.base, "fence_before"):
+            self.base.fence_before(fence)
+
     def compute(self, meet: Meet = lambda ranks, digest: None) -> None:
         if not hasattr(self.base, "compute"):
             raise Unsupported(
