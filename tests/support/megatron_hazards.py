@@ -207,7 +207,7 @@ def settings_that_rearrange_live_weights(folder):
 
     settings = dict(
         moe_mlp_glu_interleave_size=32, moe_shared_expert_glu_interleave_size=32, moe_single_grouped_weight=True,
-        moe_single_grouped_bias=True, gtp_weight_remat_size=2,
+        moe_single_grouped_bias=True, gtp_weight_remat_size=2, expert_gtp_weight_remat_size=2,
     )  # fmt: skip
     with built(folder, "qwen3_moe") as trainer:
         vars(get_model_config(trainer.chunks[0])).update(settings)

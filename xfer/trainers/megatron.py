@@ -412,12 +412,14 @@ class MegatronTrainer:
 
 _INTERLEAVED = "gate and up rows alternate in the live weights, and Bridge's export does not undo it; leave it unset"
 _GROUPED = "one parameter holds all experts of a rank, for which Bridge has no conversion; leave it False"
+_CUT_AGAIN = "weights are cut over one more group, of which Bridge knows nothing; leave it at 1"
 _CHANGES_WEIGHTS: dict[str, tuple[int | None, str]] = {
     "moe_mlp_glu_interleave_size": (None, _INTERLEAVED),
     "moe_shared_expert_glu_interleave_size": (None, _INTERLEAVED),
     "moe_single_grouped_weight": (False, _GROUPED),
     "moe_single_grouped_bias": (False, _GROUPED),
-    "gtp_weight_remat_size": (1, "weights are cut over one more group, of which Bridge knows nothing; leave it at 1"),
+    "gtp_weight_remat_size": (1, _CUT_AGAIN),
+    "expert_gtp_weight_remat_size": (1, _CUT_AGAIN),
 }
 """Settings of Megatron-Core 0.19 under which live weights are not those that Bridge exports: the harmless value, and why."""
 
