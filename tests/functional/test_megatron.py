@@ -115,6 +115,6 @@ def test_scratch_holds_what_bridge_merges(arguments, tmp_path):
 
 
 @slow
-@pytest.mark.parametrize("name", ["regrouped", "dora"])
+@pytest.mark.parametrize("name", ["regrouped", "ungrouped", "dora"])
 def test_lora_hazards(name, tmp_path):
     run(name, tmp_path, "megatron_lora")

@@ -10,6 +10,7 @@ megatron_cpu.import_bridge()
 import torch  # noqa: E402
 from megatron.bridge.peft.canonical_lora import CanonicalLoRA  # noqa: E402
 from megatron.bridge.peft.dora import DoRA  # noqa: E402
+from megatron.core.utils import unwrap_model  # noqa: E402
 
 from examples.common.train_loop import Trainer  # noqa: E402
 from tests.support.megatron_worker import checkpoint, gathered, held, main, refusal, truth, wrong  # noqa: E402
@@ -114,6 +115,29 @@ def regrouped(folder: str) -> None:
         trainer.regroup()
 
 
+def ungrouped(folder: str) -> None:
+    """Models with process groups of their own, while Megatron-Core has none. Bridge then merges no adapters."""
+    checkpoint(folder, "qwen3_moe")
+    with Trainer(folder, tp=2, pp=2, ep=2, etp=1, **PLAIN) as trainer:
+        now = truth(trainer)
+        trainer.close()
+        with torch.no_grad():
+            unmerged = trainer.bridge.export_hf_weights(
+                trainer.chunks, cpu=True, show_progress=False, merge_adapter_weights=False
+            )
+            assert all(torch.equal(t[: len(now[n])], now[n]) for n, t in unmerged), (
+                "Bridge's own export needs no other groups"
+            )
+        assert not (bad := wrong(held(adapter(trainer).read()), now)), bad
+        for chunk in map(unwrap_model, trainer.chunks):
+            chunk.pg_collection = None
+        assert "no process groups of Megatron" in refusal(lambda: adapter(trainer))
+    with Trainer(folder, tp=2, lora=ADAPTERS, **PLAIN) as trainer:
+        trainer.close()
+        refused = refusal(adapter(trainer).read)
+        assert refused.startswith("LayoutError") and "adapter" in refused, refused
+
+
 def dora(folder: str) -> None:
     """Bridge's export knows nothing of DoRA's magnitudes, and would leave them out without a word."""
     checkpoint(folder, "qwen3")
@@ -123,4 +147,4 @@ def dora(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(merged, regrouped, dora)
+    main(merged, regrouped, ungrouped, dora)

@@ -49,6 +49,7 @@ def test_the_first_trainer_warns_of_an_untested_pair(monkeypatch, caplog, rank):
 
     t = tested.TRAINERS[0]
     monkeypatch.setattr(megatron, "_wrong_installation", lambda bridge: [])  # no process groups here
+    monkeypatch.setattr(megatron, "_wrong_groups", lambda chunks, bridge: [])
     monkeypatch.setattr(megatron.dist, "get_rank", lambda: rank)
     monkeypatch.setattr(megatron.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(megatron, "_wrong_bridge", lambda bridge: [])

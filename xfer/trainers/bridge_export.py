@@ -116,19 +116,17 @@ def hf_config(bridge):
 def process_groups(chunks: Sequence[torch.nn.Module]) -> list[object]:
     """Return the groups over which Bridge's mappings of this model communicate.
 
-    From 0.6 on Bridge asks the model for its groups, and before that Megatron-Core's `parallel_state`.
+    From 0.6 on Bridge asks the model for its groups, and before that Megatron-Core's `parallel_state`. A model may have groups
+    of its own and leave `parallel_state` as it is; its experts are not cut over a group that it does not have.
 
     Raises:
         RebindError: There are none, or the model has groups that are destroyed. Frameworks destroy them to free NCCL's memory.
     """
-    from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
+    from megatron.bridge.models.conversion import model_bridge
     from megatron.core import parallel_state
-    from megatron.core.utils import unwrap_model
 
-    of_model = None
-    if hasattr(MegatronParamMapping, "set_process_groups_from_pg_collection"):
-        of_model = getattr(unwrap_model(chunks[0]), "pg_collection", None)
-    found = [getattr(of_model, name, None) for name in ("pp", "ep", "tp", "expt_tp")]
+    of_model = getattr(model_bridge, "_get_pg_collection_from_model", lambda chunks: None)(list(chunks))
+    found = [getattr(of_model, name, None) for name in ("pp", "tp", "ep", "expt_tp")]
     if gone := [g for g in found if g is not None and not _registered(g)]:
         raise RebindError(
             f"{len(gone)} process groups of the model are destroyed",
@@ -136,7 +134,7 @@ def process_groups(chunks: Sequence[torch.nn.Module]) -> list[object]:
                 "initialize_model_parallel() on all ranks before the refit, and give the model's pg_collection the new groups"
             ],
         )
-    if all(found):
+    if all(found) or all(found[:2]) and not parallel_state.is_initialized():
         return found
     if not parallel_state.is_initialized():
         raise RebindError(
@@ -144,8 +142,8 @@ def process_groups(chunks: Sequence[torch.nn.Module]) -> list[object]:
         )
     mine = (
         parallel_state.get_pipeline_model_parallel_group(),
-        parallel_state.get_expert_model_parallel_group(),
         parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_expert_model_parallel_group(),
         parallel_state.get_expert_tensor_parallel_group(),
     )
     return [a or b for a, b in zip(found, mine, strict=True)]
@@ -189,13 +187,23 @@ AdapterTasks = dict[str, list]
 
 def owned_adapters(model_bridge, chunks: Sequence[torch.nn.Module]) -> AdapterTasks:
     """Return new tasks of this rank's adapters, if there are any. Call it as `owned_tasks`."""
-    if not hasattr(model_bridge, "build_adapter_conversion_tasks"):  # an older Bridge without adapters
-        return {}
     forget_names(model_bridge)
     try:
-        return model_bridge.build_adapter_conversion_tasks(list(chunks))
+        return adapter_tasks(model_bridge, chunks)
     finally:
         forget_names(model_bridge)
+
+
+def adapter_tasks(model_bridge, chunks: Sequence[torch.nn.Module]) -> AdapterTasks:
+    """Return new tasks of all ranks' adapters. Collective.
+
+    An older Bridge has none. A newer one needs `parallel_state` for them, whatever groups the model has; without it there are no
+    tasks, and adapters count as parameters that Bridge does not export.
+    """
+    from megatron.core import parallel_state
+
+    make = getattr(model_bridge, "build_adapter_conversion_tasks", None)
+    return {} if make is None or not parallel_state.is_initialized() else make(list(chunks))
 
 
 def factor_tasks(adapters: AdapterTasks) -> list:

@@ -37,6 +37,7 @@ from xfer.trainers.bridge_export import (
     BridgeExport,
     ModelBridge,
     Scales,
+    adapter_tasks,
     factor_tasks,
     forget_names,
     model_bridge_of,
@@ -146,8 +147,7 @@ class BridgeStream:
         forget_names(bridge)
         self._groups = process_groups(t.chunks)  # before mappings read them, so that a later change is noticed
         self._tasks = bridge.build_conversion_tasks(names, list(t.chunks))
-        make = getattr(bridge, "build_adapter_conversion_tasks", None)  # an older Bridge has no adapters
-        self._adapters = make(list(t.chunks)) if make is not None else {}
+        self._adapters = adapter_tasks(bridge, t.chunks)
         self._model_bridge, self._names = bridge, names
         mine: list[_Task] = []
         for position, task in enumerate(self._tasks):

@@ -12,6 +12,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -91,7 +92,8 @@ class MegatronTrainer:
     ):
         if isinstance(model_chunks, torch.nn.Module) and not isinstance(model_chunks, torch.nn.ModuleList):
             model_chunks = [model_chunks]
-        if bad := [*_wrong_installation(bridge), *_wrong_chunks(model_chunks), *_wrong_bridge(bridge)]:
+        bad = [*_wrong_installation(bridge), *_wrong_chunks(model_chunks), *_wrong_bridge(bridge)]
+        if bad := bad or _wrong_groups(model_chunks, bridge):
             raise Unsupported("MegatronTrainer(model_chunks, bridge) cannot work as it was called", bad)
         self.chunks, self.bridge = list(model_chunks), bridge
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
@@ -425,7 +427,7 @@ _CHANGES_WEIGHTS: dict[str, tuple[int | None, str]] = {
 
 
 def _wrong_installation(bridge: object) -> list[str]:
-    """One line per package and process group that is missing."""
+    """One line per package that is missing, and if there is no process group at all."""
     needed = ("megatron.core",) if is_mbridge(bridge) else ("megatron.core", "megatron.bridge")
     missing = [name for name in needed if not _installed(name)]
     bad = []
@@ -439,15 +441,23 @@ def _wrong_installation(bridge: object) -> list[str]:
             "no process group: call torch.distributed.init_process_group() and megatron.core.parallel_state."
             "initialize_model_parallel() and build the model, all before MegatronTrainer(...)"
         )
-    elif not missing:
-        from megatron.core import parallel_state
-
-        if not parallel_state.is_initialized():
-            bad.append(
-                "no process groups of Megatron: call megatron.core.parallel_state.initialize_model_parallel() and build the model, "
-                "both before MegatronTrainer(...)"
-            )
     return bad
+
+
+def _wrong_groups(chunks: Sequence[torch.nn.Module], bridge: object) -> list[str]:
+    """A line if neither Megatron-Core nor the model has process groups. mbridge asks Megatron-Core alone."""
+    from megatron.core import parallel_state
+
+    if parallel_state.is_initialized():
+        return []
+    if not is_mbridge(bridge):
+        with suppress(RebindError):
+            process_groups(chunks)
+            return []
+    return [
+        "no process groups of Megatron: call megatron.core.parallel_state.initialize_model_parallel() and build the model, "
+        "both before MegatronTrainer(...), or build it with a pg_collection of its own (Megatron-Bridge 0.6)"
+    ]
 
 
 def _warn_of_versions() -> None:
