@@ -110,6 +110,22 @@ _QWEN3_5_TOWER: Config = dict(
     vision_start_token_id=3, vision_end_token_id=4, image_token_id=5, video_token_id=6,
 )  # fmt: skip
 _INDEXER: Config = dict(index_topk=16, index_head_dim=64, index_n_heads=4, indexer_rope_interleave=True)
+_MIMO: Config = dict(
+    n_routed_experts=8, num_experts_per_tok=2,
+    moe_intermediate_size=64, n_group=1, topk_group=1, norm_topk_prob=True, scoring_func="sigmoid",
+    topk_method="noaux_tc", moe_layer_freq=[0, 1], hybrid_layer_pattern=[0, 1], layernorm_epsilon=1e-5,
+    v_head_dim=16, swa_num_attention_heads=4, swa_num_key_value_heads=4, swa_head_dim=32, swa_v_head_dim=16,
+    sliding_window_size=64, sliding_window=64, attention_bias=False, add_swa_attention_sink_bias=True,
+    add_full_attention_sink_bias=False, partial_rotary_factor=0.5, attention_value_scale=0.707,
+    rope_theta=5e6, swa_rope_theta=10000.0,
+)  # fmt: skip
+_LING: Config = dict(
+    **_EXPERTS,
+    num_shared_experts=1, moe_shared_expert_intermediate_size=64, first_k_dense_replace=1, n_group=1,
+    topk_group=1, score_function="sigmoid", moe_router_enable_expert_bias=True, router_dtype="fp32",
+    use_bias=False, use_qkv_bias=False, use_qk_norm=True, use_rmsnorm=True, embedding_dropout=0.0,
+    rope_parameters=dict(rope_type="default", rope_theta=10000.0),
+)  # fmt: skip
 _NO_PADDING: Config = dict(make_vocab_size_divisible_by=4)
 _BIAS = ("*.e_score_correction_bias",)
 
@@ -193,6 +209,15 @@ def _nemotron_mtp(known: Shapes) -> Shapes:
 def _minimax(known: Shapes) -> Shapes:
     """transformers also gives MLPs that have no experts the name of those that have."""
     return {re.sub(r"block_sparse_moe(?=\.(\w+_proj|fc\d)\.)", "mlp", name): shape for name, shape in known.items()}
+
+
+def _mimo_mtp(known: Shapes) -> Shapes:
+    """Has a dense sliding-window layer outside of the model's layers."""
+    same = {
+        n: s for n, s in _part(known, "model.layers.1.").items() if n.startswith(("self_attn.", "input_layernorm."))
+    }
+    out = same | _norms("", "enorm", "hnorm", "pre_mlp_layernorm", "final_layernorm") | _mlp("mlp.", 192)
+    return {**known, **_below("model.mtp.layers.0.", out | {"eh_proj.weight": (128, 256)})}
 
 
 def _step() -> Shapes:
@@ -354,14 +379,10 @@ FAMILIES = (
         "Hunyuan 3 with its MTP layer", "hy_v3", "HYV3ForCausalLM", (), _DRAFTED, _BIAS, **_HUNYUAN,
         num_nextn_predict_layers=1, published=lambda known: _next_layer(known, "final_layernorm"), since="0.6",
     ),
+    _family("MiMo-V2", "mimo_v2_flash", "MiMoV2FlashForCausalLM", _EP, _SPARSE, _BIAS, **_MIMO, since="0.6"),
     _family(
-        "MiMo-V2", "mimo_v2_flash", "MiMoV2FlashForCausalLM", _EP, _SPARSE, _BIAS, n_routed_experts=8, num_experts_per_tok=2,
-        moe_intermediate_size=64, n_group=1, topk_group=1, norm_topk_prob=True, scoring_func="sigmoid",
-        topk_method="noaux_tc", moe_layer_freq=[0, 1], hybrid_layer_pattern=[0, 1], layernorm_epsilon=1e-5,
-        v_head_dim=16, swa_num_attention_heads=4, swa_num_key_value_heads=4, swa_head_dim=32, swa_v_head_dim=16,
-        sliding_window_size=64, sliding_window=64, attention_bias=False, add_swa_attention_sink_bias=True,
-        add_full_attention_sink_bias=False, partial_rotary_factor=0.5, attention_value_scale=0.707,
-        rope_theta=5e6, swa_rope_theta=10000.0, since="0.6",
+        "MiMo-V2 with its MTP layer", "mimo_v2_flash", "MiMoV2FlashForCausalLM", (), _DRAFTED, _BIAS, **_MIMO,
+        published=_mimo_mtp, since="0.6",
     ),
     _family(
         "Mellum", "mellum", "MellumForCausalLM", _EP[:5], _SPARSE, since="0.6", **_EXPERTS, sliding_window=64,
@@ -394,17 +415,23 @@ FAMILIES = (
         ), names=_step(), since="0.6",
     ),
     _family(
-        "Ling 2 (Bailing V2)", "bailing_moe", "BailingMoeV2ForCausalLM", _EP, _SPARSE, ("*.expert_bias",), **_EXPERTS,
-        num_shared_experts=1, moe_shared_expert_intermediate_size=64, first_k_dense_replace=1, n_group=1,
-        topk_group=1, score_function="sigmoid", moe_router_enable_expert_bias=True, router_dtype="fp32",
-        use_bias=False, use_qkv_bias=False, use_qk_norm=True, use_rmsnorm=True, embedding_dropout=0.0,
-        rope_parameters=dict(rope_type="default", rope_theta=10000.0), names=_ling(), since="0.6",
+        "Ling 2 (Bailing V2)", "bailing_moe", "BailingMoeV2ForCausalLM", _EP, _SPARSE, ("*.expert_bias",), **_LING, names=_ling(),
+        since="0.6",
+    ),
+    _family(
+        "Ling 2 with its MTP layer", "bailing_moe", "BailingMoeV2ForCausalLM", (), _DRAFTED, ("*.expert_bias",), **_LING,
+        num_nextn_predict_layers=1, names=_ling(), published=lambda known: _next_layer(known, "final_layernorm"), since="0.6",
     ),
     _family(
         "DeepSeek-V3.2", "deepseek_v32", "DeepseekV32ForCausalLM", _EP, _SPARSE, _BIAS, **_DEEPSEEK, **_INDEXER, since="0.6",
     ),
     _family(
         "GLM-5", "glm_moe_dsa", "GlmMoeDsaForCausalLM", _EP, _SPARSE, _BIAS, **{**_DEEPSEEK, "n_group": 1}, **_INDEXER, since="0.6",
+    ),
+    _family(
+        "GLM-5 with its MTP layer", "glm_moe_dsa", "GlmMoeDsaForCausalLM", (), _DRAFTED, _BIAS,
+        **{**_DEEPSEEK, "n_group": 1, "num_nextn_predict_layers": 1}, **_INDEXER, published=_next_layer,
+        provider=dict(mtp_num_layers=1), since="0.6",
     ),
     _family(
         "gpt-oss", "gpt_oss", "GptOssForCausalLM", (*_EP[:3], E(tp=2, dp=2, ep=True), E(tp=2, pp=2)), _SPARSE[:2],

@@ -93,7 +93,7 @@ class MegatronTrainer:
         if isinstance(model_chunks, torch.nn.Module) and not isinstance(model_chunks, torch.nn.ModuleList):
             model_chunks = [model_chunks]
         bad = [*_wrong_installation(bridge), *_wrong_chunks(model_chunks), *_wrong_bridge(bridge)]
-        if bad := bad or _wrong_groups(model_chunks, bridge):
+        if bad := bad or _wrong_groups(list(model_chunks), bridge):
             raise Unsupported("MegatronTrainer(model_chunks, bridge) cannot work as it was called", bad)
         self.chunks, self.bridge = list(model_chunks), bridge
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
