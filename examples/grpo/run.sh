@@ -2,6 +2,7 @@
 # The whole loop on one machine: a vLLM samples, Megatron-Core ranks train, a refit after every step.
 #   examples/grpo/run.sh [dense|moe|0.6b] [options of this script and of train.py]
 #     examples/grpo/run.sh moe --steps 60 --verify                    on a laptop
+#     DTYPE=bfloat16 examples/grpo/run.sh dense --delta --lr 2e-5     sends what changed; its share of all bytes is printed last
 #     examples/grpo/run.sh 0.6b --device cuda --out result.json       on 4 GPUs of one host: vLLM TP2 beside Megatron-Core tp2
 #     examples/grpo/run.sh 0.6b --device cuda --ranks 1 --tp 1 --engine-tp 1           on 2 GPUs
 #   --device cpu|cuda   default: cuda where both sides' GPUs are there      --ranks N      trainer ranks (4; 0.6b: 2)

@@ -56,6 +56,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--micro-batches", type=int, default=4, help="of each data-parallel rank and step")
     parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--verify", action="store_true", help="compare checksums before each version is committed")
+    parser.add_argument("--delta", action="store_true", help="send what changed")
     parser.add_argument("--gate", type=float, default=1.05, help="largest mean(exp|logprob difference|)")
     parser.add_argument("--save", type=Path, help="folder for checkpoints; a run that finds one there goes on from it")
     parser.add_argument("--save-every", type=int, default=20)
@@ -93,7 +94,9 @@ def main() -> None:
         if replicas is not None:
             rollout.version_of = lambda i: replicas.controllers[i].version
         # Engines begin without weights, or with those of an earlier start.
-        report = xfer.nccl_xfer_refit(session, version=version(start), verify=args.verify)  # xfer
+        how = {"verify": args.verify, "delta": "auto" if args.delta else None}  # xfer
+        report = xfer.nccl_xfer_refit(session, version=version(start), **how)  # xfer
+        replica_bytes, moved, whole = report.bytes // max(1, report.committed), 0, 0
         for step in range(start, args.steps):
             began = time.monotonic()
             batch, reward = None, 0.0
@@ -109,9 +112,8 @@ def main() -> None:
             seen = grpo.step(trainer, grpo.shared(batch, task.prompt_tokens), micro_batches=args.micro_batches)
             if replicas is not None:
                 replicas.rejoin()
-            report = xfer.nccl_xfer_refit(
-                session, version=version(step + 1), verify=args.verify, min_replicas=1
-            )  # xfer
+            report = xfer.nccl_xfer_refit(session, version=version(step + 1), min_replicas=1, **how)  # xfer
+            moved, whole = moved + report.bytes, whole + report.committed * replica_bytes
             if chief:
                 seconds = (report.seconds, time.monotonic() - began, report.transfer_s, report.outage_s)
                 row = Row(step, version(step), reward, seen.error, seen.kl, seen.worst, *seconds)
@@ -123,6 +125,8 @@ def main() -> None:
         if replicas is not None:
             replicas.close()
         session.close()  # xfer
+    if chief and whole:
+        print(f"refits moved {moved:,} of {whole:,} bytes ({moved / whole:.1%})")
 
 
 def save(trainer: Policy, folder: Path, step: int) -> None:
