@@ -75,6 +75,11 @@ WIDE_MOE = dict(WIDE, moe_intermediate_size=256, num_experts=16)
 PACKED = dict(connect=dict(route="packed", bucket_bytes=96 << 10, deadline_s=120.0, scramble=False))
 """Buckets so small that there are many."""
 MAPPED = dict(connect=dict(PACKED["connect"], colocated=True))
+SMALL_STEP = dict(lr=2e-6)
+CHANGES = dict(frozen=("*norm.weight",), connect=dict(scramble=False), delta=True, stage=True)
+"""So small a step leaves most of the bits as they are, and all of a norm's."""
+PADDED = dict(tp=2, pp=2, vpp=2, distopt=True, should_pad_vocab=True, make_vocab_size_divisible_by=40, load=False)
+UNEVEN = dict(num_key_value_heads=2, vocab_size=250)
 CASES = [
     Case("qwen3_moe", dict(tp=2, pp=2, ep=2, etp=1, distopt=True), (dict(tp=2),), WIDE_MOE, fp8="fp8"),
     Case(  # two replicas, the second of which reads from the first
@@ -85,27 +90,21 @@ CASES = [
     ),
     Case("deepseek_v3", dict(tp=2, ep=2, etp=2, distopt=True), (dict(tp=2, ep=True),)),
     # TP above the number of KV heads, and a vocabulary that each side pads to another size.
-    Case(
-        "qwen3",
-        dict(tp=2, pp=2, vpp=2, distopt=True, should_pad_vocab=True, make_vocab_size_divisible_by=40, load=False),
-        (dict(tp=4),),
-        dict(num_key_value_heads=2, vocab_size=250),
-    ),
+    Case("qwen3", dict(PADDED, **SMALL_STEP), (dict(tp=4),), UNEVEN, **dict(CHANGES, stage=False)),
     Case("qwen3", dict(tp=2, pp=2, **PLAIN), (dict(tp=2),), **PACKED),
-    # So small a step leaves most of the bits as they are, and all of a norm's.
     Case(
         "qwen3_moe",
-        dict(tp=2, pp=2, ep=2, etp=1, distopt=True, lr=2e-6),
+        dict(tp=2, pp=2, ep=2, etp=1, distopt=True, **SMALL_STEP),
         (dict(tp=2, ep=True), dict(tp=1)),
-        frozen=("*norm.weight",),
-        connect=dict(scramble=False),
-        delta=True,
-        stage=True,
+        **CHANGES,
     ),
 ]
 SLOW = [
     Case("qwen3", dict(tp=2, pp=2), (dict(tp=2),), mbridge=True),
     Case("qwen3_moe", dict(tp=2, ep=2, etp=1), (dict(tp=2, ep=True), dict(tp=1)), mbridge=True),
+    Case("qwen3", PADDED, (dict(tp=4),), UNEVEN),
+    Case("qwen3", dict(PADDED, **SMALL_STEP), (dict(tp=4),), UNEVEN, **CHANGES),
+    Case("qwen3_tied", dict(tp=2, pp=2, distopt=True, **SMALL_STEP), (dict(tp=1), dict(tp=2)), **CHANGES),
     Case(
         "qwen3_moe",
         dict(tp=2, ep=2, etp=2, distopt=True),
