@@ -32,6 +32,7 @@ def run(work: Path, *words: str, **env: str) -> list[Row]:
     assert [r.version for r in rows] == [str(i) for i in range(len(rows))]
     assert json.loads((work / "out.json").read_text())["totals"]["steps"] == len(rows)
     assert len(re.findall(r"^step .* reward .* KL ", said, re.M)) == len(rows)
+    assert ("(100.0%)" in re.findall(r"^refits moved .*", said, re.M)[0]) == ("--delta" not in words)
     return rows
 
 
@@ -49,9 +50,7 @@ def test_an_async_llm_samples(tmp_path):
 
 
 def test_the_shape_of_qwen3_06b_at_two_layers(tmp_path):
-    """The line of the GPU run (docs/guide.md) on a CPU: bf16, one vLLM of two ranks beside two trainer ranks."""
-    small = (
-        "--set num_hidden_layers=2 --set hidden_size=128 --digits 4 --prompts 2 --answers 4 --micro-batches 2 --steps 3"
-    )
+    """The line of the GPU run (docs/guide.md) on a CPU: bf16, one vLLM of two ranks beside two trainer ranks, which send what changed."""
+    small = "--set num_hidden_layers=2 --set hidden_size=128 --digits 4 --prompts 2 --answers 4 --micro-batches 2 --steps 3 --delta"
     rows = run(tmp_path, "0.6b", *small.split())
     assert len(rows) == 3 and all(1 <= r.error < 1.2 for r in rows), rows
