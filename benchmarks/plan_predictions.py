@@ -1,8 +1,9 @@
 """Print the tables of docs/plan_predictions.md: predicted seconds of every published mapping beside the published ones, and of some
-mappings with relays and without.
+mappings with relays and without; or by how much more bytes enter a host than it needs.
 
     .venvs/trainer/bin/python -m benchmarks.plan_predictions
     .venvs/trainer/bin/python -m benchmarks.plan_predictions --relay
+    .venvs/trainer/bin/python -m benchmarks.plan_predictions --into-hosts
     .venvs/trainer/bin/python -m benchmarks.plan_predictions --row "30B EP4xTP2xDP2" [--html FILE] [--json FILE]
 
 Layouts are declared (lib/layouts.py). `xfer plan` traces them instead, and agrees where both were tried
@@ -16,7 +17,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,9 +28,14 @@ from xfer.cli.describe import HOST, LOCAL, NIC, NVLINK
 from xfer.cli.html import page, seconds
 from xfer.cli.layouts.processes import classes
 from xfer.cli.plan_report import Header, Report, make_plans, make_report
+from xfer.mesh.box import Box
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 from xfer.plan.explain import size
 from xfer.plan.fabric import Fabric, Host, Nic, Site
+from xfer.plan.inventory import Inventory
+from xfer.plan.predict import predict
+from xfer.plan.program import ITEM
+from xfer.trace.catalog import Catalog
 from xfer.transport.p2p import WAVE_BYTES
 
 ALL = {**ROWS, **FP8_ROWS}
@@ -79,9 +85,8 @@ RELAYED = (
 """Mappings of the second table: one to eight replicas on a host."""
 
 
-def reports(name: str, buckets: Sequence[int] = BUCKETS, *, gpus_of_nic: int = 1, relay: bool = False) -> list[Report]:
-    """One report per size of `buckets`, MiB, on whole hosts: trainers on the first ones, engines on the others. `gpus_of_nic`: GPUs that
-    share a NIC."""
+def job(name: str, gpus_of_nic: int = 1) -> tuple[Catalog, list[Inventory], list[Inventory], Site]:
+    """The ranks of a mapping on whole hosts: trainers on the first ones, engines on the others. `gpus_of_nic`: GPUs that share a NIC."""
     config, sizes, workers, replicas = ALL[name]
     of, model = TrainerParallel(**sizes), Model.named(config)
     catalog, class_of = model.catalog(fp8=name in FP8_ROWS), classes(of, of.world)
@@ -93,7 +98,12 @@ def reports(name: str, buckets: Sequence[int] = BUCKETS, *, gpus_of_nic: int = 1
     gpus = tuple(range(HOST))
     nics = tuple(Nic(gpus[i : i + gpus_of_nic], NIC, i) for i in gpus[::gpus_of_nic])
     fabric = Fabric(tuple(Host(f"host{h}", (gpus,), NVLINK, nics, local=LOCAL) for h in range(hosts)))
-    site = Site.packed(fabric, of.world, replicas, workers)
+    return catalog, sources, destinations, Site.packed(fabric, of.world, replicas, workers)
+
+
+def reports(name: str, buckets: Sequence[int] = BUCKETS, *, gpus_of_nic: int = 1, relay: bool = False) -> list[Report]:
+    """One report per size of `buckets`, MiB, of `job`."""
+    catalog, sources, destinations, site = job(name, gpus_of_nic)
     share = "GPU" if gpus_of_nic == 1 else f"{gpus_of_nic} GPUs"
     words = f"hosts of {HOST} GPUs, NVLink {NVLINK / 1e9:g} GB/s, a NIC of {NIC / 1e9:g} GB/s per {share}"
     left, right = name.split(" -> ")
@@ -120,6 +130,38 @@ def relayed(some: Sequence[str]) -> None:
         print("| " + " | ".join((name, *cells)) + " |", flush=True)
 
 
+def distinct(inventories: Iterable[Inventory]) -> int:
+    """Bytes that some of these workers need, each counted once."""
+    seen: dict[int, list[Box]] = {}
+    total = 0
+    for t in (i.table for i in inventories):
+        for tensor, dtype, *box in zip(*(x.tolist() for x in (t.tensor, t.dtype, t.origin, t.extent))):
+            before, new = seen.setdefault(tensor, []), [Box(*map(tuple, box))]
+            for b in before:
+                new = [rest for n in new for rest in n.without(b)]
+            before += new
+            total += ITEM[dtype] * sum(n.size for n in new)
+    return total
+
+
+def into_hosts(some: Sequence[str]) -> None:
+    """Print, of the host of engines where it is most, the bytes that enter it beside the bytes that its workers need."""
+    print("| mapping | each replica by itself | with relays |\n|---|---|---|")
+    for name in some:
+        catalog, sources, destinations, site = job(name)
+        at = [(site.fabric.links.host[gpu], w) for replica in site.replicas for w, gpu in enumerate(replica)]
+        workers = {h: frozenset(w for g, w in at if g == h) for h, _ in at}
+        of = {group: distinct(destinations[w] for w in sorted(group)) for group in set(workers.values())}
+        cells = []
+        for relay in (False, True):
+            plans = make_plans(catalog, sources, destinations, site, bucket_bytes=BUCKETS[0] << 20, relay=relay)
+            moved = predict(plans, site, relay=relay).host_bytes
+            both = [(int(moved[:, h].sum() - moved[h, h]), of[group]) for h, group in workers.items()]
+            came, needed = max(both, key=lambda x: x[0] / x[1])
+            cells.append(f"{size(came)} for {size(needed)}, {came / needed:.3f}")
+        print("| " + " | ".join((name, *cells)) + " |", flush=True)
+
+
 def traced(trainer: str, engine: str) -> list[dict]:
     """One report per size of BUCKETS, as `xfer plan --json` prints it."""
     out = []
@@ -137,7 +179,10 @@ def main() -> None:
     p.add_argument("--html", help="write the page of the last mapping there")
     p.add_argument("--json", help="write the reports there, as `xfer plan --json` prints them")
     p.add_argument("--relay", action="store_true", help="the table of relays instead")
+    p.add_argument("--into-hosts", action="store_true", help="bytes that enter hosts instead")
     a = p.parse_args()
+    if a.into_hosts:
+        return into_hosts([r for r in ALL if a.row in r])
     if a.relay:
         return relayed([r for r in RELAYED if a.row in r])
     head = (
