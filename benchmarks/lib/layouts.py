@@ -30,6 +30,7 @@ from xfer.trace.fragment import Fragment, Root, Span, TensorSpec
 ROWS = {
     "4B DP8 -> DP8": ("qwen3-4b", dict(world=8), 1, 8),
     "4B DP8 -> TP8": ("qwen3-4b", dict(world=8), 8, 1),
+    "4B DP8 -> TP4xDP2": ("qwen3-4b", dict(world=8), 4, 2),
     "4B PP2xDP4 -> TP4xDP2": ("qwen3-4b", dict(world=8, pp=2), 4, 2),
     "4B PP4xDP2 -> TP4xDP2": ("qwen3-4b", dict(world=8, pp=4), 4, 2),
     "4B TP2xPP2xDP2 -> TP4xDP2": ("qwen3-4b", dict(world=8, tp=2, pp=2), 4, 2),
@@ -44,7 +45,7 @@ ROWS = {
     "1T MoE PP16xEP64 -> TP32xDP32": ("kimi-k2", dict(world=1024, pp=16, ep=64, etp=1), 32, 32),
 }
 """By name (config, trainer's parallelism, workers of a replica, replicas): the mappings with published refit times of a
-comparable system, which has expert tensor parallelism 1, and one larger mapping. Hybrid Mamba models are not declared."""
+comparable system, which has expert tensor parallelism 1 (two of them with FP8 engines only), and one larger mapping. Hybrid Mamba models are not declared."""
 FP8_ROWS = {
     "4B FP8 DP8 -> DP8": ("qwen3-4b", dict(world=8), 1, 8),
     "4B FP8 DP8 -> TP4xDP2": ("qwen3-4b", dict(world=8), 4, 2),
