@@ -28,7 +28,7 @@ class Family:
     Attributes:
         engine, trainer: The layouts that are tested; the figures of the first of each stand in docs/architectures.md. No
             engine layout: the row is about what only trainers have, or vLLM has no class of it for the CPU.
-        fp32: Globs of the tensors that checkpoints keep in float32.
+        fp32, int32: Globs of the tensors that checkpoints keep in float32, and of their tables of int32.
         names: The checkpoint's tensors, where transformers has no model of the family.
         published: From transformers' names to those of the published checkpoint.
         partly: Globs of Megatron's parameters of which Bridge exports only some rows.
@@ -48,6 +48,7 @@ class Family:
     provider: Config = field(default_factory=dict)
     since: str = ""
     slow: bool = False
+    int32: tuple[str, ...] = ()
 
 
 _BASE: Config = dict(
@@ -126,6 +127,16 @@ _LING: Config = dict(
     use_bias=False, use_qkv_bias=False, use_qk_norm=True, use_rmsnorm=True, embedding_dropout=0.0,
     rope_parameters=dict(rope_type="default", rope_theta=10000.0),
 )  # fmt: skip
+_DEEPSEEK_V4: Config = dict(
+    num_hidden_layers=4, num_key_value_heads=1, head_dim=512, qk_rope_head_dim=64, q_lora_rank=48, o_groups=4, o_lora_rank=32,
+    compress_ratios=[0, 4, 128, 0], compress_rope_theta=160000.0, rope_theta=10000.0, sliding_window=64, index_n_heads=4,
+    index_head_dim=128, index_topk=16, hc_mult=2, hc_sinkhorn_iters=2, hc_eps=1e-6, expert_dtype="bf16", n_routed_experts=8,
+    n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=64, num_hash_layers=1, swiglu_limit=10.0,
+    scoring_func="sqrtsoftplus", topk_method="noaux_tc", norm_topk_prob=True, routed_scaling_factor=1.5, num_nextn_predict_layers=0,
+    rope_scaling=dict(
+        type="yarn", rope_type="yarn", rope_theta=10000.0, factor=2.0, beta_fast=32, beta_slow=1, original_max_position_embeddings=256
+    ),
+)  # fmt: skip
 _NO_PADDING: Config = dict(make_vocab_size_divisible_by=4)
 _BIAS = ("*.e_score_correction_bias",)
 
@@ -150,7 +161,7 @@ def _family(
     name: str, kind: str, architecture: str, engine: tuple, trainer: tuple = (), fp32: tuple = (), **more: object
 ) -> Family:
     """`more`: fields of the config, and the other ones of Family."""
-    rest = {k: more.pop(k) for k in ("names", "partly", "published", "provider", "since", "slow") if k in more}
+    rest = {k: more.pop(k) for k in ("names", "partly", "published", "provider", "since", "slow", "int32") if k in more}
     made = {**_BASE, "model_type": kind, "architectures": [architecture], **more}
     return Family(name, {k: v for k, v in made.items() if v is not _ABSENT}, engine, trainer, fp32, **rest)
 
@@ -251,6 +262,35 @@ def _ling() -> Shapes:
     out |= _mlp("layers.0.mlp.", 192) | _mlp("layers.1.mlp.shared_experts.", 64) | _experts("layers.1.mlp.experts.")
     out |= {"layers.1.mlp.gate.weight": (8, 128), "layers.1.mlp.gate.expert_bias": (8,)}
     return {"lm_head.weight": (252, 128), **_below("model.", out)}
+
+
+def _deepseek_v4() -> Shapes:
+    """DeepSeek-V4: keys of two layers are compressed, and a table of tokens chooses the first layer's experts."""
+    out: dict[str, tuple[int, ...]] = {"embed.weight": (252, 128), "norm.weight": (128,), "head.weight": (252, 128)}
+    out |= {"hc_head_fn": (2, 256), "hc_head_base": (2,), "hc_head_scale": (1,)}
+    for layer, ratio in enumerate((0, 4, 128, 0)):
+        attention = {
+            "wq_a.weight": (48, 128), "wq_b.weight": (2048, 48), "wkv.weight": (512, 128), "wo_a.weight": (128, 512),
+            "wo_b.weight": (128, 128), "q_norm.weight": (48,), "kv_norm.weight": (512,), "attn_sink": (4,),
+        }  # fmt: skip
+        if ratio:
+            attention |= _below("compressor.", _compressor(ratio, 512))
+        if ratio == 4:
+            attention |= {"indexer.wq_b.weight": (512, 48), "indexer.weights_proj.weight": (4, 128)}
+            attention |= _below("indexer.compressor.", _compressor(ratio, 128))
+        experts = {"gate.weight": (8, 128), **({"gate.bias": (8,)} if layer else {"gate.tid2eid": (252, 2)})}
+        for name in ("shared_experts", *(f"experts.{i}" for i in range(8))):
+            experts |= _below(f"{name}.", {"w1.weight": (64, 128), "w2.weight": (128, 64), "w3.weight": (64, 128)})
+        inside = _below("attn.", attention) | _below("ffn.", experts) | _norms("", "attn_norm", "ffn_norm")
+        for part in ("attn", "ffn"):
+            inside |= {f"hc_{part}_fn": (8, 256), f"hc_{part}_base": (8,), f"hc_{part}_scale": (3,)}
+        out |= _below(f"layers.{layer}.", inside)
+    return out
+
+
+def _compressor(ratio: int, width: int) -> Shapes:
+    rows = width * (2 if ratio == 4 else 1)  # windows of 4 tokens overlap
+    return {"ape": (ratio, rows), "wkv.weight": (rows, 128), "wgate.weight": (rows, 128), "norm.weight": (width,)}
 
 
 def _tower(name: str, kind: str, architecture: str, engine: tuple, trainer: tuple, inner: Config, **outer) -> Family:
@@ -432,6 +472,10 @@ FAMILIES = (
         "GLM-5 with its MTP layer", "glm_moe_dsa", "GlmMoeDsaForCausalLM", (), _DRAFTED, _BIAS,
         **{**_DEEPSEEK, "n_group": 1, "num_nextn_predict_layers": 1}, **_INDEXER, published=_next_layer,
         provider=dict(mtp_num_layers=1), since="0.6",
+    ),
+    _family(
+        "DeepSeek-V4", "deepseek_v4", "DeepseekV4ForCausalLM", _EP, fp32=("*hc_*", "*.attn_sink", "*.ape", "*.gate.bias"),
+        int32=("*.tid2eid",), names=_deepseek_v4(), **_DEEPSEEK_V4,
     ),
     _family(
         "gpt-oss", "gpt_oss", "GptOssForCausalLM", (*_EP[:3], E(tp=2, dp=2, ep=True), E(tp=2, pp=2)), _SPARSE[:2],

@@ -12,13 +12,14 @@ from xfer.trace.fragment import TensorSpec
 
 
 def specs_of(family: Family) -> tuple[TensorSpec, ...]:
-    def wide(name: str) -> bool:
-        return any(fnmatchcase(name, p) for p in family.fp32)
+    def kept(name: str) -> str | None:
+        kinds = {"float32": family.fp32, "int32": family.int32}
+        return next((kind for kind, globs in kinds.items() if any(fnmatchcase(name, p) for p in globs)), None)
 
     specs = () if family.names else canonical_specs(family.config)
     shapes, dtypes = family.names or {s.name: s.shape for s in specs}, {s.name: s.dtype for s in specs}
     named = sorted(family.published(shapes).items())
-    return tuple(TensorSpec(n, s, "float32" if wide(n) else dtypes.get(n, "bfloat16")) for n, s in named)
+    return tuple(TensorSpec(n, s, kept(n) or dtypes.get(n, "bfloat16")) for n, s in named)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from xfer.engines.meta_model import fake_rank, make_config
@@ -35,12 +35,15 @@ def _build_as_on_gpus() -> None:
 
     There vLLM has one kind of experts, which packs weights after loading and needs a gate, and no sparse attention. No
     such layer runs here, and which kernel runs does not change how the loader fills weights. Experts get the Triton
-    backend, which keeps weights as they were loaded; an engine on GPUs needs it for refits, too.
+    backend, which keeps weights as they were loaded; an engine on GPUs needs it for refits, too. Some classes make CUDA
+    events while they are built, for which vLLM's worker on CPUs has placeholders.
     """
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return
+    with suppress(ImportError):  # releases without such classes
+        import vllm.v1.worker.cpu.shm  # noqa: F401
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend, backend_to_kernel_cls
