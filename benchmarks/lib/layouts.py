@@ -45,7 +45,8 @@ ROWS = {
     "1T MoE PP16xEP64 -> TP32xDP32": ("kimi-k2", dict(world=1024, pp=16, ep=64, etp=1), 32, 32),
 }
 """By name (config, trainer's parallelism, workers of a replica, replicas): the mappings with published refit times of a
-comparable system, which has expert tensor parallelism 1 (two of them with FP8 engines only), and one larger mapping. Hybrid Mamba models are not declared."""
+comparable system, which has expert tensor parallelism 1 (two of them with FP8 engines only), and one larger mapping. Hybrid Mamba
+models are not declared."""
 FP8_ROWS = {
     "4B FP8 DP8 -> DP8": ("qwen3-4b", dict(world=8), 1, 8),
     "4B FP8 DP8 -> TP4xDP2": ("qwen3-4b", dict(world=8), 4, 2),
