@@ -126,7 +126,8 @@ class Session:
 
         Every trainer rank calls it, as `refit`, which documents the arguments. Call `fence` before weights change again, or let
         `fence_before` do that. The next `publish` or `refit` waits for the outcome of this one first, so that engines commit versions
-        in their order: it raises its error, or has its report in `before`.
+        in their order: it raises its error, or has its report in `before`. The packed route refuses it: its gathers use the process
+        groups that the next step uses.
 
         Returns:
             A pending report.

@@ -93,6 +93,10 @@ class RefitOptions:
             bad.append(f"verify={self.verify!r}: true or false")
         if self.wait not in ("commit", "sources", "ready"):
             bad.append(f'wait={self.wait!r}: "commit" or "sources"; publish() waits until this rank is ready ("ready")')
+        elif self.wait == "ready" and route != "direct":
+            bad.append(
+                "publish(): this route gathers over the process groups that the next step uses; call refit(), or use xfer.Direct()"
+            )
         bad += self._wrong_delta(route) + self._wrong_stage(route)
         turns = 0 if self.at_once is None else whole(self.at_once)
         if self.at_once is not None:

@@ -68,13 +68,15 @@ def test_after_a_release_no_rank_holds_buffers_or_storages_and_the_next_refit_fi
             right(w, v)
 
 
-def test_deltas_are_refused_by_a_route_that_sends_all_bytes():
+def test_what_only_the_direct_route_can_do_is_refused_all_at_once():
+    """Bytes that changed, scratch, and gathers beside the next step, which uses the same process groups."""
     with PackedWorld(trainers=1, workers=1) as w:
         good(w.refit(1))
-        with pytest.raises(e.XferError) as caught:
-            w.sessions[0].refit(RefitOptions(delta="auto", wait="step"))
-        assert [line.split(": ")[0] for line in caught.value.violations] == ["wait='step'", "delta='auto'"]
-        assert "publish()" in caught.value.violations[0] and "xfer.Direct()" in caught.value.violations[1]
+        for wait, told in (("step", "wait='step'"), ("ready", "publish()")):
+            with pytest.raises(e.XferError) as caught:
+                w.sessions[0].refit(RefitOptions(delta="auto", stage=True, wait=wait))
+            assert [line.split(": ")[0] for line in caught.value.violations] == [told, "delta='auto'", "stage=True"]
+            assert all("xfer.Direct()" in line for line in caught.value.violations[wait == "step" :])
         good(w.refit(2))
         right(w, 2)
 
