@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 
+from benchmarks import plan_predictions
 from benchmarks.tokens import Tokens, measured
 from tests.support.proc import PATIENCE, ROOT
 
@@ -73,6 +75,14 @@ def test_tokens_that_a_refit_costs_are_counted_beside_steps_without_one():
     assert row.gap_p50 == pytest.approx(10) and row.gap_max == pytest.approx(50) and row.calm_p99 == pytest.approx(10)
     assert row.call == pytest.approx(100) and row.step == pytest.approx(450) and row.step_beside == pytest.approx(350)
     assert row.around[4] == pytest.approx(200) and row.around[6] == 0 and row.refits == 4
+
+
+def test_bytes_that_a_host_needs_are_counted_once():
+    """Four workers of Qwen3-4B share norms alone: together they need the model, however many replicas they are of."""
+    catalog, _, workers, _ = plan_predictions.job("4B DP8 -> TP4xDP2")
+    model = sum(math.prod(s.shape) * 2 for s in catalog.specs)
+    assert plan_predictions.distinct(workers) == plan_predictions.distinct([*workers, *workers]) == model
+    assert 0 < sum(plan_predictions.distinct([w]) for w in workers) - model < model / 1000
 
 
 def test_links_to_results_lead_to_a_heading():
