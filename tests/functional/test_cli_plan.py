@@ -7,6 +7,7 @@ the same bytes from and to the same ranks.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.support import block_fp8
 from tests.support.families import FAMILIES
 from tests.support.marks import BOTH
 from tests.support.proc import PYTHON
+from xfer import logs
 from xfer.cli import app
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 from xfer.plan.fabric import Fabric, Site
@@ -72,11 +74,15 @@ def declared(folder: Path, *, fp8: bool = False) -> dict:
     return json.loads(json.dumps(make_report(Header("", "", "", ""), catalog, plans, site).to_data()))
 
 
-def test_a_plan_from_two_descriptions_is_that_of_declared_layouts(folder):
+def test_a_plan_from_two_descriptions_is_that_of_declared_layouts(folder, monkeypatch, caplog):
+    """Where no terminal shows a bar, the log says how far it is."""
+    monkeypatch.setattr(logs, "EVERY_S", 1.0)
+    caplog.set_level("INFO", "xfer")
     page = folder / "plan.html"
     sides = ("--trainer", f"{folder}/moe world=8 tp=2 pp=2 ep=2 etp=1", "--engine", "tp=2 replicas=2")
     code, text, data, first = xfer_plan(folder, *sides, "--html", str(page))
     assert code == 0, text
+    assert re.search(r"trainer: different ranks traced \d/4.*, for \d+ s", caplog.text), caplog.text
     got, want = data["plan"], declared(folder)
     for key in (
         "tensors", "model_bytes", "bytes_per_replica", "nbytes", "broadcast_bytes", "most_out", "most_in", "between_hosts",

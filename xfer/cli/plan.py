@@ -10,7 +10,7 @@ import json
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -19,6 +19,7 @@ from xfer.cli.examples import FOLDER, MODELS
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Task
 
     from xfer.cli.describe import Described
     from xfer.cli.layouts.processes import TracedSide
@@ -123,8 +124,9 @@ def _plan(
     relay: bool,
     err: Console,
 ) -> Report:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+    from xfer import logs
     from xfer.cli.layouts.processes import Tracer, cache_folder
     from xfer.cli.plan_report import Header, make_plans, make_report
     from xfer.errors import XferError
@@ -133,13 +135,21 @@ def _plan(
     folder = cache_folder() if cache is None else Path(cache) if cache else None
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with ExitStack() as stack:
-        bar = stack.enter_context(Progress(*columns, console=err, transient=True))
-        lines: dict[str, Any] = {}
+        bar = stack.enter_context(Progress(*columns, console=err, transient=True, disable=not err.is_terminal))
+        lines: dict[str, TaskID] = {}
+        if not err.is_terminal:  # a line from time to time in a bar's place
+            logs.show()
+            stack.enter_context(
+                logs.while_waiting(lambda: ", ".join(map(_line, bar.tasks)) or "starting the frameworks")
+            )
+
+        def count(text: str, done: int, of: int) -> None:
+            if text not in lines:
+                lines[text] = bar.add_task(text, total=of)
+            bar.update(lines[text], completed=done, total=of)
 
         def progress(side: str, done: int, of: int) -> None:
-            if side not in lines:
-                lines[side] = bar.add_task(f"{side}: different ranks traced", total=of)
-            bar.update(lines[side], completed=done, total=of)
+            count(f"{side}: different ranks traced", done, of)
 
         tracer = Tracer(pythons, jobs=jobs, cache=folder, progress=progress)
         try:
@@ -148,7 +158,6 @@ def _plan(
             say(err, str(e))
             raise typer.Exit(WRONG) from None
         sources, destinations = tracer.trace(told.trainer, told.engine)
-        planned = bar.add_task("replicas planned", total=told.engine.replicas)
         plans = make_plans(
             sources.catalog,
             sources.ranks,
@@ -159,7 +168,7 @@ def _plan(
             drop=told.engine.drop,
             narrow=told.engine.narrow,
             relay=relay,
-            told=lambda done: bar.update(planned, completed=done),
+            told=lambda done: count("replicas planned", done, told.engine.replicas),
         )
     header = Header(
         told.trainer.config.title,
@@ -175,6 +184,10 @@ def _plan(
         ),
     )
     return make_report(header, sources.catalog, plans, told.site, relay=relay)
+
+
+def _line(task: Task) -> str:
+    return f"{task.description} {task.completed:.0f}/{task.total:.0f}"
 
 
 def _quantized(sources: TracedSide) -> list[str]:
