@@ -59,8 +59,20 @@ _GPU_ENGINE = Engine("0.25.1", "3.12", "2.11.0+cu130")
 _NEWEST_GPU_ENGINE = Engine("0.26.0", "3.12", "2.11.0+cu130")  # the newest that takes torch 2.11
 
 MATRIX = (
-    Cell(CPUS, _NEWEST, _CPU_ENGINE, "scripts/test.sh", "all that needs no GPU; what CI runs"),
-    Cell(CPUS, _OLDEST, _CPU_ENGINE, "TRAINER=0.16.1 scripts/test.sh", "the same"),
+    Cell(
+        CPUS,
+        _NEWEST,
+        _CPU_ENGINE,
+        "scripts/test.sh",
+        "all that needs no GPU; what CI runs: 2,993 passed, none failed (de2ed95, 27 November 2026)",
+    ),
+    Cell(
+        CPUS,
+        _OLDEST,
+        _CPU_ENGINE,
+        "TRAINER=0.16.1 scripts/test.sh",
+        "the same; its part in the trainers' environment: 2,644 passed, none failed (37bb98d, 27 November 2026)",
+    ),
     Cell(
         "H100s",
         _NEWEST_ON_GPUS,
