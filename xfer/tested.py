@@ -126,8 +126,6 @@ def _release(version: str) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    cells = [c for c in MATRIX if c.where == CPUS]
-    made: Iterable[Trainer | Engine | None] = dict.fromkeys(
-        c.engine if sys.argv[1:] == ["engines"] else c.trainer for c in cells
-    )
-    print(*(" ".join(astuple(side)) for side in made if side is not None), sep="\n")
+    sides: Iterable[Trainer | Engine] = ENGINES if sys.argv[1:] == ["engines"] else TRAINERS
+    on_cpus = {side for c in MATRIX if c.where == CPUS for side in (c.trainer, c.engine)}
+    print(*(" ".join(astuple(side)) for side in sides if side in on_cpus), sep="\n")

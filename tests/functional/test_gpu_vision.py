@@ -15,9 +15,8 @@ from tests.support.gpu_job import SHARED, TOY, Job, gpus
 pytest.importorskip("vllm")
 GPUS = gpus()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a GPU")]
-TRITON = {
-    "gdn_prefill_backend": "triton"
-}  # linear attention: vLLM takes FlashInfer on Hopper, which not every host has
+TRITON = {"gdn_prefill_backend": "triton"}
+"""Of linear attention. vLLM takes FlashInfer on Hopper, which not every host has."""
 WIDE = {k: v for k, v in TOY.items() if k != "vocab_size"}
 
 

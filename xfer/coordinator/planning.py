@@ -15,7 +15,7 @@ from xfer.coordinator import messages as m
 from xfer.coordinator import relays
 from xfer.coordinator.layouts import LayoutExchange
 from xfer.coordinator.state import ReplicaPhase, broadcast
-from xfer.coordinator.status import opening
+from xfer.coordinator.status import awaited_ranks
 from xfer.errors import DeadlineExceeded, PlanMismatch, XferError
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class Planning:
             untold = [i for i in range(co.options.trainers) if i not in co.trainer_inventories]
             error = DeadlineExceeded(
                 f"replica {replica.index} is still {replica.phase.value} after {co.options.deadline_s:.0f} s",
-                [opening(replica), *(f"no layout yet from trainer {i}" for i in untold)],
+                [awaited_ranks(replica), *(f"no layout yet from trainer {i}" for i in untold)],
             )
             co.fail(replica, error)
 

@@ -41,12 +41,12 @@ def waited_for(co: Coordinator) -> list[str]:
             elif co.catalog is not None and (silent := [w for w in range(r.size) if w not in r.inventories]):
                 out.append(f"replica {r.index} {_named('worker', silent)}: reading the layout of its model")
         elif r.phase.opening:
-            out.append(opening(r))
+            out.append(awaited_ranks(r))
     return out
 
 
-def opening(r: Replica) -> str:
-    """The ranks that have not answered while a plan or a link is made for this replica."""
+def awaited_ranks(r: Replica) -> str:
+    """Say which ranks have not answered while a plan or a link is made for this replica."""
     ranks: dict[str, list[int]] = {}
     for c in sorted(r.pending, key=lambda c: (c.hello.role, c.hello.replica, c.hello.index)):
         kind = "trainer" if c.hello.role == "trainer" else f"replica {c.hello.replica} worker"
