@@ -4,7 +4,7 @@
 # tests are run where their marker says: `engine` in .venvs/engine, `rl` in .venvs/rl, everything else in .venvs/trainer. Triton, whose
 # interpreter runs the kernels, comes with vLLM.
 #   scripts/test.sh              all but the wide matrix
-#   scripts/test.sh --slow       the wide matrix too
+#   scripts/test.sh --slow       the wide matrix too, and four times as many examples of each property
 #   scripts/test.sh --unit       unit tests only
 # Further arguments go to pytest: -k EXPRESSION, -x, -n 0, files. Its options that begin with -- go behind a --, as in
 #   scripts/test.sh --unit -- --lf
@@ -17,7 +17,7 @@ args=()
 while [ $# -gt 0 ]; do
   case $1 in
     -h | --help) usage; exit ;;
-    --slow) slow="" forge=0 ;;
+    --slow) slow="" forge=0 && export XFER_EXAMPLES=${XFER_EXAMPLES:-200} ;;
     --unit) where="tests/unit" ;;
     --) shift; args+=("$@"); break ;;
     --*) echo "scripts/test.sh: no option $1; options of pytest go behind a --" >&2; usage >&2; exit 2 ;;

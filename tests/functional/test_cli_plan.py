@@ -113,6 +113,7 @@ COUNTED = (
 )
 
 
+@pytest.mark.slow
 def test_a_plan_for_an_engine_in_fp8_is_that_of_declared_layouts(folder):
     """Trainers quantize what the engine's own loader takes in FP8."""
     sides = ("--trainer", f"{folder}/moe world=8 tp=2 pp=2 ep=2 etp=1", "--engine", f"tp=2 replicas=2 {IN_FP8}")

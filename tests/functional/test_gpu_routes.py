@@ -5,13 +5,13 @@ ranks of one host there.
 from __future__ import annotations
 
 import gc
-import os
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.examples import EXAMPLES
 from tests.support.gpu_job import BESIDE, NO_HANDLES, nccl_host
 from tests.support.gpu_ranks import spawn
 from tests.support.row_worlds import row
@@ -23,9 +23,8 @@ from xfer.transport.nccl import NcclLink, quiet
 from xfer.transport.scratch import Held, Scratch
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
-EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a GPU")]
-SEEDS = list(range(max(4, EXAMPLES // 10)))
+SEEDS = list(range(EXAMPLES // 3))
 LINKED = min(4, GPUS) if GPUS > 1 else 3
 """Ranks of a link. On one GPU they take turns, so a wave takes the sum of their times."""
 SENT = SEEDS if GPUS > 1 else SEEDS[:8]

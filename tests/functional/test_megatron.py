@@ -65,7 +65,7 @@ def test_fragments_hold_what_bridge_exports(arguments, tmp_path):
     "arguments",
     [
         case("qwen3_moe", ep=2),  # dense and expert data parallelism
-        case("qwen3_moe", ep=2, layerwise=True),
+        case("qwen3_moe", slow, ep=2, layerwise=True),
         case("qwen3", slow),
         case("qwen3", slow, pp=2, vpp=2, align_param_gather=True),
         case("qwen3_moe", slow, pp=2, overlap=False),

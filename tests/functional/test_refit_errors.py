@@ -264,6 +264,7 @@ def test_a_trainer_that_is_killed_is_named_and_the_job_can_start_again(b, point,
     b.repaired()
 
 
+@pytest.mark.slow
 def test_replicas_whose_processes_die_leave_the_others_whole_and_can_come_back(b):
     """One refit to three replicas: a worker of the second dies while bytes move, a worker of the third at the commit. An engine
     with another number of workers takes the place of the second and is whole after its first refit."""

@@ -18,20 +18,19 @@ storages that move, layouts and exports that change, replicas that leave and joi
 from __future__ import annotations
 
 import contextlib
-import os
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from tests.support import cpu_peer
+from tests.support.examples import EXAMPLES, FIXED
 from tests.support.simulated_job import DEADLINE_S, SOON_S, Job
 from tests.support.simulation import Simulation
 from xfer.coordinator import messages as m
 from xfer.errors import XferError
 from xfer.kernels.block_fp8 import ScaleRule
 
-EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "40"))
 WORKERS, TRAINERS = ("read", "arm", "commit", "look", "apply"), ("enter", "drain", "before", "after")
 POINTS = (*WORKERS, *TRAINERS, "plan", "link", "moving", "wave", "done", "digest", "checksum")
 FAILURES = st.tuples(
@@ -312,7 +311,7 @@ TestSession.settings = settings(
     max_examples=EXAMPLES,
     stateful_step_count=20,
     deadline=None,
-    derandomize="XFER_EXAMPLES" not in os.environ,  # the same examples in every run of CI; others are searched by hand
+    derandomize=FIXED,
     print_blob=True,
     suppress_health_check=list(HealthCheck),
 )

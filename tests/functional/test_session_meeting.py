@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 
 from hypothesis import HealthCheck, given, settings
@@ -10,11 +9,11 @@ from hypothesis import strategies as st
 
 from tests.functional.test_session_connect import refuse
 from tests.support.connect import flat_connect
+from tests.support.examples import EXAMPLES, FIXED
 from tests.support.simulation import Simulation
 from tests.support.world import TOKEN, ToyEngine, ToySource
 from xfer import errors as e
 
-EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "40"))
 TROUBLE = {
     "none": "",
     "a layout": "this model cannot be read",
@@ -25,7 +24,7 @@ TROUBLE = {
 LATE = st.sampled_from([0.0, 0.0, 0.3, 1.0, 7.0])
 
 
-@settings(max_examples=EXAMPLES, derandomize="XFER_EXAMPLES" not in os.environ, suppress_health_check=list(HealthCheck))
+@settings(max_examples=EXAMPLES, derandomize=FIXED, suppress_health_check=list(HealthCheck))
 @given(
     trainers=st.integers(2, 3), trouble=st.sampled_from(sorted(TROUBLE)), by=st.integers(0, 2), other=st.booleans(),
     late=st.lists(st.tuples(LATE, LATE), min_size=3, max_size=3), seed=st.integers(0, 1 << 20),

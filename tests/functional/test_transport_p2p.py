@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import replace
 
@@ -12,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import EXAMPLES
 from tests.support.memory import allocations
 from tests.support.proc import PATIENCE
 from tests.support.row_worlds import apply_world, change, fresh_sources, random_world, read_box, row
@@ -27,7 +27,6 @@ from xfer.transport.p2p import P2P
 from xfer.transport.scratch import Scratch
 from xfer.transport.steps import arrivals, steps
 
-EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
 RANKS = 4
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.support.dtensor_cases import CASES, EXAMPLES, WORLD
+from tests.support.dtensor_cases import CASES, WORLD
+from tests.support.examples import EXAMPLES
 from tests.support.proc import Family
 
 

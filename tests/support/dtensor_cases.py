@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.examples import EXAMPLES
 from tests.support.proc import emit, obey
 from xfer import dtensor, dtensor_routes
 from xfer.dtensor import xferdtensor
@@ -26,7 +27,6 @@ from xfer.mesh import Interleaved, MeshInfo, Replicate, Segmented, Shard, Stride
 from xfer.transport import peer_host
 
 WORLD = 4
-EXAMPLES = int(os.environ.get("XFER_EXAMPLES", 200))
 CASES = {}
 
 
@@ -105,7 +105,7 @@ def equals_dtensor_redistribute(rank):
 
     rng = random.Random(1)
     meshes = [init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))]
-    for _ in range(max(EXAMPLES // 10, 4)):
+    for _ in range(EXAMPLES // 4):
         mesh = rng.choice(meshes)
         shape = [rng.randint(1, 11) for _ in range(rng.randint(1, 3))]
         pick = lambda: [rng.choice([Replicate(), *(Shard(d) for d in range(len(shape)))]) for _ in range(mesh.ndim)]  # noqa: B023, E731

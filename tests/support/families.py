@@ -34,7 +34,7 @@ class Family:
         partly: Globs of Megatron's parameters of which Bridge exports only some rows.
         provider: Fields of Bridge's model provider.
         since: The oldest Megatron-Bridge that has it; default: every one that is tested.
-        slow: Even its first engine layout takes long.
+        slow: Only the wide matrix loads it into an engine. Its first layout takes long, or others go through the same code.
     """
 
     name: str
@@ -337,30 +337,30 @@ FAMILIES = (
     ),
     _family("Phi-3", "phi3", "Phi3ForCausalLM", _TP),
     _family("OLMo2", "olmo2", "Olmo2ForCausalLM", _TP_ONE_STAGE),
-    _family("OLMo3", "olmo3", "Olmo3ForCausalLM", _TP_ONE_STAGE, **_ALTERNATING),
-    _family("SmolLM3", "smollm3", "SmolLM3ForCausalLM", _TP_ONE_STAGE, tie_word_embeddings=True),
+    _family("OLMo3", "olmo3", "Olmo3ForCausalLM", _TP_ONE_STAGE, **_ALTERNATING, slow=True),
+    _family("SmolLM3", "smollm3", "SmolLM3ForCausalLM", _TP_ONE_STAGE, tie_word_embeddings=True, slow=True),
     _family(
         "Command A (Cohere2)", "cohere2", "Cohere2ForCausalLM", _TP, **_ALTERNATING, layer_norm_eps=1e-5,
-        logit_scale=0.25, tie_word_embeddings=True,
+        logit_scale=0.25, tie_word_embeddings=True, slow=True,
     ),
     _family("EXAONE 4", "exaone4", "Exaone4ForCausalLM", _TP, **_ALTERNATING),
-    _family("Seed-OSS", "seed_oss", "SeedOssForCausalLM", _TP, attention_bias=True),
+    _family("Seed-OSS", "seed_oss", "SeedOssForCausalLM", _TP, attention_bias=True, slow=True),
     _family(
         "Apertus", "apertus", "ApertusForCausalLM", _TP, hidden_act="xielu",
         rope_parameters=dict(
             rope_type="llama3", factor=8.0, rope_theta=12e6, low_freq_factor=1.0, high_freq_factor=4.0,
             original_max_position_embeddings=256,
-        ),
+        ), slow=True,
     ),
     _family(
         "Jais 2", "jais2", "Jais2ForCausalLM", _TP_ONE_STAGE, _DENSE, since="0.6", hidden_act="relu2", layer_norm_eps=1e-5
     ),
-    _family("GLM-4", "glm4", "Glm4ForCausalLM", _TP, attention_bias=True, partial_rotary_factor=0.5),
+    _family("GLM-4", "glm4", "Glm4ForCausalLM", _TP, attention_bias=True, partial_rotary_factor=0.5, slow=True),
     _family(
         "StarCoder2", "starcoder2", "Starcoder2ForCausalLM", _TP_ONE_STAGE, hidden_act="gelu_pytorch_tanh",
-        norm_epsilon=1e-5,
+        norm_epsilon=1e-5, slow=True,
     ),
-    _family("GPT-NeoX", "gpt_neox", "GPTNeoXForCausalLM", _TP2, hidden_act="gelu"),
+    _family("GPT-NeoX", "gpt_neox", "GPTNeoXForCausalLM", _TP2, hidden_act="gelu", slow=True),
     _family(
         "Falcon", "falcon", "FalconForCausalLM", _TP2, head_dim=_ABSENT, new_decoder_architecture=True, num_kv_heads=2,
         multi_query=False, bias=False, alibi=False, parallel_attn=True,
@@ -379,10 +379,10 @@ FAMILIES = (
     ),
     _family("Mixtral", "mixtral", "MixtralForCausalLM", _EP, num_local_experts=8, num_experts_per_tok=2),
     _family(
-        "Qwen2-MoE", "qwen2_moe", "Qwen2MoeForCausalLM", _EP, **_EXPERTS, shared_expert_intermediate_size=96
+        "Qwen2-MoE", "qwen2_moe", "Qwen2MoeForCausalLM", _EP, **_EXPERTS, shared_expert_intermediate_size=96, slow=True,
     ),
     _family("Qwen3-MoE", "qwen3_moe", "Qwen3MoeForCausalLM", _EP, _SPARSE, **_EXPERTS),
-    _family("OLMoE", "olmoe", "OlmoeForCausalLM", _EP, _SPARSE, **{**_EXPERTS, "num_key_value_heads": 4}),
+    _family("OLMoE", "olmoe", "OlmoeForCausalLM", _EP, _SPARSE, **{**_EXPERTS, "num_key_value_heads": 4}, slow=True),
     _family(
         "GLM-4.5", "glm4_moe", "Glm4MoeForCausalLM", _EP, _SPARSE, _BIAS, **_GLM_45, num_nextn_predict_layers=0
     ),
@@ -413,7 +413,7 @@ FAMILIES = (
         norm_topk_prob=True, routed_scaling_factor=2.5, sliding_window=None, slow=True,
     ),
     _family(
-        "Hunyuan 3", "hy_v3", "HYV3ForCausalLM", _EP[:5], _SPARSE, _BIAS, **_HUNYUAN, since="0.6",
+        "Hunyuan 3", "hy_v3", "HYV3ForCausalLM", _EP[:5], _SPARSE, _BIAS, **_HUNYUAN, since="0.6", slow=True,
     ),
     _family(
         "Hunyuan 3 with its MTP layer", "hy_v3", "HYV3ForCausalLM", (), _DRAFTED, _BIAS, **_HUNYUAN,
@@ -426,7 +426,7 @@ FAMILIES = (
     ),
     _family(
         "Mellum", "mellum", "MellumForCausalLM", _EP[:5], _SPARSE, since="0.6", **_EXPERTS, sliding_window=64,
-        layer_types=["sliding_attention", "full_attention"], mlp_layer_types=["dense", "sparse"],
+        layer_types=["sliding_attention", "full_attention"], mlp_layer_types=["dense", "sparse"], slow=True,
     ),
     _family(
         "LFM2-MoE", "lfm2_moe", "Lfm2MoeForCausalLM", _EP[:4], layer_types=["conv", "full_attention"], conv_L_cache=3,
@@ -440,7 +440,7 @@ FAMILIES = (
     ),
     _family(
         "Phi-3.5-MoE", "phimoe", "PhiMoEForCausalLM", _EP, num_local_experts=8, num_experts_per_tok=2, attention_bias=True,
-        lm_head_bias=True, rope_parameters=dict(rope_type="default", rope_theta=10000.0),
+        lm_head_bias=True, rope_parameters=dict(rope_type="default", rope_theta=10000.0), slow=True,
     ),
     _family(
         "Step-3.5", "step3p5", "Step3p5ForCausalLM", _EP[:5], _SPARSE, ("*.router_bias",), partly=("*.linear_qkv.weight",),
@@ -505,7 +505,7 @@ FAMILIES = (
     ),
     _family(
         "Nemotron-H MoE (Nano 3)", "nemotron_h", "NemotronHForCausalLM", _EP, (*_SPARSE[:1], _SPARSE[2]),
-        ("*.A_log", *_BIAS), **_NEMOTRON_MOE,
+        ("*.A_log", *_BIAS), **_NEMOTRON_MOE, slow=True,
     ),
     _family(
         "Nemotron-H MoE, latent experts (Super 3)", "nemotron_h", "NemotronHForCausalLM", _EP, (*_SPARSE[:1], _SPARSE[2]),
@@ -524,13 +524,13 @@ FAMILIES = (
     _family(
         "Falcon-H1", "falcon_h1", "FalconH1ForCausalLM", _TP2, (_DENSE[0], _DENSE[2]), mamba_n_heads=8, mamba_d_head=32, mamba_d_ssm=256,
         mamba_d_state=16, mamba_n_groups=2, mamba_d_conv=4, mamba_chunk_size=16, mamba_expand=2, mamba_rms_norm=True,
-        mamba_norm_before_gate=False, since="0.6",
+        mamba_norm_before_gate=False, since="0.6", slow=True,
     ),
     _family(
         "Zamba2", "zamba2", "Zamba2ForCausalLM", _TP2, head_dim=_ABSENT, num_key_value_heads=4, num_hidden_layers=4,
         layers_block_type=["mamba", "hybrid"] * 2, num_mem_blocks=1, n_mamba_heads=8, mamba_d_state=16, mamba_ngroups=2,
         mamba_d_conv=4, mamba_expand=2, chunk_size=16, adapter_rank=8, use_mem_rope=True,
-        use_shared_attention_adapter=False, tie_word_embeddings=True, hidden_act="gelu",
+        use_shared_attention_adapter=False, tie_word_embeddings=True, hidden_act="gelu", slow=True,
     ),
     _family(
         "Jamba", "jamba", "JambaForCausalLM", _TP2, num_experts=8, num_experts_per_tok=2, attn_layer_period=2,
@@ -549,7 +549,7 @@ FAMILIES = (
         layer_types=["mamba", "attention"], num_local_experts=8, num_experts_per_tok=2, shared_intermediate_size=96,
         intermediate_size=64, mamba_n_heads=8, mamba_d_head=32, mamba_d_state=16, mamba_n_groups=1, mamba_expand=2,
         mamba_d_conv=4, mamba_chunk_size=16, attention_multiplier=1.0, embedding_multiplier=1.0, logits_scaling=1.0,
-        residual_multiplier=1.0, position_embedding_type="rope",
+        residual_multiplier=1.0, position_embedding_type="rope", slow=True,
     ),
     _family(
         "Qwen2.5-VL", "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", _TP, (_DENSE[0], _DENSE[2]),
@@ -558,7 +558,7 @@ FAMILIES = (
             depth=2, hidden_size=64, intermediate_size=96, num_heads=4, out_hidden_size=128, patch_size=14,
             spatial_merge_size=2, window_size=112, fullatt_block_indexes=[1],
         ),
-        vision_start_token_id=3, vision_end_token_id=4, image_token_id=5, video_token_id=6,
+        vision_start_token_id=3, vision_end_token_id=4, image_token_id=5, video_token_id=6, slow=True,
     ),
     _tower(
         "Qwen3-VL", "qwen3_vl", "Qwen3VLForConditionalGeneration", _TP, (_DENSE[0], _DENSE[2]),
@@ -573,7 +573,7 @@ FAMILIES = (
         vision_start_token_id=3, vision_end_token_id=4, image_token_id=5, video_token_id=6,
     ),
     _family(
-        "Qwen3.5, text", "qwen3_5_text", "Qwen3_5ForCausalLM", _TP, (_DENSE[0], _DENSE[2]), **_QWEN3_5, since="0.6",
+        "Qwen3.5, text", "qwen3_5_text", "Qwen3_5ForCausalLM", _TP, (_DENSE[0], _DENSE[2]), **_QWEN3_5, since="0.6", slow=True,
     ),
     _family(
         "Qwen3.5, text, with its MTP layer", "qwen3_5_text", "Qwen3_5ForCausalLM", (), (_DENSE[2], _DENSE[0]), **_QWEN3_5,
@@ -585,7 +585,7 @@ FAMILIES = (
     ),
     _family(
         "Qwen3.5-MoE, text", "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _EP, (*_SPARSE[:1], _SPARSE[2]), **_QWEN3_5,
-        **_EXPERTS, shared_expert_intermediate_size=96, since="0.6",
+        **_EXPERTS, shared_expert_intermediate_size=96, since="0.6", slow=True,
     ),
     _tower(
         "MiniMax-M3", "minimax_m3_vl", "MiniMaxM3SparseForConditionalGeneration", (), _SPARSE,

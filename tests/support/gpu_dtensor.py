@@ -22,7 +22,7 @@ from xfer.errors import Unsupported
 from xfer.mesh import MeshInfo, Replicate, Shard
 from xfer.transport.peer import Pull
 
-MOVES = EXAMPLES // 8
+MOVES = EXAMPLES // 2
 
 
 def spawn(size: int, folder, backend: str, part: str, seconds: float = 150.0) -> list[dict]:

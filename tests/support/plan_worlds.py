@@ -6,7 +6,6 @@ arrays, regions are index arithmetic, casts are torch's. Programs are run by row
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -15,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import EXAMPLES
 from tests.support.row_worlds import apply_world, wire_bytes
 from tests.support.trace_maps import addresses
 from xfer.plan.inventory import Inventory, Kept, engine_inventory, trainer_inventory
@@ -23,8 +23,7 @@ from xfer.plan.program import DTYPES, Op
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import Fill, Fragment, Root, Span, TensorSpec
 
-EXAMPLES = max(1, int(os.environ.get("XFER_EXAMPLES", "200")))
-quick = settings(max_examples=EXAMPLES // 8 + 1, deadline=None, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=EXAMPLES // 4 + 1, deadline=None, suppress_health_check=list(HealthCheck))
 SIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1, "int64": 8}
 
 

@@ -7,7 +7,6 @@ torch's stores and polling: test_layerwise_checkpoint.py; over the rendezvous: t
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import time
 from dataclasses import dataclass, field
@@ -16,12 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
+from tests.support.examples import EXAMPLES
 from tests.support.threads import run_ranks
 from xfer.agreement import Agreement
 from xfer.errors import DeadlineExceeded, PlanMismatch, RebindError, XferError
 from xfer.participants.computing import Meeting
-
-EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "150"))
 
 
 class Died(BaseException):

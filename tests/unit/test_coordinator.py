@@ -5,7 +5,6 @@ What it does with real participants, in any order of events: tests/functional/te
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import EXAMPLES
 from xfer.coordinator import messages as m
 from xfer.coordinator.commit import TRANSITIONS, Phase
 from xfer.coordinator.coordinator import Coordinator
@@ -24,8 +24,6 @@ from xfer.coordinator.state import Client, Options, Replica, differences, told
 from xfer.errors import LayoutError, Unsupported
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import TensorSpec
-
-EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
 
 
 @settings(max_examples=EXAMPLES, deadline=None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from itertools import product
 
@@ -12,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import EXAMPLES
 from tests.support.plan_worlds import SIZE, World, places, worlds
 from xfer.direct import holders
 from xfer.errors import ProtocolError
@@ -23,8 +23,7 @@ from xfer.plan.table import padded_shapes
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import Fragment, Root, TensorSpec
 
-EXAMPLES = max(1, int(os.environ.get("XFER_EXAMPLES", "200")))
-quick = settings(max_examples=EXAMPLES // 8 + 1, deadline=None, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=EXAMPLES // 4 + 1, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def cells(origin, extent) -> set[tuple[int, ...]]:

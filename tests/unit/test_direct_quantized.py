@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.block_fp8 import quantized as oracle
-from tests.support.plan_worlds import EXAMPLES
+from tests.support.examples import EXAMPLES
 from tests.unit.test_kernels_quantize import hard_weight
 from xfer.coordinator import messages as m
 from xfer.coordinator.blocks import largest
@@ -61,7 +61,7 @@ def offered(scratch: torch.Tensor, f: Fragment) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=EXAMPLES // 10, deadline=None)
+@settings(max_examples=EXAMPLES // 4, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     rule=st.sampled_from(list(ScaleRule)),

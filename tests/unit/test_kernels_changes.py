@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import EXAMPLES
 from tests.support.row_worlds import row
 from xfer.errors import ProtocolError
 from xfer.kernels.changes import BLOCK, Patch, compact_bytes, encode, unit_of
-
-EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "100"))
 
 
 def long_row(units: int, unit: int) -> np.ndarray:

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import EXAMPLES
 from tests.support.memory import allocations
-from tests.support.plan_worlds import EXAMPLES
 from tests.support.row_worlds import Heap, cut, row, write_box
 from tests.support.sums import checksum_rows
 from xfer.errors import LayoutError

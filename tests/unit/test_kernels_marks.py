@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.plan_worlds import EXAMPLES
+from tests.support.examples import EXAMPLES
 from tests.support.row_worlds import change, random_rows
 from xfer.kernels.bits import GRANULE, WORD
 from xfer.kernels.marks import ChangeMarks, places

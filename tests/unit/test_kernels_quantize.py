@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.block_fp8 import NUMBERS, block_scale, quantized, to_e4m3
-from tests.support.plan_worlds import EXAMPLES
+from tests.support.examples import EXAMPLES
 from tests.support.row_worlds import cut
 from xfer.kernels.block_fp8 import TorchQuantizer, scales_of
 from xfer.kernels.quantize import ScaleRule, WeightBox, block_amax, grid, quantize_blocks, quantizer

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import EXAMPLES
 from tests.support.row_worlds import CASTS, apply_rows, fresh_sources, hard_values, random_rows, row, unpacked_wire
-from tests.unit.test_kernels_triton import DEVICE, EXAMPLES, GPU, INTERPRETED, flat, runs
+from tests.unit.test_kernels_triton import DEVICE, GPU, INTERPRETED, flat, runs
 from tests.unit.test_kernels_triton import bound as of_triton
 from xfer.errors import LayoutError
 from xfer.kernels import bind, strided

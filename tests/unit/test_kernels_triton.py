@@ -20,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.plan_worlds import EXAMPLES
+from tests.support.examples import EXAMPLES
 from tests.support.row_worlds import apply_rows, byte_starts, random_rows, row
 from tests.support.sums import checksum_rows
 from tests.unit.test_kernels_checksum import fragments, random_tensor

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.plan_worlds import EXAMPLES
+from tests.support.examples import EXAMPLES
 from xfer.errors import DeadlineExceeded
 from xfer.layerwise import pulls
 from xfer.layerwise.pulls import Pulls, _Copied, start_in_order, windows

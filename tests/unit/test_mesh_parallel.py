@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import EXAMPLES
 from tests.support.fake_group import one_rank
-from tests.support.plan_worlds import EXAMPLES
 from xfer.errors import LayoutError
 from xfer.mesh import EngineParallel, MeshInfo, TrainerParallel
 

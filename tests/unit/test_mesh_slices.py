@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import placement_types as tp
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-from tests.support.plan_worlds import EXAMPLES
+from tests.support.examples import EXAMPLES
 from tests.support.trace_maps import addresses
 from xfer.errors import LayoutError, Unsupported
 from xfer.mesh import (

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.plan_worlds import EXAMPLES
+from tests.support.examples import EXAMPLES
 from tests.support.row_worlds import Heap, cut
 from tests.support.trace_maps import addresses
 from xfer import kernels

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.plan_worlds import EXAMPLES
+from tests.support.examples import EXAMPLES
 from tests.support.row_worlds import apply_rows, apply_world, change, random_rows, random_world, row
 from tests.support.threads import soon
 from xfer.errors import DeadlineExceeded, LayoutError, PeerLost, ProtocolError, RebindError

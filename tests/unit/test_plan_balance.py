@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import EXAMPLES
 from tests.support.links import divided
-from tests.support.plan_worlds import EXAMPLES
 from xfer.plan.balance import Demand, balance
 from xfer.plan.schedule import schedule
 

@@ -13,7 +13,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.support.plan_worlds import EXAMPLES, dense, destination, places, quick, source, worlds
+from tests.support.examples import EXAMPLES
+from tests.support.plan_worlds import dense, destination, places, quick, source, worlds
 from xfer.errors import CoverageError, Unsupported
 from xfer.mesh.box import Box
 from xfer.plan import intersect as intersect_module

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from benchmarks import plan_predictions
 from benchmarks.lib.layouts import FP8_ROWS, ROWS, Model, engine, trainer
+from tests.support.examples import EXAMPLES
 from tests.support.links import (
     UNIT,
     G,
@@ -32,7 +33,7 @@ from tests.support.links import (
     seconds,
     sites,
 )
-from tests.support.plan_worlds import EXAMPLES, execute, worlds
+from tests.support.plan_worlds import execute, worlds
 from tests.support.plan_worlds import quick as few
 from xfer.errors import LayoutError, ProtocolError, XferError
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
@@ -365,9 +366,7 @@ def test_what_is_wrong_with_a_file_is_told_at_once(data, words):
         assert w in text, (w, text)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(r, marks=[pytest.mark.slow] * ("xPP2 ->" in r and r.startswith("30B"))) for r in FP8_ROWS]
-)
+@pytest.mark.parametrize("name", [pytest.param(r, marks=[pytest.mark.slow] * r.startswith("30B")) for r in FP8_ROWS])
 def test_engines_in_block_fp8_take_a_byte_of_each_weight_and_a_float_of_each_block(name):
     """Within 1 %: workers of a replica share no matrix, but each has all norms and routers. The floor is what a worker takes, over its
     NIC of 48.5 GB/s."""

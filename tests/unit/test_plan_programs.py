@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.plan_worlds import EXAMPLES, dense, destination, execute, quick, source, worlds
+from tests.support.examples import EXAMPLES
+from tests.support.plan_worlds import dense, destination, execute, quick, source, worlds
 from xfer.errors import LayoutError, Unsupported
 from xfer.plan.inventory import Inventory, Kept, engine_inventory
 from xfer.plan.part import PlanPart

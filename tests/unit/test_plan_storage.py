@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import xfer
-from tests.support.plan_worlds import EXAMPLES, dense, destination, quick, source
+from tests.support.examples import EXAMPLES
+from tests.support.plan_worlds import dense, destination, quick, source
 from xfer.errors import ProtocolError
 from xfer.plan import subplan
 from xfer.plan.cache import SUFFIX, PlanCache

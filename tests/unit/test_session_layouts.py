@@ -6,7 +6,6 @@ The coordinator's half and the clients' half are the real ones; queues stand in 
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
@@ -17,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import EXAMPLES
 from tests.support.plan_worlds import worlds
 from tests.support.threads import run_ranks
 from xfer.coordinator import messages as m
@@ -29,8 +29,7 @@ from xfer.rendezvous.client import Questions
 from xfer.rendezvous.layouts import KEPT, Shelf
 from xfer.trace.catalog import Catalog
 
-EXAMPLES = max(1, int(os.environ.get("XFER_EXAMPLES", "200")))
-quick = settings(max_examples=EXAMPLES // 8 + 1, deadline=None, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=EXAMPLES // 4 + 1, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 class Rank:

@@ -1,7 +1,6 @@
 """Control messages: bytes decode to a valid message or raise ProtocolError, and nothing is unpickled."""
 
 import ast
-import os
 import pathlib
 import pickle
 
@@ -11,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import xfer
+from tests.support.examples import EXAMPLES
 from xfer.coordinator import messages as m
 from xfer.errors import _BY_NAME, PeerLost, ProtocolError, Unsupported, XferError, from_wire
 from xfer.transport.group import Aborted
-
-EXAMPLES = int(os.environ.get("XFER_EXAMPLES", "200"))
 
 
 @settings(max_examples=EXAMPLES, deadline=None)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.support.plan_worlds import EXAMPLES
+from tests.support.examples import EXAMPLES
 from tests.support.trace_maps import addresses, element_map
 from xfer.errors import LayoutError
 from xfer.mesh.box import row_major

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.plan_worlds import EXAMPLES
+from tests.support.examples import EXAMPLES
 from tests.support.trace_maps import element_map
 from xfer.errors import LayoutError, ProtocolError
 from xfer.mesh.box import row_major

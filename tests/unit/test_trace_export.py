@@ -16,8 +16,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import EXAMPLES
 from tests.support.fake_group import one_rank
-from tests.support.plan_worlds import EXAMPLES, Side, World, dense, execute
+from tests.support.plan_worlds import Side, World, dense, execute
 from tests.support.replay import export, storage_bytes, trace_export
 from tests.support.trace_maps import element_map
 from tests.support.trace_steps import move

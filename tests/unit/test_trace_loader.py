@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.plan_worlds import EXAMPLES
+from tests.support.examples import EXAMPLES
 from tests.support.replay import load as load_into
 from tests.support.replay import storage_bytes
 from tests.support.trace_maps import addresses

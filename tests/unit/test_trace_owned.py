@@ -15,8 +15,8 @@ import torch.distributed as dist
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import EXAMPLES
 from tests.support.fake_group import one_rank
-from tests.support.plan_worlds import EXAMPLES
 from tests.support.replay import trace_export
 from tests.support.threads import Gather, all_good, run_ranks
 from xfer.errors import Unsupported

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.support.examples import EXAMPLES
 from tests.support.layerwise_half import Half, layers, values
-from tests.support.plan_worlds import EXAMPLES
 from xfer import pending
 from xfer.errors import Unsupported
 from xfer.trace.fragment import Fragment

@@ -17,10 +17,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tests.support.examples import EXAMPLES
 from tests.support.fake_group import one_rank
 from tests.support.layouts import region
 from tests.support.memory import Watched
-from tests.support.plan_worlds import EXAMPLES
 from xfer import Declared, MeshInfo, TensorTrainer
 from xfer.errors import LayoutError, RebindError, Unsupported
 from xfer.mesh.placement import from_dtensor
@@ -71,7 +71,7 @@ def cut(net: Net, scheme: str) -> None:
 SCHEMES = ("whole", "fsdp", "fsdp by columns", "hsdp", "tp", "fsdp over tp")
 
 
-@settings(max_examples=EXAMPLES // 10 + 1, deadline=None)
+@settings(max_examples=EXAMPLES // 4, deadline=None)
 @given(
     st.sampled_from(SCHEMES), st.integers(1, 13), st.integers(1, 9), st.sampled_from([torch.float32, torch.bfloat16]),
     st.booleans(),
@@ -98,7 +98,7 @@ def test_every_rank_finds_just_its_elements_and_together_all_are_held_equally_of
         assert int(count.min()) == int(count.max()), f"{name}: some elements have more holders than others"
 
 
-@settings(max_examples=EXAMPLES // 10 + 1, deadline=None)
+@settings(max_examples=EXAMPLES // 4, deadline=None)
 @given(st.integers(1, 11), st.integers(1, 7), st.sampled_from([(Shard(0),), (Shard(1),), (Replicate(),)]))
 def test_a_declared_layout_means_what_the_dtensor_says(rows, width, placements):
     whole = torch.arange(rows * width).view(rows, width).float()
