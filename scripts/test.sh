@@ -64,9 +64,13 @@ style() { .venvs/trainer/bin/ruff check . && .venvs/trainer/bin/ruff format --ch
 types() { .venvs/trainer/bin/python -m mypy; }
 site() { NO_MKDOCS_2_WARNING=1 .venvs/docs/bin/mkdocs build --strict -q; }
 layout() { .venvs/trainer/bin/python -m tests.support.house; }
-echo "== kernels for GPUs, in Triton's interpreter, and beside them style, types, site, layout"
+echo "== kernels for GPUs, in Triton's interpreter, and beside them style, types, site, layout, RL frameworks"
+rl() { # each framework forks from one process
+  .venvs/rl/bin/pip list 2>/dev/null | grep -E '^(verl|trl|skyrl) ' | paste -sd , | tr -s ' '
+  run_marked rl 0
+}
 checked=$(mktemp)
-(for check in style types site layout; do timed $check; done; exit $status) >"$checked" 2>&1 & # one process each: two processors
+(for check in style types site layout rl; do timed $check; done; exit $status) >"$checked" 2>&1 & # one process each: two processors
 TRITON_INTERPRET=1 XFER_EXAMPLES=12 run engine 0 "not gpu$and_slow" $kernels
 wait $! || status=1
 cat "$checked" && rm "$checked"
@@ -74,7 +78,5 @@ echo "== trainer environment: $(versions trainer)"
 run trainer "$jobs" "not engine and not rl and not gpu$and_slow" $where
 echo "== engine environment: $(versions engine)"
 run_marked engine 2
-echo "== RL frameworks: $(.venvs/rl/bin/pip list 2>/dev/null | grep -E '^(verl|trl|skyrl) ' | paste -sd , | tr -s ' ')"
-run_marked rl 0
 echo "scripts/test.sh: $((SECONDS / 60)) min $((SECONDS % 60)) s, status $status"
 exit $status
