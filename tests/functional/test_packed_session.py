@@ -14,10 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.functional.test_session_protocol import fault  # noqa: F401
 from tests.support.packed_world import PackedWorld
 from tests.support.world import good, raised, right, until_true
 from xfer import errors as e
+from xfer import faults
 from xfer.arguments import RefitOptions
 from xfer.coordinator import refit
 from xfer.packed import feed, plan, trainer, worker
@@ -26,6 +26,19 @@ from xfer.packed.lockstep import Lockstep
 from xfer.packed.plane import PackedPlane
 from xfer.packed.shared import exporters_of, nearest
 from xfer.transport import peer_host
+
+
+@pytest.fixture
+def fault(monkeypatch):
+    """Gives a function: from now on these faults happen (xfer/faults.py), in threads of this process."""
+
+    def set_fault(text: str, hang_s: float = 60.0):
+        faults._passed.clear()
+        monkeypatch.setenv("XFER_FAULT", text)
+        monkeypatch.setenv("XFER_FAULT_HANG_S", str(hang_s))
+
+    return set_fault
+
 
 BOTH = pytest.mark.parametrize("colocated", [False, True], ids=["broadcast", "shared memory"])
 
@@ -341,7 +354,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_what_goes_wrong_is_never_committed(what, fault, monkeypatch):  # noqa: F811
+def test_what_goes_wrong_is_never_committed(what, fault, monkeypatch):
     """And leaves the engine as it was if no byte had changed."""
     breaks, after, kind, *words = BROKEN[what]
     with PackedWorld(trainers=2, workers=1 if after is clean else 2) as w:
@@ -418,7 +431,7 @@ def test_every_worker_gets_its_bytes_from_the_exporter_of_its_gpu(placed):
         ("trainer:1:checksum:raise", e.VerificationError, "worker 0: trainers sent checksum"),
     ],
 )
-def test_what_goes_wrong_at_one_exporter_is_an_error_on_all(placed, fault, what, kind, words):  # noqa: F811
+def test_what_goes_wrong_at_one_exporter_is_an_error_on_all(placed, fault, what, kind, words):
     good(placed.refit(1))
     fault(what)
     results = placed.refit(2)

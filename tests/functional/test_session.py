@@ -204,10 +204,8 @@ class Cluster(RuleBasedStateMachine):
         self.job.engines[n % self.job.replicas].slow[what] = (0.3, 3.0, 20.0)[which // 6 % 3]
 
     def a_rank_is_interrupted(self, n: int, _: int) -> None:
-        """Before it could say so. It calls anew later."""
         if n in self.job.free():
-            self.job.sessions[n].attempt += 1
-            self.job.calls[n] += 1
+            self.job.interrupt(n)
 
     def a_storage_cannot_be_mapped(self, n: int, which: int) -> None:
         """From the next opening of routes on; or all can be again."""

@@ -23,22 +23,8 @@ from xfer.trace.fragment import TensorSpec
 pytestmark = pytest.mark.usefixtures(simulated.__name__)
 
 
-def export(source: ToySource) -> None:
-    """One tensor more, or less: other specs."""
-    if "extra" in source.shapes:
-        source.shapes = {n: s for n, s in source.shapes.items() if n != "extra"}
-        del source.params["extra"]
-    else:
-        source.shapes = source.shapes | {"extra": (4, 4)}
-        source.set(0)
-
-
 def unreadable(_):
     raise LayoutError("this engine cannot take it", ["by the test"])
-
-
-def moved(taker: ToyTaker) -> None:
-    taker.live["embed"] = taker.live["embed"].clone()
 
 
 class Widening(ToySource):
@@ -95,7 +81,7 @@ def test_what_was_lost_while_a_layout_could_not_be_read_does_not_pass_for_what_i
     with World(trainers=1, drop=("extra",), engines=[engine]) as w:
         w.commits(1)
         taker.read = unreadable
-        export(w.sources[0])
+        w.sources[0].export()
         w.fails(2, LayoutError)
         del taker.read
         taker.kept.zero_()
@@ -109,7 +95,7 @@ def test_an_engine_that_cannot_read_is_named_where_others_do_not_call_at_all():
     with World(trainers=2, workers=1) as w:
         w.commits(1)
         taker = w.engines[0].takers[0]
-        moved(taker)
+        taker.live["embed"] = taker.live["embed"].clone()
         taker.read = unreadable
         texts = "trainer 1: it has not called", "worker 0: it cannot read what trainers exported so far: this engine"
         w.fails(2, DeadlineExceeded, *texts, ranks=[0], deadline_s=2.0)

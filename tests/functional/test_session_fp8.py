@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from tests.functional.test_session_changes import export
 from tests.support.fp8_engine import MATRICES, SHAPES, Fp8Taker, fp8_engine
 from tests.support.world import ToyEngine, World, good, right, until_true
 from xfer.coordinator import refit
@@ -80,7 +79,7 @@ def test_an_engine_that_wants_another_form_once_exports_change_gets_it_in_that_r
             taker.rule = ScaleRule.POW2
             taker.read = lambda catalog, taker=taker: (time.sleep(0.5), Fp8Taker.read(taker, catalog))[1]
         for source in world.sources:
-            export(source)
+            source.export()
         assert "pow2" in world.commits(2).rules
 
 
@@ -92,7 +91,7 @@ def test_an_engine_that_hangs_while_it_reads_new_exports_holds_up_no_other(monke
         taker = engines[1].takers[0]
         taker.read = lambda catalog: (end.wait(20), Fp8Taker.read(taker, catalog))[1]
         for source in world.sources:
-            export(source)
+            source.export()
         results = world.start(2, min_replicas=1)
         until_true(lambda: not any(t.wrong(2) for t in engines[0].takers))
         end.set()

@@ -1,4 +1,4 @@
-"""Refits that succeed, over real sockets: versions, reports, labels, arguments, and leaving.
+"""Refits that succeed, in a simulation: versions, reports, labels, arguments, and leaving.
 
 The engine and the trainers are small stand-ins (tests/support/world.py). Orders of messages: test_session.py and
 test_session_cases.py, in a simulation. Deaths: test_session_deaths.py.
@@ -9,31 +9,13 @@ import pytest
 import torch
 
 from tests.support.simulation import simulated
-from tests.support.world import (
-    ToyLayout,
-    ToySource,
-    World,
-    good,
-)
+from tests.support.world import ToyLayout, ToySource, World, good
 from xfer import errors as e
-from xfer import faults
 from xfer.arguments import RefitOptions
 from xfer.trace.traced import Traced
 from xfer.transport.p2p import P2P
 
 pytestmark = pytest.mark.usefixtures(simulated.__name__)
-
-
-@pytest.fixture
-def fault(monkeypatch):
-    """Gives a function: from now on these faults happen (xfer/faults.py), in threads of this process."""
-
-    def set_fault(text: str, hang_s: float = 60.0):
-        faults._passed.clear()
-        monkeypatch.setenv("XFER_FAULT", text)
-        monkeypatch.setenv("XFER_FAULT_HANG_S", str(hang_s))
-
-    return set_fault
 
 
 def test_three_refits_in_a_row_each_give_the_new_weights():

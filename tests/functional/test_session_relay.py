@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from tests.support.cpu_peer import MAPPED, Hold, peers  # noqa: F401
-from tests.support.world import ToyEngine, World, until_true
+from tests.support.world import ToyEngine, World, kinds, until_true, ways
 from xfer.plan import relay
 from xfer.plan.relay import ALL_PARTS
 from xfer.transport import p2p, peer_host, relay_place
@@ -30,24 +30,6 @@ def everything_is_read(monkeypatch):
 
 def chain(replicas: int, trainers: int = 1, workers: int = 1, **more) -> World:
     return World(trainers, workers, replicas, host_pull=True, relay=True, **more)
-
-
-def ways(report) -> list[dict[str, int]]:
-    """Bytes by route, for each replica."""
-    return [{r.route: r.bytes for r in o.routes} for o in report.outcomes]
-
-
-def kinds(report) -> list[str]:
-    return ["+".join(sorted(x)) for x in ways(report)]
-
-
-def order(w: World) -> list[list[int]]:
-    """By replica, the replicas from which it reads."""
-    return [[i for i, _ in r.sources if i != r.index] for r in w.coordinator.replicas.values()]
-
-
-def steps(w: World, replica: int):
-    return w.lane(replica).plane._routed.place.steps
 
 
 def test_a_verified_chain_sums_what_is_whole_while_the_rest_comes(monkeypatch):
@@ -82,7 +64,7 @@ def test_replicas_of_another_layout_stand_in_chains_of_their_own():
     with chain(4, engines=[ToyEngine(n) for n in (2, 1, 2, 1)]) as w:
         for version in (1, 2):
             assert kinds(w.commits(version)) == ["peer", "peer", "relay", "relay"]
-        assert order(w) == [[], [], [0], [1]]
+        assert w.order() == [[], [], [0], [1]]
 
 
 FORMS = {
@@ -115,6 +97,6 @@ def test_parts_are_handed_on_as_they_come_and_each_byte_comes_once(monkeypatch, 
             assert "ring" not in form or max(came) < 0.4 * one, came
             parts = [p for p in heard if p != ALL_PARTS]
             assert parts == sorted(set(parts)) and len(parts) > 4
-        assert order(w) == ([[1, 2], [0, 2], [0, 1]] if "ring" in form else [[], [0], [1]]) and w.epochs() == opened
+        assert w.order() == ([[1, 2], [0, 2], [0, 1]] if "ring" in form else [[], [0], [1]]) and w.epochs() == opened
         w.sources[0].move()
         assert kinds(w.commits(4)) == routes

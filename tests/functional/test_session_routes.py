@@ -262,7 +262,9 @@ def test_a_worker_that_vanished_while_it_read_is_suspected_though_its_replica_ha
         try:
             assert reached.wait(10)
             hold.clear()
-            w.lose(0)
+            for s in first.sessions:
+                s._party.channel.close()
+            w.controllers[0].close()
             refuse_all(1)
             w.come(0).wait_ready(10)
             joined.set()

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import torch
 
-from tests.support.world import TOKEN, ToyEngine, ToySource, ToyTaker, World, trainer_session
+from tests.support.world import ToyEngine, ToySource, ToyTaker, World
 from xfer.engines.vllm_loader import PackedModel
 from xfer.errors import LayoutError
 from xfer.packed import agree
@@ -150,13 +150,8 @@ class PackedWorld(World):
             e.takers = [PackedTaker(i, self.workers, self.shapes, self.knobs) for i in range(self.workers)]
         return super().connect()
 
-    def _connect_one(self, i: int):
-        s = trainer_session(
-            self.sources[i], self.rendezvous, TOKEN, replicas=self.replicas, deadline_s=self.deadline_s,
-            route=Packed(bucket_bytes=self.limit, colocated=self.sources[i].colocated),
-        )  # fmt: skip
-        self.sessions[i] = s
-        s.open(self.wait)
+    def route(self, i: int) -> Packed:
+        return Packed(bucket_bytes=self.limit, colocated=self.sources[i].colocated)
 
     def refit(self, weights: int | None = None, ranks=None, **kw) -> list:
         if weights is not None:

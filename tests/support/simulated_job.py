@@ -28,6 +28,7 @@ from xfer.transport import peer_host, routes
 DEADLINE_S = 60.0
 SOON_S = 2 * TOGETHER_S
 """Longer than what anything waits for on purpose while every process answers; a fraction of any deadline."""
+SHAPES = {"layers.0.w": (24, 12), "embed": (36, 8), "norm": (12,)}
 value = cache(ToySource.value)
 
 
@@ -39,22 +40,11 @@ class Source(Meets):
     value = staticmethod(lambda name, shape, version: value(name, tuple(shape), version))
 
     def read(self):
-        self.job.point("trainer", self.rank, "look")
+        self.point("look")
         return super().read() if self.computes else ToySource.read(self)
 
-    def compute(self, meet) -> None:
-        self.job.point("trainer", self.rank, "before")
-        meet(tuple(range(self.world)), self.digest)
-        self.job.point("trainer", self.rank, "after")
-
-    def export(self) -> None:
-        """One tensor more, or less, which engines drop: other specs."""
-        if "extra" in self.shapes:
-            self.shapes = {n: s for n, s in self.shapes.items() if n != "extra"}
-            del self.params["extra"]
-        else:
-            self.shapes = self.shapes | {"extra": (4, 4)}
-            self.set(0)
+    def point(self, where: str) -> None:
+        self.job.point("trainer", self.rank, where)
 
 
 class Taker(ToyTaker):
@@ -69,8 +59,7 @@ class Taker(ToyTaker):
             for name, old in list(self.live.items()):
                 self.live[name] = old.clone()
         elif now == "turns":
-            w = self.live["layers.0.w"]
-            self.live["layers.0.w"] = w.t().contiguous().t() if w.is_contiguous() else w.contiguous()
+            world.turned(self.live)
         return super().check()
 
     def read(self, catalog):
@@ -91,9 +80,9 @@ class Taker(ToyTaker):
 class Fp8Taker(Taker, fp8_engine.Fp8Taker):
     """Serves one matrix in FP8. It is smaller than a block, of which each trainer has some rows."""
 
-    all_shapes, matrices = world.SHAPES, ("layers.0.w",)
+    all_shapes, matrices = SHAPES, ("layers.0.w",)
 
-    def __init__(self, rank: int, workers: int):
+    def __init__(self, rank: int, workers: int, _):
         super().__init__(rank, workers)
         for t in self.live.values():
             t.fill_(7)
@@ -106,10 +95,10 @@ class Engine(ToyEngine):
         self.job, self.replica, self.name, self.dead = job, replica, f"engine {replica}", False
         self.life = next(job.sim.numbers)
         self.slow: dict[str, float] = {}  # seconds that the next call of a name takes
-        super().__init__(job.workers)
+        super().__init__(0)
         rule = job.forms[len(job.made) % len(job.forms)]
         job.made.append(self)
-        self.takers = [(Fp8Taker if rule else Taker)(i, job.workers) for i in range(job.workers)]
+        self.takers = [(Fp8Taker if rule else Taker)(i, job.workers, SHAPES) for i in range(job.workers)]
         for t in self.takers:
             t.engine, t.rule = self, rule
         self.in_step, self._core = job.in_step, threading.Lock()
@@ -119,6 +108,8 @@ class Engine(ToyEngine):
         return f"replica {self.replica} worker {index} of life {self.life}"
 
     def _did(self, what: str) -> None:
+        if what in ("pause", "resume"):
+            self.job.told.append((self.replica, what))
         if seconds := self.slow.pop(what, 0.0):
             self.job.nap(seconds)
         if self.dead:
@@ -181,11 +172,14 @@ class Job(World):
         in_step: bool = False, holds: bool = False, computes: bool = False, forms: Sequence[ScaleRule | None] = (None,),
         delta: str | None = None, at_once: int | None = None, stage: bool = False, **how
     ):  # fmt: skip
-        super().__init__(trainers, workers, replicas, DEADLINE_S, host_pull=pulled, relay=relay, drop=("extra",), **how)
+        super().__init__(
+            trainers, workers, replicas, DEADLINE_S, SHAPES, host_pull=pulled, relay=relay, drop=("extra",), **how
+        )
         self.sim, self.in_step, self.last = sim, in_step, 0
         self.forms, self.made, self.delta, self.at_once, self.stage = forms, [], delta, at_once, stage
         self.turns: set[int] = set()  # replicas whose engines are out of service for a refit
         self.controlled = [""] * replicas  # by replica: the process of its controller
+        self.told: list[tuple[int, str]] = []  # what engines were told: (replica, "pause" or "resume"), in order
         self.faults: dict[tuple[str, str], str] = {}
         self.naps = 0
         self.calls, self.running = [0] * self.trainers, {}
@@ -199,7 +193,7 @@ class Job(World):
         self.hurt: set[int] = set()  # replicas that may be out: something happened to a process that they need
         self.unheard: set[tuple[int, int]] = set()  # calls in which the coordinator's process, trainer 0's, was stopped
         self.wrong: set[tuple[int, int]] = set()  # (replica, version) of which a checksum differed
-        self.sources = [Source(i, self.trainers) for i in range(self.trainers)]
+        self.sources = [Source(i, self.trainers, SHAPES) for i in range(self.trainers)]
         for source in self.sources:
             source.job, source.computes = self, computes
         self.engines = [Engine(self, r) for r in range(self.replicas)]
@@ -353,6 +347,15 @@ class Job(World):
             self.running[i] = threading.Thread(target=run, name=f"call of trainer {i}")
             self.running[i].start()
 
+    def interrupt(self, i: int) -> None:
+        """Before the rank could say that it calls. It calls anew later."""
+        self.sessions[i].attempt += 1
+        self.calls[i] += 1
+
+    def closes(self, i: int) -> None:
+        with self.sim.process(f"trainer {i}"):
+            self.sessions[i].close()
+
     def between(self, i: int, report) -> None:
         """A rank has published and trains; its weights stay until it calls the fence."""
 
@@ -481,10 +484,10 @@ class Job(World):
 
     def restart(self) -> None:
         """The trainers that are left close their sessions. All start anew, and the owners of engines serve them again."""
-        for i, session in enumerate(self.sessions):
+        for i in range(self.trainers):
             if f"trainer {i}" not in self.sim.dead:
-                with self.sim.process(f"trainer {i}"), contextlib.suppress(XferError):
-                    session.close()
+                with contextlib.suppress(XferError):
+                    self.closes(i)
         self.sim.bury("trainer")
         self.running.clear()
         for replica in range(self.replicas):

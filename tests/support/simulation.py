@@ -13,6 +13,7 @@ process have its label as their `who`: a process can be stopped, continued and k
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import queue as real_queue
@@ -200,6 +201,7 @@ class Simulation:
 
     def __enter__(self) -> Simulation:
         Simulation.now_running = self
+        gc.disable()  # it would collect at moments that no seed chooses, and takes a sixth of the time
         self.main = self.running = Thread(target=None, name="MainThread")
         self.main.who = "test"
         self.threads.append(self.main)
@@ -250,6 +252,7 @@ class Simulation:
             for of, key, value in self._items:
                 of[key] = value
             Simulation.now_running = None
+            gc.enable()
         late = {name for name in sys.modules.keys() - self._modules if name.split(".")[0] == "xfer"}
         assert not late, f"modules with locks of their own: import them before the simulation: {sorted(late)}"
 

@@ -40,6 +40,11 @@ def flat(t: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage())
 
 
+def turned(tensors: dict[str, torch.Tensor]) -> None:
+    w = tensors["layers.0.w"]
+    tensors["layers.0.w"] = w.t().contiguous().t() if w.is_contiguous() else w.contiguous()
+
+
 def specs_of(shapes: dict[str, tuple[int, ...]]) -> tuple[TensorSpec, ...]:
     return tuple(sorted(TensorSpec(n, tuple(s), "bfloat16") for n, s in shapes.items()))
 
@@ -101,8 +106,16 @@ class ToySource:
 
     def turn(self) -> None:
         """Other strides, same values: only a new plan reads it rightly."""
-        w = self.params["layers.0.w"]
-        self.params["layers.0.w"] = w.t().contiguous().t() if w.is_contiguous() else w.contiguous()
+        turned(self.params)
+
+    def export(self) -> None:
+        """One tensor more, or less, which engines drop: other specs."""
+        if "extra" in self.shapes:
+            self.shapes = {n: s for n, s in self.shapes.items() if n != "extra"}
+            del self.params["extra"]
+        else:
+            self.shapes = self.shapes | {"extra": (4, 4)}
+            self.set(0)
 
     def drain(self) -> None:
         self.drained += 1
@@ -136,8 +149,8 @@ class ToySource:
 class Meets(ToySource):
     """Meets all other ranks before it is ready, as ranks do that gather together. `breaks`: it raises "before" or "after" that."""
 
-    def __init__(self, rank: int, world: int):
-        super().__init__(rank, world)
+    def __init__(self, *which):
+        super().__init__(*which)
         self.digest, self.breaks, self.late_s, self.computations = "same", "", 0.0, 0
 
     def read(self) -> ToyLayout:
@@ -145,13 +158,16 @@ class Meets(ToySource):
         return ToyLayout(replace(layout.traced, gathers=("g",)), layout.roots, layout.tensors)
 
     def compute(self, meet) -> None:
-        time.sleep(self.late_s)
-        for now in ("before", "after"):
-            if self.breaks == now:
-                raise RuntimeError("boom")
-            if now == "before":
-                meet(tuple(range(self.world)), self.digest)
-                self.computations += 1
+        self.point("before")
+        meet(tuple(range(self.world)), self.digest)
+        self.computations += 1
+        self.point("after")
+
+    def point(self, where: str) -> None:
+        if where == "before":
+            time.sleep(self.late_s)
+        if where == self.breaks:
+            raise RuntimeError("boom")
 
 
 class ToyTaker:
@@ -378,6 +394,16 @@ def raised(results, kind, *texts: str) -> list:
     return results
 
 
+def ways(report) -> list[dict[str, int]]:
+    """Bytes by route, for each replica."""
+    return [{r.route: r.bytes for r in o.routes} for o in report.outcomes]
+
+
+def kinds(report) -> list[str]:
+    """The routes of each replica."""
+    return ["+".join(sorted(x)) for x in ways(report)]
+
+
 def right(world: World, version: int, replicas=None) -> None:
     """Every worker of these replicas (None: of all) holds exactly this version."""
     for i, engine in enumerate(world.engines):
@@ -427,22 +453,13 @@ class World:
         return Controller(engine, self.rendezvous, TOKEN, replica=replica, deadline_s=self.deadline_s)
 
     def _connect_one(self, i: int):
-        s = trainer_session(
-            self.sources[i],
-            self.rendezvous,
-            TOKEN,
-            replicas=self.replicas,
-            deadline_s=self.deadline_s,
-            bucket_bytes=self.bucket_bytes,
-            drop=self.drop,
-            cache_dir=self.cache_dir,
-            host_pull=self.host_pull or HOST_PULL,
-            relay=self.relay,
-            rdma=self.rdma,
-            fabric=self.fabric,
-        )
-        self.sessions[i] = s
-        s.open(self.wait)
+        how = dict(replicas=self.replicas, deadline_s=self.deadline_s, drop=self.drop, route=self.route(i))
+        self.sessions[i] = trainer_session(self.sources[i], self.rendezvous, TOKEN, **how)
+        self.sessions[i].open(self.wait)
+
+    def route(self, _: int) -> Route:
+        direct = {f: getattr(self, f) for f in ("bucket_bytes", "cache_dir", "relay", "rdma", "fabric")}
+        return Direct(host_pull=self.host_pull or HOST_PULL, **direct)
 
     @property
     def coordinator(self) -> Coordinator:
@@ -453,6 +470,13 @@ class World:
 
     def epochs(self) -> list[int]:
         return [r.epoch for r in self.coordinator.replicas.values()]
+
+    def order(self) -> list[list[int]]:
+        """By replica, the replicas from which it reads."""
+        return [[i for i, _ in r.sources if i != r.index] for r in self.coordinator.replicas.values()]
+
+    def steps(self, replica: int):
+        return self.lane(replica).plane._routed.place.steps
 
     def lane(self, replica: int = 0, worker: int = 0) -> Lane:
         return self.engines[replica].sessions[worker]._lane_
@@ -474,23 +498,11 @@ class World:
         gone = self.coordinator.replicas[replica]
         until_true(lambda: gone.phase.value == "lost" and not gone.workers)
 
-    def lose(self, replica: int) -> None:
-        """The connections of a replica break, as if its processes had died."""
-        for s in self.engines[replica].sessions:
-            s._party.channel.close()
-        self.controllers[replica].close()
-
     def come(self, replica: int, engine: ToyEngine | None = None) -> Controller:
         """A new engine joins as this replica."""
         self.engines[replica] = engine or ToyEngine(self.workers, self.shapes)
         self.controllers[replica] = self.serve(self.engines[replica], replica)
         return self.controllers[replica]
-
-    def shorten(self, deadline_s: float) -> None:
-        """From now on: as if trainers had connected with this deadline, in which a busy machine might not have connected them."""
-        for session in self.sessions:
-            session.deadline_s = deadline_s
-        self.coordinator.options = replace(self.coordinator.options, deadline_s=deadline_s)
 
     def on_all(self, call, ranks=None) -> list:
         """call(i) on every trainer's thread; results or the exceptions they raised."""
