@@ -1,13 +1,14 @@
 """Count the tokens that refits cost: a real vLLM AsyncLLM decodes under load while a trainer trains and refits it.
 
     python -m benchmarks.tokens [--model 4b|toy] [--modes "dense" "delta staged" ...] [--changed 0.001 0.01 0.05 0.1]
-        [--requests 64] [--tokens 512] [--step-ms 250] [--pairs 10] [--out FILE]
+        [--requests 64] [--tokens 512] [--step-ms 600] [--pairs 10] [--out FILE]
     python -m benchmarks.tokens --beside [--model 4b] [--requests 8 64] [--out FILE]
 
 The engine has one GPU (CUDA graphs, random weights), the trainer another one. Requests are greedy, stream, have a fixed length, and
 the next one begins where one ends. The trainer's steps are matrix products of --step-ms. Steps with a refit before them and
-steps without take turns, so that both are measured under the same load. Before each refit the last bit of a share of the
-elements (--changed) is flipped, anywhere.
+steps without take turns, so that both are measured under the same load. A step must last longer than the engine needs to compute the
+keys and values of running requests again; otherwise the next step, without a refit, makes too few tokens. Before each refit the last
+bit of a share of the elements (--changed) is flipped, anywhere.
 
 Modes: dense and delta (`delta="auto"`); alone, the call blocks the trainer; "staged" (`stage=True`) brings bytes while the engine
 serves; "publish" returns at once, with a fence after the step; "keep_cache" is that `pause_mode` of the engine, without which vLLM
@@ -52,6 +53,8 @@ MODES: dict[str, tuple[bool, dict[str, Any]]] = {
     "delta staged publish": (True, {"stage": True, "delta": "auto"}),
     "dense keep_cache": (False, {}),
     "dense staged keep_cache": (False, {"stage": True}),
+    "delta keep_cache": (False, {"delta": "auto"}),
+    "delta staged keep_cache": (False, {"stage": True, "delta": "auto"}),
     "dense publish keep_cache": (True, {}),
     "dense staged publish keep_cache": (True, {"stage": True}),
 }
@@ -338,7 +341,7 @@ def arguments() -> argparse.Namespace:
         "--requests", type=int, nargs="+", default=None, help="at a time; default 64, and 8 and 64 with --beside"
     )
     p.add_argument("--tokens", type=int, default=512 if gpus > 1 else 96, help="length of an answer")
-    p.add_argument("--step-ms", type=float, default=250.0)
+    p.add_argument("--step-ms", type=float, default=600.0 if gpus > 1 else 250.0)
     p.add_argument("--pairs", type=int, default=10 if gpus > 1 else 4, help="steps with a refit, and as many without")
     p.add_argument("--warm-s", type=float, default=1.5, help="seconds of load before anything is measured")
     p.add_argument("--window-s", type=float, default=2.0, help="seconds of each measurement of --beside")
