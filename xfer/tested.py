@@ -78,7 +78,8 @@ MATRIX = (
         _NEWEST_ON_GPUS,
         _GPU_ENGINE,
         "python -m pytest -m gpu tests/functional/test_gpu_megatron.py tests/functional/test_gpu_layerwise.py",
-        "training, export and refits of Megatron-Core: [GPU tests](../benchmarks/RESULTS.md#tests-on-gpus)",
+        "training, export and refits of Megatron-Core: 16 passed ([GPU tests](../benchmarks/RESULTS.md#tests-on-gpus), "
+        "28 November 2026)",
     ),
     Cell(
         "H100s and H200s",
