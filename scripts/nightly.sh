@@ -21,5 +21,5 @@ for step in "${steps[@]}"; do
   bash $step || failed+=("$step")
 done
 echo "== orders of events that CI does not try"
-XFER_EXAMPLES=1000 .venvs/trainer/bin/python -m pytest -q -p no:cacheprovider tests/functional/test_session.py || failed+=("tests/functional/test_session.py")
+XFER_EXAMPLES=2000 .venvs/trainer/bin/python -m pytest -q -p no:cacheprovider tests/functional/test_session.py || failed+=("tests/functional/test_session.py")
 [ ${#failed[@]} -eq 0 ] || { printf 'failed: %s\n' "${failed[@]}"; exit 1; }

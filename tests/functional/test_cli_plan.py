@@ -163,6 +163,7 @@ def test_a_tied_model_over_several_stages_is_planned(folder):
     assert data["plan"]["nbytes"] > 0
 
 
+@pytest.mark.slow
 def test_what_the_frameworks_refuse_is_said_together_before_a_rank_is_traced(folder):
     """Four layers do not go into three stages, nor four heads over three workers: in the frameworks' own words."""
     code, text, data, _ = xfer_plan(

@@ -15,6 +15,7 @@ from tests.support.proc import Family  # noqa: E402
 from tests.support.refit_job import Trainers, good  # noqa: E402
 
 
+@pytest.mark.slow
 def test_each_process_of_a_launcher_that_holds_a_whole_engine_is_a_replica(tmp_path):
     toy.write_checkpoint("qwen3", tmp_path / "model", seed=1)
     token, rendezvous = secrets.token_hex(16), f"tcp://127.0.0.1:{free_port()}"

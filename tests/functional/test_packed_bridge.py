@@ -22,6 +22,7 @@ def test_buckets_hold_what_torch_gathers(tmp_path, kind):
     run(tmp_path, kind, 3, "packed_tensors")
 
 
+@pytest.mark.slow
 def test_a_replaced_parameter_is_noticed_on_both_stages(tmp_path):
     run(tmp_path, "stale", folder=str(tmp_path), cases=["replaced"])
 

@@ -242,7 +242,7 @@ def test_a_torn_engine_stays_torn_when_the_next_refit_fails_before_it_moves_a_by
 # ---- processes that die
 
 
-@pytest.mark.parametrize(("point", "rank"), [("enter", 2), ("moving", 0)])
+@pytest.mark.parametrize(("point", "rank"), [pytest.param("enter", 2, marks=pytest.mark.slow), ("moving", 0)])
 def test_a_trainer_that_is_killed_is_named_and_the_job_can_start_again(b, point, rank):
     """The engine outlives its trainers: when they restart it joins them and the first refit repairs it. Trainer 0 has the
     rendezvous in its process."""

@@ -306,7 +306,7 @@ class Cluster(RuleBasedStateMachine):
 
 TestSession = Cluster.TestCase
 TestSession.settings = settings(
-    max_examples=EXAMPLES,
+    max_examples=EXAMPLES // 2,
     stateful_step_count=20,
     deadline=None,
     derandomize=FIXED,

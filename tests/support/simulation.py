@@ -13,6 +13,7 @@ process have its label as their `who`: a process can be stopped, continued and k
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import itertools
 import os
@@ -202,6 +203,10 @@ class Simulation:
     def __enter__(self) -> Simulation:
         Simulation.now_running = self
         gc.disable()  # it would collect at moments that no seed chooses, and takes a sixth of the time
+        self._processors = os.sched_getaffinity(0)
+        os.sched_setaffinity(
+            0, {ctypes.CDLL(None).sched_getcpu()}
+        )  # one thread at a time: no other processor need be woken
         self.main = self.running = Thread(target=None, name="MainThread")
         self.main.who = "test"
         self.threads.append(self.main)
@@ -253,6 +258,7 @@ class Simulation:
                 of[key] = value
             Simulation.now_running = None
             gc.enable()
+            os.sched_setaffinity(0, self._processors)
         late = {name for name in sys.modules.keys() - self._modules if name.split(".")[0] == "xfer"}
         assert not late, f"modules with locks of their own: import them before the simulation: {sorted(late)}"
 

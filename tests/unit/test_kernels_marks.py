@@ -72,7 +72,7 @@ def test_the_twin_marks_the_granules_that_differ(seed, sizes, share, spare):
 
 
 @runs
-@settings(max_examples=max(20, EXAMPLES // 10), deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @WORLDS
 def test_the_kernels_mark_what_the_twin_marks_and_copy_it(seed, sizes, share, spare):
     module = pytest.importorskip("xfer.kernels.marks_triton", reason="needs triton")
@@ -93,7 +93,7 @@ def test_the_kernels_mark_what_the_twin_marks_and_copy_it(seed, sizes, share, sp
 
 
 @runs
-@settings(max_examples=max(20, EXAMPLES // 10), deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.02, 0.5]), st.sampled_from([0, 2, 16]), st.booleans())
 def test_a_copy_of_what_is_marked_leaves_a_destination_as_a_copy_of_everything(seed, share, spare, every):
     """Of random rows, conversions among them; also by way of scratch. The kernel tells how much it moved: nothing if nothing is marked, and
