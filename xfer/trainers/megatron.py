@@ -387,9 +387,14 @@ class MegatronTrainer:
 
     def _refuse_unmapped(self, tasks, slot_of: Mapping[int, Slot]) -> None:
         """Refuse parameters that Bridge does not export. Bridge only logs them, and drops both gate and up if one is missing."""
+        from megatron.core import parallel_state
+
         mapped = {id(t.param_weight) for t in tasks}
+        why = "no mapping, or the checkpoint lacks one of its tensors"
+        if not parallel_state.is_initialized():
+            why += "; if it is an adapter's: Bridge merges adapters only after initialize_model_parallel()"
         bad = [
-            f"{slot.name}: Bridge has no conversion for it: no mapping, or the checkpoint lacks one of its tensors"
+            f"{slot.name}: Bridge has no conversion for it: {why}"
             for key, slot in slot_of.items()
             # Megatron-Core marks the last stage's copy of an embedding, which the first stage exports.
             if key not in mapped and not getattr(slot.get(), "shared", False)
