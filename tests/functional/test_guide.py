@@ -182,6 +182,7 @@ assert {t.untyped_storage().data_ptr() for t in layout.tensors.values()} <= poin
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_fused_experts_of_an_fsdp2_model_are_given_under_the_checkpoints_names(tmp_path):
     """transformers 5 is the engines' here. Five experts over two ranks, against what transformers itself saves."""
     (tmp_path / "rank.py").write_text(FUSED_EXPERTS)

@@ -156,6 +156,7 @@ def test_real_engines_are_refitted_between_hosts(tmp_path, hosts, relay, times):
                 assert same == [seed == 1] * 2
 
 
+@pytest.mark.slow
 def test_replicas_of_a_host_share_what_enters_it_whatever_happens_to_them_and_to_the_other_host(tmp_path):
     """Replicas 0 and 1 are on one host, 2 and 3 on another one, a NIC for each. Every byte enters a host once, and each NIC receives half
     of them. A replica dies while others take their bytes; then the other host's link is cut."""

@@ -33,13 +33,14 @@ def run(name: str, folder: Path, module: str = "megatron_worker", **arguments) -
 slow = pytest.mark.slow
 VALUES = [  # what test_refit_e2e.py has, end to end, is in the wide matrix only
     case("qwen3_tied", tp=2, pp=2, excused=["output_layer"]),
-    case("qwen3", pp=2, num_layers_in_first_pipeline_stage=1),
-    case("qwen3", pp=2, cp=2, distopt=False),
+    case("qwen3", pp=2, cp=2, distopt=False, num_layers_in_first_pipeline_stage=1),
     case("deepseek_v3", tp=2, pp=2, ep=2, etp=1),
     case(
         "qwen3", tp=4, should_pad_vocab=True, make_vocab_size_divisible_by=64, load=False, config={"vocab_size": 150},
         excused=["embed", "output_layer"],
     ),
+    case("qwen3", slow, pp=2, num_layers_in_first_pipeline_stage=1),
+    case("qwen3", slow, pp=2, cp=2, distopt=False),
     case("qwen3", slow, tp=2, pp=2, vpp=2),
     case("qwen3_moe", slow, tp=2, ep=2, etp=2),
     case("qwen3", slow, tp=2),
@@ -64,7 +65,7 @@ def test_fragments_hold_what_bridge_exports(arguments, tmp_path):
 @pytest.mark.parametrize(
     "arguments",
     [
-        case("qwen3_moe", ep=2),  # dense and expert data parallelism
+        case("qwen3_moe", slow, ep=2),  # dense and expert data parallelism
         case("qwen3_moe", slow, ep=2, layerwise=True),
         case("qwen3", slow),
         case("qwen3", slow, pp=2, vpp=2, align_param_gather=True),

@@ -303,6 +303,7 @@ SHARED_EXPERTS = dict(
 )
 
 
+@pytest.mark.slow
 def test_an_engine_that_its_owner_resumed_during_a_refit_is_not_resumed_again(tmp_path):
     """By the refit, or by its owner: the request that has begun on one rank meanwhile would never be answered."""
     with Job(tmp_path, "qwen3_moe", world=0) as job:
