@@ -53,7 +53,8 @@ run() { # environment, processes, marker expression, files or folders
 }
 run_marked() { # environment, which has its marker's name, and processes: files without the marker are not read, or that takes half a minute
   local files
-  files=$(grep -rl --include='test_*.py' "mark\.$1\b" $where | sort) && run "$1" "$2" "$1 and not gpu$and_slow" $files
+  files=$(grep -rl --include='test_*.py' "mark\.$1\b" $where | sort) || return 0 # none under this path
+  run "$1" "$2" "$1 and not gpu$and_slow" $files
 }
 timed() { # a check, with its seconds
   local began=$SECONDS
@@ -64,11 +65,11 @@ style() { .venvs/trainer/bin/ruff check . && .venvs/trainer/bin/ruff format --ch
 types() { .venvs/trainer/bin/python -m mypy; }
 site() { NO_MKDOCS_2_WARNING=1 .venvs/docs/bin/mkdocs build --strict -q; }
 layout() { .venvs/trainer/bin/python -m tests.support.house; }
-echo "== kernels for GPUs, in Triton's interpreter, and beside them style, types, site, layout, RL frameworks"
-rl() { # each framework forks from one process
+rl() {
   .venvs/rl/bin/pip list 2>/dev/null | grep -E '^(verl|trl|skyrl) ' | paste -sd , | tr -s ' '
   run_marked rl 0
 }
+echo "== kernels for GPUs, in Triton's interpreter, and beside them style, types, site, layout, RL frameworks"
 checked=$(mktemp)
 (for check in style types site layout rl; do timed $check; done; exit $status) >"$checked" 2>&1 & # one process each: two processors
 TRITON_INTERPRET=1 XFER_EXAMPLES=12 run engine 0 "not gpu$and_slow" $kernels
