@@ -454,9 +454,7 @@ def test_a_refit_moves_what_changed_only_if_both_ends_hold_the_same_refit(pulled
             job.calls = [job.last // 3 * 3 + 3] * job.trainers  # of three versions, the last is new in all elements
             assert job.commits(verify=False) == job.commits(verify=False) == [True]
             assert 0 < moved() < whole * LESS[pulled]
-            assert job.commits() == [True] and job.commits() == [
-                True
-            ]  # new everywhere, as compared with the one before
+            assert job.commits() == job.commits() == [True]  # each differs everywhere from the one before
             assert [e.extra_bytes >= whole / 3 for e in job.ended()] == [True, True], "copies are told"
             happens(job)
             assert job.commits(verify=False) == [True]

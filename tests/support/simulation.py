@@ -204,9 +204,8 @@ class Simulation:
         Simulation.now_running = self
         gc.disable()  # it would collect at moments that no seed chooses, and takes a sixth of the time
         self._processors = os.sched_getaffinity(0)
-        os.sched_setaffinity(
-            0, {ctypes.CDLL(None).sched_getcpu()}
-        )  # one thread at a time: no other processor need be woken
+        # One thread runs at a time: to wake it on another processor would take longer.
+        os.sched_setaffinity(0, {ctypes.CDLL(None).sched_getcpu()})
         self.main = self.running = Thread(target=None, name="MainThread")
         self.main.who = "test"
         self.threads.append(self.main)
