@@ -7,6 +7,7 @@ tensor-parallel sizes, and the vocabulary is padded by vLLM.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 from collections.abc import Callable, Mapping
@@ -634,6 +635,7 @@ def register_configs() -> None:
     names.register_checkpoint_conversion_mapping("kimi_k2", of_deepseek, overwrite=True)
 
 
+@functools.cache
 def too_new(since: str) -> bool:
     """Whether the installed Megatron-Bridge is older than that. False where none is installed."""
     try:
