@@ -1,15 +1,22 @@
-"""For all tests: property tests have no deadline per example, which a busy machine would miss. What they test is not speed.
+"""For all tests: property tests have no deadline per example, which a busy machine would miss. What they test is not speed. Processes of
+pytest-xdist share the forges of one folder (tests/support/forge.py).
 
 Under pytest-xdist each worker begins at another GPU: tests take GPUs from the first on, and would all meet on that one."""
 
+import atexit
 import os
 import shutil
 import subprocess
+import tempfile
 
 from hypothesis import settings
 
 settings.register_profile("xfer", deadline=None)
 settings.load_profile("xfer")
+
+if "XFER_TEST_FORGES" not in os.environ:
+    os.environ["XFER_TEST_FORGES"] = forges = tempfile.mkdtemp(prefix="forges")
+    atexit.register(shutil.rmtree, forges, ignore_errors=True)
 
 
 def beginning_at(worker: str, devices: list[str]) -> str:

@@ -19,7 +19,7 @@ import pytest
 from examples.common import toy
 from tests.support import refit_job
 from tests.support.host_world import BUCKET, BYTES, Copy, HostWorld, _trainer
-from tests.support.hosts import Cluster, ended, missing, reap
+from tests.support.hosts import Cluster, ended, missing
 from tests.support.marks import BOTH
 from tests.support.proc import PATIENCE, ROOT
 from tests.support.refit_job import Job
@@ -236,7 +236,7 @@ def test_hosts_end_with_the_process_that_made_them():
     assert len(keepers) == 2 and not any(map(ended, keepers))
     p.send_signal(signal.SIGKILL)
     p.wait(10)
-    until_true(lambda: reap() or all(map(ended, keepers)), 10 * PATIENCE)
+    until_true(lambda: all(map(ended, keepers)), 10 * PATIENCE)
 
 
 # ---- links and hosts that fail

@@ -16,16 +16,22 @@ proc.py starts processes with it.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
+import fcntl
 import gc
+import hashlib
 import json
 import os
 import runpy
+import select
+import selectors
+import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -41,6 +47,8 @@ SPINS_S = 0.002
 """For so long workers of vLLM look for a message before they sleep."""
 FORKS_S = 120.0
 """Deadline of a fork, whose forge may have to import first."""
+IDLE_S = 600.0
+"""A forge ends when it has had no test process for so long."""
 OURS = (
     "XFER_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "GLOO_", "NCCL_", "PYTEST_", "PYTHONWARNINGS",
     "TORCHINDUCTOR_CACHE_DIR",
@@ -84,13 +92,37 @@ OF = {
 `xfer plan` does (family_trainer, world_trainer) declare GPU packages before they import it."""
 
 
-class Forged(subprocess.Popen):
-    """A process that a forge has forked; the kernel has made it a child of this one (see `Forge`)."""
+class Forged:
+    """A process that a forge has forked, with those calls of `subprocess.Popen` that tests use. Its parent, the forge, writes its exit
+    status into a pipe."""
 
-    def __init__(self, pid: int, stdin: IO[str] | None, stdout: IO[str] | None):
-        self.pid, self.args, self.returncode = pid, f"forked process {pid}", None
-        self.stdin, self.stdout, self.stderr = stdin, stdout, None
-        self._child_created, self._waitpid_lock = True, threading.Lock()
+    def __init__(self, pid: int, status: IO[bytes], stdin: IO[str] | None, stdout: IO[str] | None):
+        self.pid, self.returncode, self.stdin, self.stdout = pid, None, stdin, stdout
+        self._status, self._lock = status, threading.Lock()
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not select.select([self._status], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(f"forked process {self.pid}", timeout)
+        with self._lock:  # several threads may wait
+            if self.returncode is None:
+                self.returncode = int(self._status.read() or -signal.SIGKILL)  # empty if the forge has been killed
+        return self.returncode
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
 
 @dataclass(frozen=True)
@@ -102,42 +134,58 @@ class Request:
 
 
 class Forge:
-    """A test process's handle of a forge, which ends with it.
+    """A test process's connection to a forge, which is started if there is none.
 
-    The forge forks twice, and what it forks first ends at once. This process is a subreaper: the kernel makes it the parent of descendants
-    whose parent has ended, so it can wait for the second.
+    All test processes of a run share the forges of one folder, XFER_TEST_FORGES. A forge ends when its socket is removed or when nobody has
+    been connected for `IDLE_S`.
+
+    Attributes:
+        env: Environment of the forge.
     """
 
     def __init__(self, python: str, imports: str, env: dict[str, str]):
-        self.env, self.imports, self._lock = env, imports, threading.Lock()
-        self._log = tempfile.TemporaryFile("w+")
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._process = subprocess.Popen(
-            [python, "-m", "tests.support.forge", imports, str(theirs.fileno())],
-            env=env, cwd=ROOT, pass_fds=[theirs.fileno()], start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
-        )  # fmt: skip
-        theirs.close()
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self.imports, self._lock = imports, threading.Lock()
+        place = Path(os.environ["XFER_TEST_FORGES"], f"{imports}-{hashlib.sha1(python.encode()).hexdigest()[:8]}")
+        self._log, its_env = place.with_suffix(".log"), place.with_suffix(".json")
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with open(place.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                self._socket.connect(str(place))
+            except OSError:  # there is none, or it has ended
+                place.unlink(missing_ok=True)
+                its_env.write_text(json.dumps(env))
+                self._start(python, place, env)
+                self._socket.connect(str(place))
+        self.env = json.loads(its_env.read_text())
         self._socket.settimeout(FORKS_S)
-        atexit.register(self.close)
+
+    def _start(self, python: str, place: Path, env: dict[str, str]) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asked, open(self._log, "w") as log:
+            asked.bind(str(place))
+            asked.listen(64)
+            subprocess.Popen(
+                [python, "-m", "tests.support.forge", self.imports, str(asked.fileno())],
+                env=env, cwd=ROOT, pass_fds=[asked.fileno()], start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            )  # fmt: skip
 
     def close(self) -> None:
         self._socket.close()
-        self._process.kill()  # it may still be importing
-        self._process.wait(10)
 
-    def fork(self, request: Request, stdin: int, stdout: int, stderr: int) -> int:
-        """Returns the child's pid. Raises RuntimeError if the forge cannot fork."""
+    def fork(self, request: Request, *streams: int) -> int:
+        """Returns the child's pid. Raises RuntimeError if the forge cannot fork.
+
+        streams: for its standard input, output and error, and the pipe for its exit status.
+        """
         try:
             said = json.dumps(asdict(request)).encode()
             with self._lock:
-                socket.send_fds(self._socket, [said], [stdin, stdout, stderr])
+                socket.send_fds(self._socket, [said], streams)
                 return int(self._socket.recv(64))
         except (OSError, ValueError) as e:  # ValueError: nothing came, it has ended
-            self._log.seek(0)
             raise RuntimeError(
-                f"the forge that imports {self.imports} does not fork: {e}\n{self._log.read()[-3000:]}"
+                f"the forge that imports {self.imports} does not fork: {e}\n{self._log.read_text()[-3000:]}"
             ) from e
 
 
@@ -180,13 +228,18 @@ def start(
             command, env=env, cwd=cwd, text=True, start_new_session=True, stdin=ours[0], stdout=ours[1], stderr=err
         )
     request = Request(tuple(run), env, str(cwd), host)
-    if out is not None:
-        with open(os.devnull) as nothing:
-            return Forged(forge.fork(request, nothing.fileno(), out.fileno(), err.fileno()), None, None)
-    (its_in, to_it), (from_it, its_out) = os.pipe(), os.pipe()
-    with os.fdopen(its_in), os.fdopen(its_out, "w"):
-        stdin, stdout = os.fdopen(to_it, "w"), os.fdopen(from_it)
-        return Forged(forge.fork(request, its_in, its_out, err.fileno()), stdin, stdout)
+    said, says = os.pipe()
+    status = os.fdopen(said, "rb")
+    with os.fdopen(says, "wb"):
+        if out is not None:
+            with open(os.devnull) as nothing:
+                return Forged(
+                    forge.fork(request, nothing.fileno(), out.fileno(), err.fileno(), says), status, None, None
+                )
+        (its_in, to_it), (from_it, its_out) = os.pipe(), os.pipe()
+        with os.fdopen(its_in), os.fdopen(its_out, "w"):
+            stdin, stdout = os.fdopen(to_it, "w"), os.fdopen(from_it)
+            return Forged(forge.fork(request, its_in, its_out, err.fileno(), says), status, stdin, stdout)
 
 
 # ---- in the forge
@@ -194,30 +247,64 @@ def start(
 
 def serve(asked: socket.socket) -> Request | None:
     """Forks at each request. Returns in each child its request; None when the tests have ended."""
-    while True:
-        said, streams, _, _ = socket.recv_fds(asked, 1 << 20, 3)
-        if not said:
-            return None
-        told, tell = os.pipe()
-        if first := os.fork():
-            os.close(tell)
-            pid = os.read(told, 64)
-            os.waitpid(first, 0)  # only then is its child one of the test's process
-            for fd in (*streams, told):
+    ctypes.CDLL(None).prctl(
+        PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0
+    )  # orphans of what it has forked are its children: nobody else may wait for them
+    place, told_to, waits = asked.getsockname(), {}, selectors.DefaultSelector()
+    woken, wakes = socket.socketpair()
+    for s in (woken, wakes):
+        s.setblocking(False)
+    signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    for s in (asked, woken):
+        waits.register(s, selectors.EVENT_READ)
+    served = time.monotonic()
+    while os.path.exists(place) and time.monotonic() < served + IDLE_S:
+        for key, _ in waits.select(1.0):
+            if (s := key.fileobj) is woken:
+                woken.recv(4096)
+                tell_ended(told_to)
+            elif s is asked:
+                waits.register(asked.accept()[0], selectors.EVENT_READ)
+            else:
+                said, streams, _, _ = socket.recv_fds(s, 1 << 20, 4)
+                if not said:
+                    waits.unregister(s)
+                    s.close()
+                    continue
+                *standard, status = streams
+                if pid := os.fork():
+                    told_to[pid] = status
+                    for fd in standard:
+                        os.close(fd)
+                    s.send(str(pid).encode())
+                    continue
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for fd, stream in enumerate(standard):
+                    os.dup2(stream, fd)
+                ours = [k.fileobj for k in waits.get_map().values()]
+                waits.close()
+                for fd in (*streams, *told_to.values()):
+                    os.close(fd)
+                for s in (*ours, wakes):
+                    s.close()
+                os.setsid()
+                fields = json.loads(said)
+                return Request(**{**fields, "host": fields["host"] and Host(**fields["host"])})
+        if len(waits.get_map()) > 2:
+            served = time.monotonic()
+    return None
+
+
+def tell_ended(told_to: dict[int, int]) -> None:
+    """Waits for all children that have ended, and writes the exit status of each that was asked for."""
+    with contextlib.suppress(ChildProcessError):  # there are no others
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if (fd := told_to.pop(ended[0], None)) is not None:
+                with contextlib.suppress(BrokenPipeError):  # the test process has ended
+                    os.write(fd, str(os.waitstatus_to_exitcode(ended[1])).encode())
                 os.close(fd)
-            asked.send(pid)
-            continue
-        if second := os.fork():
-            os.write(tell, str(second).encode())
-            os._exit(0)
-        for fd, stream in enumerate(streams):
-            os.dup2(stream, fd)
-        for fd in (*streams, told, tell):
-            os.close(fd)
-        asked.close()
-        os.setsid()
-        fields = json.loads(said)
-        return Request(**{**fields, "host": fields["host"] and Host(**fields["host"])})
 
 
 def become(request: Request) -> None:

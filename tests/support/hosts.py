@@ -197,11 +197,11 @@ class Cluster:
             with contextlib.suppress(OSError):
                 k.stdin.close()  # its `cat` ends, with it process 1 of the host, and with that all others
         until = time.monotonic() + 10
-        while any(k.poll() is None for k in self._keepers):
-            if time.monotonic() > until:
-                raise HostError("processes of hosts do not end")
-            reap()
-            time.sleep(0.002)
+        for k in self._keepers:
+            try:
+                k.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise HostError("processes of hosts do not end") from None
         self.hosts, self._keepers = [], []
 
     def _build(self) -> None:
@@ -325,19 +325,6 @@ class Cluster:
             for h in self.hosts
         )
         return f"{''.join(hosts)}[ranks]\ntrainers = {first}\nreplicas = [{', '.join(others)}]\n"
-
-
-def reap() -> None:
-    """Waits for dead processes of hosts that nobody waits for; process 1 of a host ends after all others are waited for.
-
-    A host's process whose parent, outside of the host, was killed is left to this one where it adopts orphans (forge.py).
-    """
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # the thread has just ended
-            for pid in map(int, (task / "children").read_text().split()):
-                status = dict(x.split(":", 1) for x in Path(f"/proc/{pid}/status").read_text().splitlines())
-                if status["State"].split()[0] == "Z" and len(status["NSpid"].split()) > 1:
-                    os.waitpid(pid, os.WNOHANG)
 
 
 def ended(pid: int) -> bool:

@@ -2,14 +2,19 @@
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.support import forge
+from tests.support.hosts import ended
 from tests.support.proc import environment
+from tests.support.world import until_true
 
 CHILD = '''
 import atexit, json, os, random, signal, sys, time
@@ -42,13 +47,15 @@ def script(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def forges():
+def forges(tmp_path_factory):
     """Of these tests alone: another's was made in the environment that its first child asked for."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XFER_TEST_FORGES", str(folder := tmp_path_factory.mktemp("f")))
         patch.setattr(forge, "_forges", made := {})
-        yield
+        yield folder
         for f in made.values():
             f.close()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(params=["forked", "anew"])
@@ -127,3 +134,44 @@ def test_settings_of_a_framework_that_differ_need_a_new_process(monkeypatch):
     assert found[0] is found[1] is found[2] is not None
     for other in (dict(OMP_NUM_THREADS="2"), dict(VLLM_LOGGING_LEVEL="DEBUG"), dict(CUDA_VISIBLE_DEVICES="0")):
         assert forge.forge_of(sys.executable, "any", environment(**other)) is None, other
+
+
+ORPHAN = """
+import os, time
+if not os.fork():
+    os.setsid()
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+time.sleep(60)
+"""
+
+
+def test_test_processes_share_a_forge_that_waits_for_orphans_and_ends_with_its_folder(monkeypatch, tmp_path, forges):
+    """A handle is what a test process has. Without anybody to wait for it, an orphan would stay a zombie where process 1 waits for none."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("XFER_TEST_FORGE", "1")
+    monkeypatch.delenv("XFER_JITTER_CHILDREN", raising=False)
+    (tmp_path / "child.py").write_text(ORPHAN)
+    parents, started = [], []
+    for _ in range(2):
+        monkeypatch.setattr(forge, "_forges", {})
+        with open(tmp_path / "err", "w") as err:
+            started.append(
+                forge.start(sys.executable, [str(tmp_path / "child.py")], environment(), tmp_path, None, err)
+            )
+        parents.append(parent_of(started[-1].pid))
+    assert parents[0] == parents[1] and "forge" in Path(f"/proc/{parents[0]}/cmdline").read_text()
+    orphans = [int(p.stdout.readline()) for p in started]
+    for p in started:
+        os.killpg(p.pid, signal.SIGKILL)
+        assert p.wait(10) == -signal.SIGKILL
+    assert [parent_of(pid) for pid in orphans] == parents
+    for pid in orphans:
+        os.kill(pid, signal.SIGKILL)
+    until_true(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in orphans))
+    shutil.rmtree(forges)
+    until_true(lambda: ended(parents[0]))
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
