@@ -50,7 +50,7 @@ FORKS_S = 120.0
 IDLE_S = 600.0
 """A forge ends when it has had no test process for so long."""
 OURS = (
-    "XFER_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "GLOO_", "NCCL_", "PYTEST_", "PYTHONWARNINGS",
+    "XFER_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "GLOO_", "NCCL_", "PYTEST_", "PYTHONWARNINGS", "COLUMNS",
     "TORCHINDUCTOR_CACHE_DIR",
 )  # fmt: skip
 """Variables that are read when they are needed, not at import: in these, a child's environment may differ. (torch sets the last
@@ -62,12 +62,24 @@ def imports_torch() -> None:
     import torch._dynamo
     import torch.distributed.fsdp  # noqa: F401
 
+    imports_xfer()
+
+
+def imports_xfer() -> None:
+    """What most ranks and engines use of it: half a second of a processor."""
+    import xfer.layerwise
+    import xfer.participants.controller
+    import xfer.routes
+    import xfer.trainers.dtensor
+    import xfer.trainers.megatron  # noqa: F401
+
 
 def imports_megatron() -> None:
     from examples.common import megatron_cpu
 
     megatron_cpu.install()
     megatron_cpu.import_bridge()
+    imports_torch()
 
 
 def imports_vllm() -> None:
@@ -77,6 +89,7 @@ def imports_vllm() -> None:
     import vllm.v1.worker.cpu_worker  # noqa: F401
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
+    imports_xfer()
     # After each message a reader keeps a processor busy for a second, and here ten of them share two processors.
     SpinCondition.__init__.__defaults__ = (SPINS_S,)
 
@@ -86,6 +99,7 @@ OF = {
     **dict.fromkeys(("megatron_main", "layerwise_megatron"), "megatron"),
     **{"trainer": "megatron", "engine": "vllm"},  # of examples.demo
     **dict.fromkeys(("megatron_worker", "megatron_hazards", "megatron_lora", "packed_bridge"), "megatron"),
+    "fsdp_main": "megatron",  # its model is of transformers, which Bridge imports
     **dict.fromkeys(("vllm_main", "live_main", "async_main", "server_main", "external_main"), "vllm"),
 }
 """The framework that a module or script imports. All others import torch, or nothing. Scripts that build Megatron as
@@ -199,6 +213,7 @@ def forge_of(python: str, name: str, env: dict[str, str]) -> Forge | None:
         env.get("CUDA_VISIBLE_DEVICES") != ""
         or os.environ.get("XFER_TEST_FORGE") == "0"
         or os.environ.get("XFER_JITTER_CHILDREN") == "1"
+        or "XFER_TIMELINE" in env  # which xfer reads when it is imported
     ):
         return None
     imports = OF.get(name, "torch")
