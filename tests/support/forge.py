@@ -51,10 +51,10 @@ IDLE_S = 600.0
 """A forge ends when it has had no test process for so long."""
 OURS = (
     "XFER_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "GLOO_", "NCCL_", "PYTEST_", "PYTHONWARNINGS", "COLUMNS",
-    "TORCHINDUCTOR_CACHE_DIR",
+    "TORCHINDUCTOR_", "TRITON_CACHE_AUTOTUNING", "PYTORCH_NVML_BASED_CUDA_CHECK", "TILELANG_CLEANUP_TEMP_FILES",
 )  # fmt: skip
-"""Variables that are read when they are needed, not at import: in these, a child's environment may differ. (torch sets the last
-when its compiler is imported, so a test that imports it has it from then on.)"""
+"""Variables that are read when they are needed, not at import: in these, a child's environment may differ. Those of the second line are
+set where torch's compiler or vLLM is imported, so tests that import them have them, and so have their forges."""
 
 
 def imports_torch() -> None:
