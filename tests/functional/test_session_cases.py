@@ -847,6 +847,27 @@ def test_staged_bytes_for_storages_that_an_engine_has_no_longer_are_brought_anew
         assert not engine.paused and {t.held(2) for t in engine.takers} == {2 if wait == "commit" else 1}
 
 
+def test_storages_of_a_staged_refit_are_looked_at_whole_while_the_engine_serves_and_while_bytes_are_applied():
+    with after_one_refit() as job:
+        taker = job.engines[0].takers[0]
+        taker.looks.clear()
+        assert job.commits(stage=True) == [True] and taker.looks == [(False, False), (True, True), (True, False)]
+        taker.looks.clear()
+        assert job.commits() == [True] and taker.looks == [(True, False)]
+
+
+def test_what_a_quick_look_in_the_pause_cannot_see_is_found_before_the_commit_and_the_next_refit_repairs():
+    """A tensor is laid out anew in its place between staging and the pause."""
+    with after_one_refit(stage=True) as job:
+        job.engines[0].takers[1].changes = "turns in its place"
+        call(job)
+        for end in job.ended():
+            assert isinstance(end, RebindError) and "changed after its bytes were staged" in str(end), end
+            assert "replica 0 worker 1" in str(end)
+        assert job.engines[0].paused and job.engines[0].takers[1].live["norm"].isnan().all()
+        assert job.commits() == [True]
+
+
 @pytest.mark.parametrize("pulled", [False, True], ids=["sent", "pulled"])
 def test_a_delta_that_is_staged_for_other_bytes_than_the_engine_has_is_brought_whole(pulled):
     """Something else writes weights while they are staged."""

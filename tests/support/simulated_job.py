@@ -48,19 +48,26 @@ class Source(Meets):
 
 
 class Taker(ToyTaker):
-    """`changes`: what its storages do before the next look at them."""
+    """`changes`: what its storages do before the next look at them in a pause. `looks`: (in a pause, quick) of all looks."""
 
     engine: Engine
     changes = ""
+    looks: list[tuple[bool, bool]]
 
-    def check(self) -> str:
-        now, self.changes = self.changes, ""
+    def check(self, quick: bool = False) -> str:
+        now = ""
+        self.looks.append((self.engine.paused, quick))
+        if self.engine.paused:
+            now, self.changes = self.changes, ""
         if now == "moves":
             for name, old in list(self.live.items()):
                 self.live[name] = old.clone()
         elif now == "turns":
             world.turned(self.live)
-        return super().check()
+        elif now == "turns in its place":
+            w = self.live["layers.0.w"]
+            w.set_(w.untyped_storage(), 0, w.shape, w.t().contiguous().t().stride())
+        return super().check(quick)
 
     def read(self, catalog):
         self.engine.job.point("worker", self.rank, "look")
@@ -100,7 +107,7 @@ class Engine(ToyEngine):
         job.made.append(self)
         self.takers = [(Fp8Taker if rule else Taker)(i, job.workers, SHAPES) for i in range(job.workers)]
         for t in self.takers:
-            t.engine, t.rule = self, rule
+            t.engine, t.rule, t.looks = self, rule, []
         self.in_step, self._core = job.in_step, threading.Lock()
 
     def worker(self, index: int) -> str:

@@ -60,8 +60,8 @@ class Adapter:  # ---- the worker's half
         self.layout = read_layout(self.live, LiveStorages(twin), trace_loader(twin, catalog.specs), device=self.device)
         return self.layout
 
-    def check(self) -> str:
-        return self.live.check()
+    def check(self, quick: bool = False) -> str:
+        return self.live.check(quick)
 
     def rebind(self):
         self.live = self.live.rebound()

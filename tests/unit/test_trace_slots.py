@@ -49,36 +49,40 @@ def test_a_tie_of_modules_that_look_alike_is_seen_and_so_is_its_end(make, bias, 
     assert slots.check() == "changed" and kept.tensors
 
 
-@pytest.mark.parametrize("hold", [True, False])
-@pytest.mark.parametrize(
-    "change, state",
-    [
-        (lambda tree: None, "same"),
-        (lambda tree: setattr(tree[0].weight, "data", tree[0].weight.detach().clone()), "moved"),
-        (lambda tree: replaced(tree, torch.ones(3, 3)), "moved"),
-        (lambda tree: replaced(tree, torch.ones(3, 4)), "changed"),
-        (lambda tree: replaced(tree, torch.ones(3, 3, dtype=torch.bfloat16)), "changed"),
-        (lambda tree: setattr(tree[0].weight, "data", tree[0].weight.data.view(torch.int32)), "changed"),
-        (lambda tree: setattr(tree[0], "_parameters", dict(tree[0]._parameters)), "changed"),
-        (lambda tree: setattr(tree, "_modules", {**tree._modules, "0": nn.Linear(3, 3)}), "changed"),
-        (lambda tree: tree.__setitem__(0, nn.Linear(3, 3)), "changed"),
-        (lambda tree: replaced(tree, torch.empty(3, 3, device="meta")), "another device"),
-        (  # another object: whoever holds storages sees that its place, which is none, is the same
-            lambda tree: tree.register_parameter("unloaded", nn.Parameter(torch.empty(2, 3, device="meta"))),
-            {True: "same", False: "moved"},
-        ),
-        (lambda tree: tree.register_parameter("unloaded", nn.Parameter(torch.empty(3, 2, device="meta"))), "changed"),
-        (lambda tree: tree.register_parameter("unloaded", nn.Parameter(torch.ones(2, 3))), "another device"),
-        (lambda tree: setattr(tree[2], "bias", nn.Parameter(torch.ones(3))), "changed"),
-        (lambda tree: setattr(tree, "scale", torch.ones(3)), "changed"),
-        (lambda tree: setattr(tree, "cache", torch.ones(3)), "same"),
-        (lambda tree: setattr(tree[2], "weight", nn.Parameter(torch.ones(3, 3))), "changed"),
-        (lambda tree: setattr(tree[1], "weight", nn.Parameter(torch.ones(3, 3))), "changed"),
-        (lambda tree: retied(tree, torch.ones(3, 3)), "moved"),
-        (lambda tree: retied(tree, torch.ones(3, 4)), "changed"),
-    ],
-)
-def test_a_look_tells_what_has_changed(change, state, hold):
+CHANGES = [
+    (lambda tree: None, "same"),
+    (lambda tree: setattr(tree[0].weight, "data", tree[0].weight.detach().clone()), "moved"),
+    (lambda tree: replaced(tree, torch.ones(3, 3)), "moved"),
+    (lambda tree: replaced(tree, torch.ones(3, 4)), "changed"),
+    (lambda tree: replaced(tree, torch.ones(3, 3, dtype=torch.bfloat16)), "changed"),
+    (lambda tree: tree.__setitem__(0, nn.Linear(3, 3)), "changed"),
+    (lambda tree: replaced(tree, torch.empty(3, 3, device="meta")), "another device"),
+    (  # another object: whoever holds storages sees that its place, which is none, is the same
+        lambda tree: tree.register_parameter("unloaded", nn.Parameter(torch.empty(2, 3, device="meta"))),
+        {True: "same", False: "moved"},
+    ),
+    (lambda tree: tree.register_parameter("unloaded", nn.Parameter(torch.empty(3, 2, device="meta"))), "changed"),
+    (lambda tree: tree.register_parameter("unloaded", nn.Parameter(torch.ones(2, 3))), "another device"),
+    (lambda tree: setattr(tree[2], "bias", nn.Parameter(torch.ones(3))), "changed"),
+    (lambda tree: setattr(tree, "scale", torch.ones(3)), "changed"),
+    (lambda tree: setattr(tree, "cache", torch.ones(3)), "same"),
+    (lambda tree: setattr(tree[2], "weight", nn.Parameter(torch.ones(3, 3))), "changed"),
+    (lambda tree: setattr(tree[1], "weight", nn.Parameter(torch.ones(3, 3))), "changed"),
+    (lambda tree: retied(tree, torch.ones(3, 3)), "moved"),
+    (lambda tree: retied(tree, torch.ones(3, 4)), "changed"),
+    (lambda tree: tree[0].weight.untyped_storage().resize_(1 << 16), "changed"),
+]
+UNSEEN = [
+    (lambda tree: setattr(tree[0].weight, "data", tree[0].weight.data.view(torch.int32)), "changed"),
+    (lambda tree: setattr(tree[0].weight, "data", tree[0].weight.data.t()), "changed"),
+    (lambda tree: setattr(tree[0], "_parameters", dict(tree[0]._parameters)), "changed"),
+    (lambda tree: setattr(tree, "_modules", {**tree._modules, "0": nn.Linear(3, 3)}), "changed"),
+]
+"""What a quick look does not see: a whole one follows."""
+
+
+def looked_at(hold: bool):
+    """A tree, and slots and the binding of it."""
     tree = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3, bias=False))
     tree[2].weight = tree[1].weight
     tree[0].weight = Watched(tree[0].weight.data, requires_grad=False)
@@ -86,16 +90,34 @@ def test_a_look_tells_what_has_changed(change, state, hold):
     tree.register_buffer("cache", None, persistent=False)
     tree.register_parameter("unloaded", nn.Parameter(torch.empty(2, 3, device="meta")))
     slots = Slots([tree], walk([tree]), empty=True, hold=hold)
-    kept = slots.bind()
-    Watched.asked.clear()
-    assert slots.check() == "same" and not Watched.asked
-    change(tree)
+    return tree, slots, slots.bind()
+
+
+def seen(slots: Slots, quick: bool = False) -> str:
     try:
-        seen = slots.check()
+        return slots.check(quick)
     except RebindError:
-        seen = "another device"
-    assert seen == (state if isinstance(state, str) else state[hold])
+        return "another device"
+
+
+@pytest.mark.parametrize("hold", [True, False])
+@pytest.mark.parametrize("change, state", [*CHANGES, *UNSEEN])
+def test_a_look_tells_what_has_changed(change, state, hold):
+    tree, slots, kept = looked_at(hold)
+    Watched.asked.clear()
+    assert slots.check() == "same" and slots.check(quick=True) == "same" and not Watched.asked
+    change(tree)
+    assert seen(slots) == (state if isinstance(state, str) else state[hold])
     assert kept.tensors  # as its owner keeps it
+
+
+@pytest.mark.parametrize("change, state", [*CHANGES, *UNSEEN])
+def test_a_quick_look_sees_other_objects_and_addresses(change, state):
+    tree, slots, kept = looked_at(hold=True)
+    change(tree)
+    found = seen(slots, quick=True)
+    assert found == ("same" if (change, state) in UNSEEN else state if isinstance(state, str) else state[True])
+    assert kept.tensors
 
 
 def model() -> nn.Module:

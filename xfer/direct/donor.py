@@ -69,6 +69,9 @@ class Donor:
     def remembered(self, attempt: int) -> None:
         """Do nothing: it sends no changes."""
 
+    def as_bound(self) -> bool:
+        return True  # a donor does not look at its storages
+
     def before(self) -> None:
         """Do nothing: it is only read."""
 

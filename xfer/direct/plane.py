@@ -19,7 +19,7 @@ import torch
 from xfer import faults
 from xfer.coordinator import messages as m
 from xfer.direct import late
-from xfer.errors import PeerLost, PlanMismatch
+from xfer.errors import PeerLost, PlanMismatch, RebindError
 from xfer.participants.data_plane import PlanFacts, Progress, Stop
 from xfer.participants.lane import labels_of
 from xfer.plan.cache import PlanCache
@@ -74,6 +74,9 @@ class Storages(Protocol):
     def remembered(self, attempt: int) -> Sequence[torch.Tensor] | None:
         """Return copies of the storages as this refit sent them, in the layout's order; None if there are none."""
 
+    def as_bound(self) -> bool:
+        """Whether the storages are those of `roots`, by a whole look. Called on a worker that stages bytes; may raise why they are not."""
+
     def before(self) -> None:
         """Called just before the first byte may move."""
 
@@ -98,12 +101,14 @@ class _Staged:
         bound: Binding generation of the storages into which it goes.
         base: The refit by changes whose bytes these held; 0: none.
         held: The bytes.
+        looked: Whether these storages were as they are bound when the bytes had come.
     """
 
     attempt: int
     bound: int
     base: int
     held: Held
+    looked: bool
 
 
 class DirectPlane:
@@ -180,6 +185,10 @@ class DirectPlane:
         if staged is None or self.side.inventory != self._planned_from:
             return False
         return not staged.held.needs_base or staged.base == base
+
+    def looked(self, attempt: int) -> bool:
+        staged = self._staged(attempt)
+        return staged is not None and staged.looked
 
     def _staged(self, attempt: int) -> _Staged | None:
         """Return what this attempt has staged for the storages as they are bound now."""
@@ -397,12 +406,28 @@ class DirectPlane:
         mark(self.party.label, "bytes have moved")
         stop.check()
         if (held := routed.held(base is not None)) is not None:
-            self._held = _Staged(go.attempt, self._bound, go.base, held)
+            looked = go.kind is m.GoKind.STAGE and self._looks_as_bound()
+            self._held = _Staged(go.attempt, self._bound, go.base, held, looked)
         rest = m.Moved(self.replica) if go.kind is m.GoKind.STAGE else self._finish(go, stop, until, part)
         return msgspec.structs.replace(
             rest, bytes_in=stats.bytes_in, bytes_out=stats.bytes_out, pack_s=stats.pack_s, wire_s=stats.wire_s,
             unpack_s=stats.unpack_s, routes=self._by_route(routed), scratch_bytes=self._scratch_bytes,
         )  # fmt: skip
+
+    def _looks_as_bound(self) -> bool:
+        """Look at the storages while the engine serves. What is wrong is told in the pause, by the look that then is a whole one."""
+        try:
+            return self.side.as_bound()
+        except Exception:
+            return False
+
+    def _look_again(self) -> None:
+        """See what the quick look in the pause does not, before the commit."""
+        if not self.side.as_bound():
+            raise RebindError(
+                "storages of this worker changed after its bytes were staged; the next refit reads them anew",
+                where=self.party.label,
+            )
 
     def _apply(self, go: m.Go, stop: Stop, until: float) -> m.Moved:
         """Bring what is staged into live storage."""
@@ -418,7 +443,7 @@ class DirectPlane:
         began = time.perf_counter()
         if staged is not None:
             self._applied = staged.held
-            staged.held.apply(until, self.party.label)
+            staged.held.apply(until, self.party.label, self._look_again if staged.looked else lambda: None)
             self._applied = None
             mark(self.party.label, "bytes are applied")
             stop.check()

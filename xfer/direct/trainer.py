@@ -199,6 +199,9 @@ class DirectTrainer:
     def remembered(self, attempt: int) -> Sequence[torch.Tensor] | None:
         return self._copies if self._copies and attempt == self._remembered else None
 
+    def as_bound(self) -> bool:
+        return True  # it stages nothing
+
     def before(self) -> None:
         pass
 

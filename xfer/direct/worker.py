@@ -31,6 +31,8 @@ class LiveModel(Protocol):
 
     device: torch.device
 
+    def check(self, quick: bool = False) -> str: ...
+
     def read(self, catalog: Catalog): ...
 
     def rebind(self) -> Mapping[str, torch.Tensor]: ...
@@ -94,9 +96,16 @@ class DirectWorker:
 
     def base(self) -> int:
         """Samples tell whether something else has written since, or the engine has slept and lost its weights."""
-        if self._base and not torch.equal(torch.cat(self._samples), self._left):
-            self._base = 0
+        if self._base:
+            now = self._sample()
+            self.model.synchronize()
+            if not torch.equal(now, self._left):
+                self._base = 0
         return self._base
+
+    def _sample(self) -> torch.Tensor:
+        """Begin to copy the samples to the host, where a comparison launches nothing. They are there when the device is idle."""
+        return torch.cat(self._samples).to("cpu", non_blocking=True)
 
     def plane(self, joint_rank: int) -> DirectPlane:
         return DirectPlane(self._party, self, self._replica, joint_rank)
@@ -117,6 +126,9 @@ class DirectWorker:
 
     def remembered(self, attempt: int) -> None:
         """Do nothing: a worker sends nothing."""
+
+    def as_bound(self) -> bool:
+        return self.model.check() == "same"
 
     def before(self) -> None:
         self.model.engage_lock()  # on a stream that the transfer waits for; the device was idle when this worker was armed
@@ -151,7 +163,7 @@ class DirectWorker:
                 )
         self.model.run_recipes()
         if go.bases:
-            self._left = torch.cat(self._samples)  # one copy; the wait for it is that for the device
+            self._left = self._sample()  # the wait for it is that for the device
         self.model.synchronize()
         self._base = go.attempt if go.bases else 0
         return out, b""

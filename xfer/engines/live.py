@@ -111,14 +111,17 @@ class LiveStorages:
         self.roots = tuple(sorted(bound.roots, key=lambda root: root.name))
         self.tensors = {root.name: bound.tensors[root.name] for root in self.roots}
 
-    def check(self) -> Literal["same", "moved", "changed"]:
+    def check(self, quick: bool = False) -> Literal["same", "moved", "changed"]:
         """Compare the tree with this snapshot.
+
+        Args:
+            quick: See `Slots.check`.
 
         Returns:
             "same"; "moved": each name has the same shape, dtype and place in its storage, but some storage is new; "changed".
         """
         try:
-            return self._watch.check()
+            return self._watch.check(quick)
         except RebindError:  # tensors are missing or on another device; `rebound` names them
             return "changed"
 

@@ -220,8 +220,11 @@ class EngineModel:
         """The binding table: root name -> flat uint8 tensor, with scratch in place of the locked storage."""
         return self._tensors
 
-    def check(self) -> Literal["same", "moved", "changed"]:
+    def check(self, quick: bool = False) -> Literal["same", "moved", "changed"]:
         """Tell whether the bindings still hold. Costs microseconds.
+
+        Args:
+            quick: See `Slots.check`.
 
         Returns:
             "same"; "moved": call `rebind`; "changed": read and plan again.
@@ -232,7 +235,7 @@ class EngineModel:
         """
         if self._live is None or self._copies is None:
             return "changed"
-        state = self._live.check()
+        state = self._live.check(quick)
         self._refuse_asleep(self._live)
         if self._kept is not None:
             self._kept.check(self._live)

@@ -122,7 +122,7 @@ class PackedModel:
             raise XferError("this engine has not accepted the trainers' catalog yet")
         return self._live
 
-    def check(self) -> str:
+    def check(self, quick: bool = False) -> str:
         """Return "same", since no address is kept between refits. Raise Unsupported while the engine sleeps."""
         if self._live is not None:
             self.engine._refuse_asleep(self._live)

@@ -112,6 +112,9 @@ class PackedPlane:
     def holds(self, attempt: int, base: int) -> bool:
         return False
 
+    def looked(self, attempt: int) -> bool:
+        return False
+
     def part_ready(self, ready: m.PartReady) -> None:
         pass
 

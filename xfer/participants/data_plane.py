@@ -164,6 +164,10 @@ class DataPlane(Protocol):
             base: The refit by changes whose bytes this worker's storages hold; 0: none.
         """
 
+    def looked(self, attempt: int) -> bool:
+        """Whether all bytes of this attempt are in scratch here, and this worker's storages were as they are bound when the bytes had come.
+        They are looked at again, whole, before this attempt's `Done`."""
+
     def part_ready(self, ready: m.PartReady) -> None:
         """Note that the workers from which this one reads have these parts."""
 

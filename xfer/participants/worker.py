@@ -54,9 +54,14 @@ class Adapter(Protocol):
 class Model(Protocol):
     """The live model of one worker, as a session uses it: an adapter itself, or a route's view of one."""
 
-    def check(self) -> str:
+    def check(self, quick: bool = False) -> str:
         """Return the value of a `Change` (data_plane.py). Raises if weights that stay as they are
-        (`keep=`) are lost."""
+        (`keep=`) are lost.
+
+        Args:
+            quick: Another check has said "same" a moment ago, and a whole one follows before the commit. This one may say "same" if
+                the tensors are the same objects at the same addresses.
+        """
 
     def choose_lock(self) -> str:
         """Find the tensor whose NaN makes every output NaN. All workers of the replica call this together."""
@@ -329,7 +334,7 @@ class WorkerSession:
         mark(party.label, "in update")
         self.model.synchronize()
         mark(party.label, "its device is idle")
-        unread = self._refresh(party)
+        unread = self._refresh(party, lane.plane.looked(attempt))
         faults.point("worker", self.index, "arm")
         rebound = lane.plane.moved()
         base = self.side.base() if self.adapter.holds == "whole" else 0
@@ -374,14 +379,18 @@ class WorkerSession:
         lane = self._lane_
         return m.Stopped(self.replica, attempt, self.adapter.holds == "mix", lane is None or lane.plane.drained)
 
-    def _refresh(self, party: RendezvousClient) -> m.WireError | None:
+    def _refresh(self, party: RendezvousClient, quick: bool) -> m.WireError | None:
         """Bring the layout up to date, and tell the coordinator if it has changed.
+
+        Args:
+            party: The connection.
+            quick: As of `Model.check`.
 
         Returns:
             The error if the layout cannot be read. It ends the attempt only if trainers publish no newer catalog; their catalog may
             come before or after this.
         """
-        change = Change(self.model.check())  # in any case: it refuses lost kept weights, which `read` would accept
+        change = Change(self.model.check(quick))  # in any case: it refuses lost kept weights, which `read` would accept
         if self._stale:
             change = Change.CHANGED
         newer = party.newest(m.CatalogMsg) if self._stale else None  # replaces the catalog that could not be read

@@ -172,10 +172,10 @@ class SGLangModel:
         """Root name -> flat uint8 tensor, with scratch in place of the locked storage."""
         return self._tensors
 
-    def check(self) -> Literal["same", "moved", "changed"]:
+    def check(self, quick: bool = False) -> Literal["same", "moved", "changed"]:
         if self._live is None or self._copies is None:
             return "changed"
-        state = self._live.check()
+        state = self._live.check(quick)
         if state != "changed":
             self._copies.check()
         return state

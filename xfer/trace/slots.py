@@ -9,6 +9,7 @@ that `Slots.bind` returns.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -138,9 +139,9 @@ class Slots:
     Keeps modules and their tables, but no tensor: a replaced parameter must be freed although a plan still knows it
     (one of a replaced layer is, when this is). `empty`: tensors without bytes and on the meta device are read too;
     those without bytes lie in root "". `hold`: the owner keeps what `bind` returned until it binds again, so
-    storages may be kept here too, and `check` costs half as much. `unmapped`: given flat tensors over storages,
-    returns a question: which of them, by number, have no memory behind their addresses (kernels/cuda_driver.py has
-    it). `bind` and `check` ask it and refuse those storages.
+    storages and tensors may be kept here too, `check` costs half as much, and it may be `quick`. `unmapped`: given flat
+    tensors over storages, returns a question: which of them, by number, have no memory behind their addresses
+    (kernels/cuda_driver.py has it). `bind` and `check` ask it and refuse those storages.
     """
 
     def __init__(
@@ -165,6 +166,7 @@ class Slots:
         self._parents = [edges for edges in self._edges if edges]
         self._children = [*_all_values(self._parents)]
         self._tables = [*self._dicts["_parameters"], *self._dicts["_buffers"]]
+        self._seen: tuple[list, list[torch.Tensor], list[int]] | None = None  # as `_same_objects` compares it
         self._table_counts = [*map(len, self._tables)]
         self._unfilled, self._tied = _seats_without_slots(modules)
 
@@ -172,16 +174,27 @@ class Slots:
         """Read every slot. RebindError lists those that are empty, have no bytes, or left the device they were on,
         and storages whose memory was given back while their addresses are kept."""
         binding, self._known = self._read()
+        if self._hold:
+            tensors = [local(slot.tensor()) for slot in self.slots]
+            self._seen = gc.get_referents(*self._edges, *self._tables), tensors, [t.data_ptr() for t in tensors]
         return binding
 
-    def check(self) -> Literal["same", "moved", "changed"]:
+    def check(self, quick: bool = False) -> Literal["same", "moved", "changed"]:
         """ "same": every address that `bind` returned still holds. "moved": same layout, other addresses: `bind` again.
         "changed": another layout, or another module tree: the layout has to be read again.
 
         RebindError as `bind`. Costs a few microseconds a slot.
+
+        Args:
+            quick: With `hold`, say "same" if the modules and tensors in the tables are the same objects at the same addresses. Not
+                seen are then a table that another one has replaced in its module, and a tensor that got another shape,
+                strides or dtype in its place: the caller looks again, whole, before it relies on these.
         """
         known = self._known
         with _plain():
+            if quick and known is not None and self._same_objects():
+                known.refuse_unmapped()
+                return "same"
             if known is None or not self._tree_is_same():
                 return "changed"
             if known.holds():
@@ -201,6 +214,15 @@ class Slots:
             and all(map(is_, map(dict.get, *self._unfilled), repeat(None)))
             and all(map(is_, map(dict.get, *self._tied[:2]), map(dict.get, *self._tied[2:])))
         )
+
+    def _same_objects(self) -> bool:
+        """The interpreter visits all tables in one call, which needs few of their cold bytes."""
+        if self._seen is None:
+            return False
+        objects, tensors, addresses = self._seen
+        now = gc.get_referents(*self._edges, *self._tables)
+        same = len(now) == len(objects) and all(map(is_, now, objects))
+        return same and [*map(torch.Tensor.data_ptr, tensors)] == addresses
 
     def _read(self) -> tuple[Binding, _SlotReading]:
         self._refuse_absent()

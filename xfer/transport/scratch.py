@@ -111,12 +111,13 @@ class Held:
         """Whether no copy that `apply` has begun is still on the device."""
         return self._copied is None or self._copied.query()
 
-    def apply(self, deadline: float, where: str) -> None:
+    def apply(self, deadline: float, where: str, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Bring it into live storage, on the current stream.
 
         Args:
             deadline: A time.monotonic() value.
             where: Label of this rank in errors.
+            meanwhile: Called while the device copies. What it raises is raised when the device has ended.
 
         Raises:
             DeadlineExceeded: The device has not done it. It may still do so: see `drained`.
@@ -131,8 +132,11 @@ class Held:
             if self._scratch.device.type == "cuda":
                 self._copied = torch.cuda.Event()
                 self._copied.record(torch.cuda.current_stream(self._scratch.device))
-        if self._copied is not None:
-            wait_for_stream(self._scratch.device, deadline, where)
+        try:
+            meanwhile()
+        finally:
+            if self._copied is not None:
+                wait_for_stream(self._scratch.device, deadline, where)
 
 
 def _joined(rows: np.ndarray) -> np.ndarray:
