@@ -66,12 +66,17 @@ def left_alone(gathers: Gathers) -> Iterator[None]:
         _left_alone.ids.remove(id(gathers))
 
 
+def known() -> list[Gathers]:
+    """Returns the announced gathers that this thread does not leave alone."""
+    return [g for g in (r() for r in _known) if g is not None and id(g) not in _left_alone.ids]
+
+
 def drain_over(tensors: Iterable[torch.Tensor]) -> None:
     """Finishes all gathers whose parameters lie in the memory of these tensors or are read while `tensors` is iterated (copies in
     another dtype, for example). Such copies may have old values, so the caller makes them again. Collective, as `Gathers.drain`.
     """
-    known = [g for g in (r() for r in _known) if g is not None and id(g) not in _left_alone.ids]
-    if not known:
+    some = known()
+    if not some:
         return
     memory: set[int] = set()
 
@@ -82,7 +87,7 @@ def drain_over(tensors: Iterable[torch.Tensor]) -> None:
     with OperandWatch(note):
         memory.update({t.untyped_storage().data_ptr() for t in tensors})
     memory.discard(0)  # the address of empty tensors
-    for gathers in known:
+    for gathers in some:
         if any(p.untyped_storage().data_ptr() in memory for _, p in gathers.named):
             gathers.drain(to_write=False)
 

@@ -87,8 +87,8 @@ def compute(
             cast("Computes", source).compute(Meeting(store, source.rank, until, over))
         except Over:
             return False
-        if source.device.type == "cuda":
-            torch.cuda.synchronize(source.device)
+        if source.device.type == "cuda":  # only this stream: others may have the trainer's next step
+            torch.cuda.current_stream(source.device).synchronize()
         return True
 
     failure = "what the export computes could not be brought up to date"

@@ -2,6 +2,10 @@
 
     Enter -> drain -> re-read what moved -> compute -> Ready -> (the lanes move bytes) -> Outcome
 
+With `wait="ready"` (`Session.publish`) the call returns once it has looked at the storages. All that follows runs in one background
+call, which the fence waits for. What the trainer's next forward may change, or takes part in, stays on the caller's thread: gathers,
+the look at the storages, and exports that ranks compute together over the trainer's own process groups.
+
 The session, which is the state of a rank between refits, is in trainer.py.
 """
 
@@ -23,8 +27,9 @@ from xfer.participants import computing
 from xfer.rendezvous.client import host_identity
 from xfer.report import RefitReport
 from xfer.timeline import mark
-from xfer.transport.group import wait_for_stream
+from xfer.transport.group import Aborted, wait_for_stream
 from xfer.transport.peer import DRAIN_S
+from xfer.turns import quick_turns
 
 if TYPE_CHECKING:
     from xfer.participants.lane import Lane
@@ -63,6 +68,8 @@ class RefitCall:
         self.report: RefitReport | None = None
         self._entered = False  # whether the coordinator knows of this attempt
         self._told = False  # whether this rank has waited for the outcome
+        self._drained_s: float | None = None  # seconds of the drain; None: the attempt was over first
+        self._rest: BackgroundCall[m.Outcome | None] | None = None  # of a call that returned once it had looked
         self._may_be_read = False  # whether workers may have begun to read this rank's storages
         self.free = False  # whether this rank's storages are known to be free
         self.compare_s = 0.0  # seconds in which this rank compared its weights with those of the refit before
@@ -79,7 +86,7 @@ class RefitCall:
 
     def run(self) -> RefitReport:
         """Run the refit until its outcome; with `wait="sources"` until this rank's storages are free; with `wait="ready"` until this
-        rank is ready."""
+        rank has looked at its storages."""
         with self._guarded():
             self._begin()
             return self._pending() if self.wait == "ready" else self._until_free()
@@ -117,28 +124,51 @@ class RefitCall:
 
     def _pending(self) -> RefitReport:
         """Leave the outcome to a later call."""
+        mark(self.label, "returns")
         self.session.pending, self._seconds = self, self.elapsed
         return self._report(self._version(), (), pending=True)
 
     def _begin(self) -> None:
-        self.number = self.session.next_attempt()
+        """Do what needs the caller's thread. With `wait="ready"` the rest begins in the background."""
+        session = self.session
+        self.number = session.next_attempt()
         self._enter()
+        if self.wait == "ready":
+            with session.beside():
+                register = partial(setattr, session, "rest")
+                self._rest = BackgroundCall(self._go_on, session.device, self.label, register=register)
+
+    def _go_on(self) -> m.Outcome | None:
+        """Get ready and wait until this rank's storages are free, which returns None, or for the outcome."""
+        self._get_ready()
+        if self.wait != "commit" and self._wait_for_sources():
+            return None
+        return self._outcome()
+
+    def _went_on(self) -> m.Outcome | None:
+        """Return the result of `_go_on`, here or in the background, or raise its error."""
+        if (rest := self._rest) is None:
+            return self._go_on()
+        try:
+            if not rest.wait(self.ends):
+                raise self._undrained("publish() has not ended in the background, where it reads this rank's parameters")
+            return rest.result
+        finally:
+            if rest.over:
+                self._rest = self.session.rest = None  # its error would keep alive all objects of its frames
 
     def _until_free(self) -> RefitReport:
-        while True:
-            if self.wait != "commit" and self._wait_for_sources():
-                self._remember()
-                self.free = True
-                return self._pending()
-            outcome = self._outcome()
-            if not outcome.void:
-                if any(o.error is None for o in outcome.outcomes):
-                    self._remember()
-                self.session.pending = None
-                report = self._conclude(outcome)
-                self.free = True
-                return report
+        while (outcome := self._went_on()) is not None and outcome.void:
             self._begin()  # the attempt was prepared and given up before a rank called
+        if outcome is None or any(o.error is None for o in outcome.outcomes):
+            self._remember()
+        if outcome is None:
+            report = self._pending()
+        else:
+            self.session.pending = None
+            report = self._conclude(outcome)
+        self.free = True
+        return report
 
     def _remember(self) -> None:
         """Keep what this refit sent, before the caller changes it."""
@@ -148,44 +178,56 @@ class RefitCall:
     # ---- going in
 
     def _enter(self) -> None:
-        session, asked = self.session, self.asked
+        session = self.session
         self._entered = self._told = self._may_be_read = False
-        try:
+        self._drained_s = None
+        with self._telling():
             mark(self.label, "called")
             faults.point("trainer", session.index, "enter")
-            self.party.send(m.Enter(self.number, asked, holds=self.wait == "commit"))
+            self.party.send(m.Enter(self.number, self.asked, holds=self.wait == "commit"))
             self._entered = True
-            if (drain := self._drained()) is not None:
+            if (seconds := self._drained()) is not None:
                 mark(self.label, "drained")
                 session.refresh()
                 mark(self.label, "looked at its storages")
-                lanes = list(self.session.lanes.values())
-                rebound = any([lane.plane.moved() for lane in lanes])
-                broken = tuple(lane.replica for lane in lanes if lane.gave_up)
-                seconds = drain.seconds + self._computed()
-                self._quantize()
-                if asked.delta:
-                    self._compare()
-                news = session.side.news(session.version is not None)
-                if session.device.type == "cuda":
-                    # Copies that a source makes when it is checked (of a callable) run on this thread's stream; lanes have others.
-                    wait_for_stream(session.device, self.until, self.label)
-                    if asked.verify:
-                        session.begin_sums(self.number)
-                mark(self.label, "ready")
-                self._may_be_read = True
-                self.party.send(
-                    m.Ready(
-                        self.number,
-                        seconds,
-                        session.generation,
-                        rebound,
-                        broken,
-                        news.sample,
-                        news.sends,
-                        news.unsent,
-                    )
+                if session.layout.traced.gathers:
+                    seconds += self._computed()
+                self._drained_s = seconds
+
+    def _get_ready(self) -> None:
+        session, asked, seconds = self.session, self.asked, self._drained_s
+        if seconds is None:
+            return
+        with self._telling(), quick_turns():
+            if self.wait == "ready":
+                seconds += self._device_waited()
+            lanes = list(session.lanes.values())
+            rebound = any([lane.plane.moved() for lane in lanes])
+            broken = tuple(lane.replica for lane in lanes if lane.gave_up)
+            if not session.layout.traced.gathers:
+                seconds += self._computed()
+            self._quantize()
+            if asked.delta:
+                self._compare()
+            news = session.side.news(session.version is not None)
+            if session.device.type == "cuda":
+                # Copies that a source makes when it is checked (of a callable) run on this thread's stream; lanes have others.
+                wait_for_stream(session.device, self.until, self.label)
+                if asked.verify:
+                    session.begin_sums(self.number)
+            mark(self.label, "ready")
+            self._may_be_read = True
+            self.party.send(
+                m.Ready(
+                    self.number, seconds, session.generation, rebound, broken, news.sample, news.sends, news.unsent
                 )
+            )
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tell the coordinator of an error at once, and raise it when the attempt has been undone."""
+        try:
+            yield
         except computing.Over:
             pass  # the outcome is in the inbox
         except Exception as e:
@@ -197,6 +239,18 @@ class RefitCall:
             if error is e:
                 raise
             raise error from e
+
+    def _device_waited(self) -> float:
+        """Wait for what this rank had launched when it was called, as a blocking refit does in its drain. Returns the seconds."""
+        began = time.perf_counter()
+        if self.session.device.type == "cuda":
+            try:
+                wait_for_stream(self.session.device, self.until, self.label, self._is_over)
+            except Aborted:
+                raise computing.Over from None
+            except DeadlineExceeded:
+                raise self._late("this rank's device has not done in time what was launched before the call") from None
+        return time.perf_counter() - began
 
     def _computed(self) -> float:
         session, begun = self.session, partial(setattr, self.session, "computing")
@@ -256,17 +310,17 @@ class RefitCall:
         """Whether the outcome is in the inbox, or none will come."""
         return self.party.over(m.Outcome, lambda x: x.attempt == self.number)
 
-    def _drained(self) -> BackgroundCall[None] | None:
-        """Drain the source, after the gathers and computations that an earlier call left running.
+    def _drained(self) -> float | None:
+        """Drain the source, after what an earlier call left running.
 
         Returns:
-            The drain; None if the attempt was over first.
+            Seconds of the drain; None if the attempt was over first.
 
         Raises:
-            DeadlineExceeded: A gather, a computation or the drain still runs. Names the ranks that have not called. It
-                continues in the background, and the next call waits for it first.
+            DeadlineExceeded: A gather, a computation, an earlier publish or the drain still runs. Names the ranks that have not
+                called. It continues in the background, and the next call waits for it first.
         """
-        session = self.session
+        session, source = self.session, self.session.source
 
         def ended(left: BackgroundCall[Any] | None) -> bool:  # the earlier call has raised its error
             return left is None or left.ended(self.until, self._is_over, STOP_GRACE_S)
@@ -275,15 +329,22 @@ class RefitCall:
             raise self._late(
                 "a gather of an earlier refit has not ended, and reads the storages that this refit would check"
             )
-        if not ended(session.computing):
-            raise self._late(
-                "a computation of an earlier refit has not ended, and writes the scratch that this one needs"
-            )
-        session.computing = None
+        for left, why in (
+            (session.rest, "an earlier publish() has not ended in the background, and reads the storages that this refit would check"),
+            (session.computing, "a computation of an earlier refit has not ended, and writes the scratch that this one needs"),
+        ):  # fmt: skip
+            if not ended(left):
+                raise self._late(why)
+        session.rest = session.computing = None
         if ended(session.drain):
-            drain = begin_drain(session.source, self.label, partial(setattr, session, "drain"))
+            finish = getattr(source, "finish_gathers", source.drain) if self.wait == "ready" else source.drain
+            if self.wait == "ready" and getattr(source, "finishes_alone", bool)():
+                began = time.perf_counter()
+                finish()
+                return time.perf_counter() - began
+            drain = begin_drain(source, self.label, partial(setattr, session, "drain"), finish)
             if drain.wait(self.until, self._is_over, STOP_GRACE_S):
-                return None if self._is_over() else drain
+                return None if self._is_over() else drain.seconds
         raise self._late(
             "this rank's parameters were not made whole in time: gathers that were in flight wait for other ranks; "
             "they still wait, so do not train before they have ended"
@@ -464,9 +525,12 @@ class RefitCall:
 
 
 def begin_drain(
-    source: Source, label: str, register: Callable[[BackgroundCall[None]], None] = lambda _: None
+    source: Source,
+    label: str,
+    register: Callable[[BackgroundCall[None]], None] = lambda _: None,
+    finish: Callable[[], None] | None = None,
 ) -> BackgroundCall[None]:
-    """Start a drain of `source`. `register` is given the call before it starts.
+    """Start a drain of `source`, or `finish` in its place. `register` is given the call before it starts.
 
     With parameter gathers in flight, a drain ends only when all data-parallel peers call too, and nothing interrupts a
     collective. So it runs in the background.
@@ -474,7 +538,7 @@ def begin_drain(
 
     def drain() -> None:
         faults.point("trainer", source.rank, "drain")
-        source.drain()
+        (finish or source.drain)()
 
     return BackgroundCall(drain, source.device, label, "the trainer's parameters could not be made whole", register)
 

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -44,8 +45,13 @@ logger = logging.getLogger("xfer")
 class Source(Protocol):
     """A trainer framework's adapter on one rank.
 
-    It may have a method `let_go()`, which drops its references to the trainer's tensors until the next `check`, and a method
-    `fence_before(fence)`, which makes the framework call `fence` before it changes exported tensors outside of an optimizer's step.
+    It may have these methods, too:
+
+    - `let_go()` drops its references to the trainer's tensors until the next `check`.
+    - `fence_before(fence)` makes the framework call `fence` before it changes exported tensors outside of an optimizer's step.
+    - `finish_gathers()` is `drain` without its wait for the device: exported bytes are in memory for what the current stream does next.
+      A publish calls it in place of `drain`.
+    - `finishes_alone()` returns whether `finish_gathers` now waits for no other rank. A publish then needs no thread for it.
 
     Attributes:
         rank: This trainer rank.
@@ -153,6 +159,7 @@ class TrainerSession:
         pending: A call that returned before its outcome was known.
         drain: The last call's drain, which may run longer than the call.
         computing: What the last call computes, while it runs, perhaps after the call.
+        rest: What the last publish does in the background, while it runs.
         lanes: Lanes by replica. A lane is made when its first message comes.
     """
 
@@ -177,6 +184,8 @@ class TrainerSession:
         self._released = False
         self.drain: BackgroundCall[None] | None = None
         self.computing: BackgroundCall[bool] | None = None
+        self.rest: BackgroundCall[m.Outcome | None] | None = None
+        self._stream: torch.cuda.Stream | None = None  # of the background of publishes
         settings = (*told(options), *data_plane(self.device))
         if source.rank == 0:
             noted = partial(timeline.mark, timeline.HUB)
@@ -307,6 +316,15 @@ class TrainerSession:
 
     # ---- refitting
 
+    def beside(self) -> AbstractContextManager[object]:
+        """Inside, on a GPU, the current stream is one of xfer's own, behind all that the caller's stream was given."""
+        if self.device.type != "cuda":
+            return contextlib.nullcontext()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self._stream)
+
     def begin_sums(self, attempt: int) -> None:
         """Begin the checksums of this rank's bytes before it reports ready. Busy lanes compute theirs later."""
         self.side.begin_sums(attempt, [r for r, lane in list(self.lanes.items()) if lane.wait_idle(0.0)])
@@ -327,14 +345,13 @@ class TrainerSession:
                 e.where = e.where or self._party.label
                 self._party.try_send(m.Failed(m.WireError.of(e, self._party.label), self.next_attempt()))
                 raise
-            with quick_turns(), nvtx(f"refit, trainer {self.index}"):
-                try:
-                    refit = RefitCall(self, asked, str(options.wait))
-                    report = self._ended(refit, refit.run)
-                    report, self._before = replace(report, before=self._before), None
-                    return report
-                finally:
-                    timeline.write(self.attempt, self._party.welcome.session)
+            # A publish gives the interpreter to others when it returns: only what it leaves in the background waits for their messages.
+            turns = contextlib.nullcontext() if options.wait == "ready" else quick_turns()
+            with turns, nvtx(f"refit, trainer {self.index}"):
+                refit = RefitCall(self, asked, str(options.wait))
+                report = self._ended(refit, refit.run)
+                report, self._before = replace(report, before=self._before), None
+                return report
 
     def fence(self) -> float:
         """See `Session.fence`."""
@@ -378,6 +395,7 @@ class TrainerSession:
         finally:
             if refit.report is not None or error is not None:
                 here = self._party.welcome.session, refit.number, self.index
+                timeline.write(refit.number, here[0])
                 observers.tell(observers.TrainerFinished(*here, refit.elapsed, refit.report, error))
 
     def _let_go(self, report: RefitReport) -> RefitReport:
@@ -468,7 +486,7 @@ class TrainerSession:
             raise DeadlineExceeded(
                 "a transfer of this rank is still running", self.side.warn(()), where=self._party.label
             )
-        for call in (self.drain, self.computing):
+        for call in (self.drain, self.computing, self.rest):
             if call is not None and not call.ended(until):
                 raise DeadlineExceeded(
                     "a background call of an earlier refit has not ended, and uses this rank's parameters",

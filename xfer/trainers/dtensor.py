@@ -21,7 +21,7 @@ from xfer.kernels.cuda_driver import unmapped
 from xfer.mesh.mesh_info import MeshInfo
 from xfer.mesh.placement import Placement, Replicate, from_dtensor, from_torch
 from xfer.mesh.slices import local_shape
-from xfer.pending import drain_over
+from xfer.pending import drain_over, known
 from xfer.trace.declared import declared_fragments
 from xfer.trace.fragment import Fragment, TensorSpec
 from xfer.trace.slots import Slot, SlotPlace, Slots, device_of, local, refuse_elsewhere, tensors_of
@@ -144,6 +144,10 @@ class TensorTrainer:
                 if isinstance(module, FSDPModule):
                     module.reshard()
         drain_over(self._tensors())
+
+    def finishes_alone(self) -> bool:
+        """Whether `finish_gathers` waits for no other rank: no layer-wise optimizer has announced gathers."""
+        return not known()
 
     def read(self) -> TrainerLayout:
         """Read the layout. Errors list every violation of this rank.

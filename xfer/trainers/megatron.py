@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from xfer.errors import LayoutError, RebindError, Unsupported
 from xfer.kernels.cuda_driver import unmapped
-from xfer.pending import drain_over
+from xfer.pending import drain_over, known
 from xfer.tested import TRAINERS, named, untested_trainer
 from xfer.trace.boxes import relocate
 from xfer.trace.collectives import objects_stay_home
@@ -157,6 +157,10 @@ class MegatronTrainer:
         for group in groups:
             group.finish_param_sync(skip_next_bucket_dispatch=True)
         drain_over(p for chunk in self.chunks for p in chunk.parameters())
+
+    def finishes_alone(self) -> bool:
+        """Whether `finish_gathers` waits for no other rank: no optimizer overlaps its gathers."""
+        return not known() and not any(map(_bucket_groups, self.chunks))
 
     def _refuse_paused(self, buckets: Sequence) -> None:
         """Raise RebindError if a gather would write to paused memory."""
