@@ -31,7 +31,7 @@ from xfer.coordinator import messages as m
 from xfer.errors import XferError
 from xfer.kernels.block_fp8 import ScaleRule
 
-WORKERS, TRAINERS = ("read", "arm", "commit", "look", "apply"), ("enter", "drain", "before", "after")
+WORKERS, TRAINERS = ("read", "arm", "commit", "look", "apply"), ("enter", "drain", "before", "after", "ready")
 POINTS = (*WORKERS, *TRAINERS, "plan", "link", "moving", "wave", "done", "digest", "checksum")
 FAILURES = st.tuples(
     st.sampled_from(POINTS), st.integers(0, 20), st.sampled_from(["raise", "raise", "raise", "kill", "stop", "wait"])
@@ -92,7 +92,8 @@ class Cluster(RuleBasedStateMachine):
     @rule(
         ranks=st.sampled_from([{0, 1, 2}] * 5 + [{0}, {1}, {0, 2}]),
         verify=st.booleans(),
-        wait=st.sampled_from(["commit", "commit", "sources", "ready"]),
+        wait=st.sampled_from(["commit", "commit", "sources", "ready", "ready"]),
+        joined=st.sampled_from(["fence", "settle"]),
         short=st.booleans(),
         fails=st.lists(FAILURES, max_size=2),
         then=st.sampled_from([0.0, 0.0, 0.1, 1.0, 7.0]),
@@ -101,7 +102,7 @@ class Cluster(RuleBasedStateMachine):
         fewest=st.sampled_from([None, None, 0, 1]),
     )
     def call(
-        self, ranks, verify: bool, wait: str, short: bool, fails, then: float, turns: int, slow: float, fewest
+        self, ranks, verify: bool, wait: str, joined: str, short: bool, fails, then: float, turns: int, slow: float, fewest
     ) -> None:
         """Some ranks call; others may follow. Processes fail at some points, perhaps in a later refit only. `slow`: seconds for which
         pulls stand in their middle."""
@@ -111,7 +112,8 @@ class Cluster(RuleBasedStateMachine):
             self.will_fail(*failure)
         for i in self.job.free():
             if i in ranks:
-                self.job.call(i, verify=verify, wait=wait, min_replicas=fewest, deadline_s=5.0 if short else DEADLINE_S)
+                how = dict(min_replicas=fewest, deadline_s=5.0 if short else DEADLINE_S, joined=joined)
+                self.job.call(i, verify=verify, wait=wait, **how)
         self.sim.wait(then) if then else self.sim.let(turns) if turns < 200 else self.sim.quiet()
 
     def will_fail(self, where: str, n: int, action: str) -> None:

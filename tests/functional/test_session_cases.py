@@ -88,7 +88,7 @@ def fails_at(job: Job, who: str, point: str, action: str, **how) -> list:
     return ends
 
 
-TRAINER = ["enter", "drain", "before", "after", "plan", "link", "moving", "wave", "done"]
+TRAINER = ["enter", "drain", "ready", "before", "after", "plan", "link", "moving", "wave", "done"]
 WORKER = ["plan", "link", "arm", "moving", "wave", "done", "commit"]
 POINTS = [*(("trainer 1", p, False) for p in TRAINER), *(("worker", p, False) for p in WORKER)]
 POINTS += [("trainer 0", p, False) for p in ("enter", "link", "moving")]
@@ -680,6 +680,81 @@ def test_a_fence_ends_at_its_deadline_and_says_whether_weights_may_still_be_read
             assert isinstance(end, XferError) and "worker 0" in str(end), end
             assert getattr(end, "drained", True) != may_be_read, end
         assert published == [True, True] and 5.0 <= job.sim.now - began <= 5.0 + deadlines.CALL_GRACE_S + 0.01
+
+
+@pytest.mark.parametrize("joined", ["fence", "settle", "refit"])
+def test_what_fails_after_a_publish_has_returned_fails_all_at_once_and_is_raised_by_what_joins_it(joined):
+    with after_one_refit() as job:
+        published = []
+
+        def between(i: int, report) -> None:
+            published.append(report.pending)
+            job.sim.wait(1.0)  # shorter than any deadline
+            job.sim.must(job.coordinator.refit is None, "the other rank waits for one that has failed")
+
+        job.between, job.faults["trainer 1", "ready"] = between, "raise"
+        call(job, wait="ready", joined="explain" if joined == "refit" else joined)  # explain waits for nothing
+        heard = [job.ended()]
+        call(job)
+        heard.append(job.ended())
+        assert published == [True, True] and isinstance(heard[joined == "refit"][1], XferError)
+        for ends in zip(*heard):  # the other rank, which nobody has read, may hear of it in its next call
+            error = next(end for end in ends if isinstance(end, XferError))
+            assert "injected fault at ready" in str(error) and "trainer 1" in str(error), error
+
+
+def test_a_publish_that_takes_long_to_be_ready_holds_up_its_fence_alone():
+    with after_one_refit() as job:
+        began, seen = job.sim.now, []
+        job.between = lambda i, report: seen.append(job.sim.now - began)
+        job.faults["trainer 1", "ready"] = "wait"
+        call(job, wait="ready")
+        assert all(end.pending for end in job.ended()) and 3.0 <= job.sim.now - began < 3.5
+        assert max(seen) < 0.1
+        (outcome,) = job.all()[0].before.outcomes
+        assert outcome.committed
+
+
+def test_closing_raises_what_failed_after_a_publish_had_returned():
+    with after_one_refit() as job:
+        job.faults["trainer 1", "ready"] = "raise"
+        call(job, wait="ready", joined="explain")
+        assert all(end.pending for end in job.ended())
+        for i in (1, 0):
+            with pytest.raises(XferError, match="injected fault at ready"):
+                job.closes(i)
+        job.sim.wait(20.0)
+        assert not [t.name for t in job.sim.threads if t.who.startswith("trainer")], "threads of closed sessions"
+        job.sim.dead.add("trainer 0")
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_publish_takes_of_its_callers_thread_what_the_next_forward_may_change_and_nothing_else(together):
+    """Gathers and what ranks compute together too: the next forward uses the same groups."""
+    with after_one_refit(trainers=1, delta="auto", pulled=True, computes=together) as job:
+        (source,), (session,), on = job.sources, job.sessions, []
+
+        def watch(owner: object, name: str) -> None:
+            was = getattr(owner, name)
+            job.sim.patch(owner, name, lambda *a: (on.append((name, job.sim.running.name)), was(*a))[1])
+
+        source.finish_gathers, source.finishes_alone = source.drain, lambda: True
+        for owner, name in (
+            *((source, name) for name in ("finish_gathers", "check", "compute")),
+            *((session.side, name) for name in ("measure", "quantize", "compare", "news")),
+            *((lane.plane, "moved") for lane in session.lanes.values()),
+        ):
+            watch(owner, name)
+        done: list[str] = []
+        job.between = lambda i, report: done.extend(name for name, _ in on if name == "compute")
+        call(job, wait="ready")
+        assert job.ended()[0].pending
+        mine = [name for name, thread in on if thread == "call of trainer 0"]
+        assert mine == ["finish_gathers", "check"] and done == ["compute"] * together
+        rest = {name for name, thread in on if thread.startswith("xfer-background")}
+        assert rest == {"measure", "quantize", "compare", "news", "moved", *done}
+        call(job)
+        assert job.ended()[0].before.committed == 1
 
 
 # ---- leaving, and what is called at the wrong time

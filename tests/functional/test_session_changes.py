@@ -14,6 +14,7 @@ import torch
 
 from tests.support.simulation import simulated
 from tests.support.world import SHAPES, ToyEngine, ToyLayout, ToySource, ToyTaker, World, good, raised, right
+from xfer.background import BackgroundCall
 from xfer.direct import holders
 from xfer.errors import CoverageError, DeadlineExceeded, LayoutError, Unsupported, VerificationError
 from xfer.participants.lane import Lane
@@ -125,6 +126,30 @@ def test_a_refit_that_is_interrupted_commits_nothing_of_what_comes_after(monkeyp
             time.sleep(0.5)
         assert w.controllers[0].version != 2 and w.engines[0].label != "2"
         w.commits(4, verify=verify)
+
+
+def test_a_publish_whose_fence_is_interrupted_commits_nothing_of_what_comes_after(monkeypatch):
+    """It is still getting ready, and may read weights of the next step. The next call waits for it."""
+    with World(trainers=1, workers=1) as w:
+        w.commits(1)
+        step, quantize = threading.Event(), w.sessions[0].side.quantize
+
+        def interrupted(*_):
+            raise KeyboardInterrupt
+
+        w.sessions[0].side.quantize = lambda *a: (step.wait(20), quantize(*a))
+        assert good(w.refit(2, wait="ready")).pending
+        with monkeypatch.context() as patch:
+            patch.setattr(BackgroundCall, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                w.sessions[0].fence()
+        w.sources[0].set(3)  # the next optimizer step
+        (end,) = w.refit(4, deadline_s=0.5)
+        assert isinstance(end, DeadlineExceeded) and "an earlier publish() has not ended" in str(end), end
+        step.set()
+        time.sleep(0.5)
+        assert w.controllers[0].version != 2 and w.engines[0].label != "2"
+        w.commits(5)
 
 
 # ---- trainers that hold different bytes of one tensor

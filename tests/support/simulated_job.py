@@ -321,13 +321,14 @@ class Job(World):
         return [t.name for i, t in self.running.items() if f"trainer {i}" not in self.sim.dead]
 
     def call(self, i: int, **how) -> None:
-        """A rank trains, calls, and trains on as soon as it may."""
+        """A rank trains, calls, and trains on as soon as it may. `joined`: the call that waits for what it has published."""
+        joined = how.pop("joined", "fence")
         self.calls[i] += 1
         version = self.calls[i]
         self.last = max(self.last, version)
         usual = dict(delta=self.delta, at_once=self.at_once, stage=self.stage)
         options = REFIT | dict(version=version, deadline_s=DEADLINE_S) | usual | how
-        began, bound = self.sim.now, options["deadline_s"] + CALL_GRACE_S + 0.01
+        began, bound = self.sim.now, options["deadline_s"] + CALL_GRACE_S * (1 + (joined == "settle")) + 0.01
         if (pending := self.sessions[i].pending) is not None:  # it first waits for the outcome of the call before
             bound += max(CALL_GRACE_S, pending.ends - began)
         if "trainer 0" in self.sim.stopped:
@@ -339,7 +340,7 @@ class Job(World):
                 end = self.sessions[i].refit(RefitOptions(**options))
                 if options["wait"] == "ready":
                     self.between(i, end)
-                    self.sessions[i].fence()
+                    getattr(self.sessions[i], joined)()
             except XferError as e:
                 end = e
             took = self.sim.now - began

@@ -201,6 +201,7 @@ class RefitCall:
         with self._telling(), quick_turns():
             if self.wait == "ready":
                 seconds += self._device_waited()
+            faults.point("trainer", session.index, "ready")
             lanes = list(session.lanes.values())
             rebound = any([lane.plane.moved() for lane in lanes])
             broken = tuple(lane.replica for lane in lanes if lane.gave_up)
