@@ -23,6 +23,8 @@ has tokens for each second, and at 10 ms around the refits.
 on the engine's GPU (pull), the trainer's process (push), by copy engine or by a kernel; and the same loops with copies of 4 KiB, which
 cost the host as much and move nothing.
 
+With XFER_TIMELINE=FOLDER in the environment it also prints the moments of the trainer's call, mode by mode.
+
 Without a GPU a toy runs on the CPU. It shows that the benchmark works; its figures mean little.
 """
 
@@ -30,6 +32,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -41,6 +44,8 @@ import numpy as np
 import torch
 
 from benchmarks.lib import command
+from xfer import timeline
+from xfer.cli import timelines
 
 MODES: dict[str, tuple[bool, dict[str, Any]]] = {
     "dense": (False, {}),
@@ -174,6 +179,14 @@ def measured(mode: str, changed: float, said: dict, tokens: Tokens) -> Row:
     )  # fmt: skip
 
 
+def call_in_parts(first: int, last: int) -> str:
+    """Medians of the trainer's moments in these refits of the last session, after its call; that of a publish "returns"."""
+    moments, _ = timelines.of_session(timelines.read(Path(os.environ[timeline.VARIABLE])))
+    some = [x for x in moments if first <= x.attempt <= last and x.who == "trainer 0"]
+    found = [x for host in timelines.typical(some).values() for x in host]
+    return "ms after the call: " + ", ".join(f"{1e3 * x.at:.2f} {x.what} (at most {1e3 * x.most:.2f})" for x in found)
+
+
 class Bench:
     """Starts both sides, and asks them."""
 
@@ -268,6 +281,8 @@ class Bench:
                 row = measured(mode, changed, said, tokens)
                 self.found["modes"].append(asdict(row) | {"rows": said["rows"], "reports": said["reports"]})
                 self.say(row.line())
+                if os.environ.get(timeline.VARIABLE):
+                    self.say(call_in_parts(*said["refits"]))
 
     # ---- copies beside decode
 

@@ -122,18 +122,24 @@ class Session:
         stage: bool = False,
         stage_budget: int | None = None,
     ) -> RefitReport:
-        """Begin a refit and return when this rank is ready: engines read its weights while the next forward and backward run.
+        """Begin a refit and return when this rank has looked at its storages: engines read its weights while the next forward and
+        backward run.
 
         Every trainer rank calls it, as `refit`, which documents the arguments. Call `fence` before weights change again, or let
         `fence_before` do that. The next `publish` or `refit` waits for the outcome of this one first, so that engines commit versions
         in their order: it raises its error, or has its report in `before`. The packed route refuses it: its gathers use the process
         groups that the next step uses.
 
+        What needs only this rank's bytes goes on in the background: comparing for `delta`, quantizing, checksums. On a GPU the call
+        does not wait for the device. The bytes that are sent are those behind all work that the current stream was given before the
+        call. Gathers of parameters, and exports that ranks compute together, use process groups of the trainer: the call waits for
+        these, and a `LayerWiseTrainer` waits for its stream.
+
         Returns:
             A pending report.
 
         Raises:
-            XferError: As `refit`, for what fails before this rank is ready.
+            XferError: As `refit`, for what fails before the call returns. The fence raises what fails later.
         """
         return self._session.refit(
             RefitOptions(version, verify, "ready", min_replicas, deadline_s, delta, at_once, stage, stage_budget)

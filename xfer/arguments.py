@@ -92,7 +92,7 @@ class RefitOptions:
         except Exception:
             bad.append(f"verify={self.verify!r}: true or false")
         if self.wait not in ("commit", "sources", "ready"):
-            bad.append(f'wait={self.wait!r}: "commit" or "sources"; publish() waits until this rank is ready ("ready")')
+            bad.append(f'wait={self.wait!r}: "commit" or "sources"; publish() returns earlier ("ready")')
         elif self.wait == "ready" and route != "direct":
             bad.append(
                 "publish(): this route gathers over the process groups that the next step uses; call refit(), or use xfer.Direct()"

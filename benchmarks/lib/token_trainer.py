@@ -77,7 +77,7 @@ class Rank(trainer_rank.Rank):
         Returns:
             By interval: whether it has a refit, and monotonic seconds of its beginning, the end of the call, of the step, of the fence,
             and of the interval, by which the refit's outcome is known. And the flat reports, one for each refit whose outcome came with
-            a report. Or `refused`: why this mode cannot run.
+            a report, and the refits' numbers. Or `refused`: why this mode cannot run.
         """
         call: Callable[..., xfer.RefitReport] = self.session.publish if publish else self.session.refit
         rows, reports = [], []
@@ -89,6 +89,7 @@ class Rank(trainer_rank.Rank):
                 self.session._session.settle()
         except (TypeError, Unsupported) as e:
             return dict(refused=f"{type(e).__name__}: {str(e).splitlines()[0]}")
+        before = self.session._session.attempt
         for i in range(2 * pairs):
             refits = i % 2 == 0
             if refits:
@@ -105,7 +106,7 @@ class Rank(trainer_rank.Rank):
             rows.append([refits, *at])
             if report is not None and (whole := report.before if publish else report) is not None:
                 reports.append({**whole.flatten(""), "extra_bytes": whole.extra_bytes, "routes": whole.routes()})
-        return dict(rows=rows, reports=reports)
+        return dict(rows=rows, reports=reports, refits=[before + 1, self.session._session.attempt])
 
     def offer(self, nbytes: int) -> dict:
         self._copier = Copier(DEVICE)

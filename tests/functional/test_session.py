@@ -102,7 +102,17 @@ class Cluster(RuleBasedStateMachine):
         fewest=st.sampled_from([None, None, 0, 1]),
     )
     def call(
-        self, ranks, verify: bool, wait: str, joined: str, short: bool, fails, then: float, turns: int, slow: float, fewest
+        self,
+        ranks,
+        verify: bool,
+        wait: str,
+        joined: str,
+        short: bool,
+        fails,
+        then: float,
+        turns: int,
+        slow: float,
+        fewest,
     ) -> None:
         """Some ranks call; others may follow. Processes fail at some points, perhaps in a later refit only. `slow`: seconds for which
         pulls stand in their middle."""

@@ -757,6 +757,21 @@ def test_a_publish_takes_of_its_callers_thread_what_the_next_forward_may_change_
         assert job.ended()[0].before.committed == 1
 
 
+@pytest.mark.parametrize("seed", [2, 6])
+def test_an_error_that_its_caller_keeps_holds_no_weights_that_were_released(seed):
+    """One that was raised where ranks meet to compute: its frames once had the layout. `Job.release` looks at the weights."""
+    with Simulation(seed) as sim:
+        job = Job(sim, 2, 1, 1, computes=True)
+        job.interrupt(0)
+        job.undisturbed(False)
+        sim.wait(1.0)
+        assert any(isinstance(end, XferError) for end in job.ends.values())
+        job.release(1)
+        sim.wait(0.3)
+        job.mend()
+        job.close()
+
+
 # ---- leaving, and what is called at the wrong time
 
 

@@ -26,7 +26,7 @@ from xfer.rendezvous.store import RendezvousStore
 if TYPE_CHECKING:
     from xfer.participants.trainer import Computes, Source
     from xfer.rendezvous.client import RendezvousClient
-    from xfer.trace.traced import TrainerLayout
+    from xfer.trace.traced import Traced, TrainerLayout
 
 
 def scratch_bytes(layout: TrainerLayout) -> int:
@@ -48,7 +48,7 @@ def explain(layout: TrainerLayout, who: str) -> str:
 
 def compute(
     source: Source,
-    layout: TrainerLayout,
+    traced: Traced,
     party: RendezvousClient,
     attempt: int,
     until: float,
@@ -59,7 +59,7 @@ def compute(
 
     Args:
         source: The trainer's adapter; a `Computes` if its layout has recipes or gathers.
-        layout: The layout in use.
+        traced: That of the layout in use. Not the layout, which has this rank's storages: an error that a caller keeps has this frame.
         party: This rank's connection.
         attempt: Number of the refit attempt.
         until: A time.monotonic() value.
@@ -74,7 +74,7 @@ def compute(
         Unfinished: The background call still runs at `until`.
         DeadlineExceeded, PlanMismatch: See `Meeting`.
     """
-    if not layout.traced.recipes and not layout.traced.gathers:
+    if not traced.recipes and not traced.gathers:
         return 0.0
     began = time.perf_counter()
 

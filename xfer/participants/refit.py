@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -39,6 +40,8 @@ logger = logging.getLogger("xfer")
 
 _LAST_S = 1.0
 """Seconds of the bound that a rank without an outcome keeps for stopping its own lanes."""
+SELDOM_S = 5e-4
+"""Seconds between two looks at a device in the background, where each look takes the interpreter from the trainer's next forward."""
 READERS_S = DRAIN_S + 1.0
 """Seconds to wait for workers that may read a trainer's storages: one that lost its connection stops its pull by itself within `DRAIN_S`;
 a killed one ends sooner."""
@@ -69,6 +72,7 @@ class RefitCall:
         self._entered = False  # whether the coordinator knows of this attempt
         self._told = False  # whether this rank has waited for the outcome
         self._drained_s: float | None = None  # seconds of the drain; None: the attempt was over first
+        self._returns = threading.Event()  # the call returns: what it leaves to the background may begin
         self._rest: BackgroundCall[m.Outcome | None] | None = None  # of a call that returned once it had looked
         self._may_be_read = False  # whether workers may have begun to read this rank's storages
         self.free = False  # whether this rank's storages are known to be free
@@ -88,8 +92,11 @@ class RefitCall:
         """Run the refit until its outcome; with `wait="sources"` until this rank's storages are free; with `wait="ready"` until this
         rank has looked at its storages."""
         with self._guarded():
-            self._begin()
-            return self._pending() if self.wait == "ready" else self._until_free()
+            try:
+                self._begin()
+                return self._pending() if self.wait == "ready" else self._until_free()
+            finally:
+                self._returns.set()
 
     def fence(self) -> RefitReport:
         """Wait until this rank's storages are free, after `wait="ready"`.
@@ -132,7 +139,7 @@ class RefitCall:
         """Do what needs the caller's thread. With `wait="ready"` the rest begins in the background."""
         session = self.session
         self.number = session.next_attempt()
-        self._enter()
+        self._attempt(self._enter)
         if self.wait == "ready":
             with session.beside():
                 register = partial(setattr, session, "rest")
@@ -140,7 +147,9 @@ class RefitCall:
 
     def _go_on(self) -> m.Outcome | None:
         """Get ready and wait until this rank's storages are free, which returns None, or for the outcome."""
-        self._get_ready()
+        if self.wait == "ready":  # this thread would keep the interpreter, which the caller needs to return
+            self._returns.wait(max(0.0, self.until - time.monotonic()))
+        self._attempt(self._get_ready)
         if self.wait != "commit" and self._wait_for_sources():
             return None
         return self._outcome()
@@ -151,7 +160,9 @@ class RefitCall:
             return self._go_on()
         try:
             if not rest.wait(self.ends):
-                raise self._undrained("publish() has not ended in the background, where it reads this rank's parameters")
+                raise self._undrained(
+                    "publish() has not ended in the background, where it reads this rank's parameters"
+                )
             return rest.result
         finally:
             if rest.over:
@@ -181,26 +192,25 @@ class RefitCall:
         session = self.session
         self._entered = self._told = self._may_be_read = False
         self._drained_s = None
-        with self._telling():
-            mark(self.label, "called")
-            faults.point("trainer", session.index, "enter")
-            self.party.send(m.Enter(self.number, self.asked, holds=self.wait == "commit"))
-            self._entered = True
-            if (seconds := self._drained()) is not None:
-                mark(self.label, "drained")
-                session.refresh()
-                mark(self.label, "looked at its storages")
-                if session.layout.traced.gathers:
-                    seconds += self._computed()
-                self._drained_s = seconds
+        mark(self.label, "called")
+        faults.point("trainer", session.index, "enter")
+        self.party.send(m.Enter(self.number, self.asked, holds=self.wait == "commit"))
+        self._entered = True
+        if (seconds := self._drained()) is not None:
+            mark(self.label, "drained")
+            session.refresh()
+            mark(self.label, "looked at its storages")
+            if session.layout.traced.gathers:
+                seconds += self._computed()
+            self._drained_s = seconds
 
     def _get_ready(self) -> None:
         session, asked, seconds = self.session, self.asked, self._drained_s
         if seconds is None:
             return
-        with self._telling(), quick_turns():
-            if self.wait == "ready":
-                seconds += self._device_waited()
+        if self.wait == "ready":
+            seconds += self._device_waited()
+        with quick_turns():
             faults.point("trainer", session.index, "ready")
             lanes = list(session.lanes.values())
             rebound = any([lane.plane.moved() for lane in lanes])
@@ -219,16 +229,13 @@ class RefitCall:
             mark(self.label, "ready")
             self._may_be_read = True
             self.party.send(
-                m.Ready(
-                    self.number, seconds, session.generation, rebound, broken, news.sample, news.sends, news.unsent
-                )
+                m.Ready(self.number, seconds, session.generation, rebound, broken, news.sample, news.sends, news.unsent)
             )
 
-    @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Tell the coordinator of an error at once, and raise it when the attempt has been undone."""
+    def _attempt(self, step: Callable[[], None]) -> None:
+        """Run a step. Tell the coordinator of its error at once, and raise it when the attempt has been undone."""
         try:
-            yield
+            step()
         except computing.Over:
             pass  # the outcome is in the inbox
         except Exception as e:
@@ -246,7 +253,8 @@ class RefitCall:
         began = time.perf_counter()
         if self.session.device.type == "cuda":
             try:
-                wait_for_stream(self.session.device, self.until, self.label, self._is_over)
+                seldom = partial(time.sleep, SELDOM_S)
+                wait_for_stream(self.session.device, self.until, self.label, self._is_over, seldom)
             except Aborted:
                 raise computing.Over from None
             except DeadlineExceeded:
@@ -257,7 +265,7 @@ class RefitCall:
         session, begun = self.session, partial(setattr, self.session, "computing")
         try:
             return computing.compute(
-                session.source, session.layout, self.party, self.number, self.until, self._is_over, begun
+                session.source, session.layout.traced, self.party, self.number, self.until, self._is_over, begun
             )
         except computing.Unfinished:
             raise self._late(
