@@ -69,7 +69,6 @@ class Fp8Taker(ToyTaker):
                 fragments.append(Fragment(spec.name, first, tuple(t.shape), key, 0, strides, spec.dtype))
                 specs.append(spec)
                 sizes.append((key, t.untyped_storage().nbytes()))
-        self._ptrs = [t.data_ptr() for t in self.live.values()]
         return EngineLayout(
             roots=(*plain.roots, *(Root(n, size) for n, size in sizes)),
             tensors={**plain.tensors, **{n: flat(self.live[n]) for n, _ in sizes}},
