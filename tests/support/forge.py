@@ -51,10 +51,11 @@ IDLE_S = 600.0
 """A forge ends when it has had no test process for so long."""
 OURS = (
     "XFER_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "GLOO_", "NCCL_", "PYTEST_", "PYTHONWARNINGS", "COLUMNS",
-    "TORCHINDUCTOR_", "TRITON_CACHE_AUTOTUNING", "PYTORCH_NVML_BASED_CUDA_CHECK", "TILELANG_CLEANUP_TEMP_FILES",
+    "TORCHINDUCTOR_", "TRITON_CACHE_AUTOTUNING", "PYTORCH_NVML_BASED_CUDA_CHECK", "TILELANG_CLEANUP_TEMP_FILES", "AITER_",
+    "LD_LIBRARY_PATH",
 )  # fmt: skip
-"""Variables that are read when they are needed, not at import: in these, a child's environment may differ. Those of the second line are
-set where torch's compiler or vLLM is imported, so tests that import them have them, and so have their forges."""
+"""Variables that are read when they are needed, not at import: in these, a child's environment may differ. Those from the second line on
+are set where torch's compiler, vLLM or OpenCV is imported, so tests that import them have them, and so have their forges."""
 
 
 def imports_torch() -> None:
