@@ -10,7 +10,7 @@
 #   scripts/test.sh --unit -- --lf
 # Each file's tests are run by one of up to five processes, those with engines by one of two; -n 0: all by one.
 # The matrix starts every rank and engine anew, as users do; otherwise most are forked from one that has imported its framework
-# (tests/support/forge.py), and that all processes of all stages share.
+# (tests/support/forge.py), and that all processes of a stage share.
 set -uo pipefail
 usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "$0"; }
 slow="not slow" where="tests" forge=
@@ -36,8 +36,6 @@ jobs=$(($(env -u OMP_NUM_THREADS nproc) + 1)) # nproc would answer with the vari
 [ "$jobs" -le 5 ] || jobs=5
 export XFER_TEST_PATIENCE=${XFER_TEST_PATIENCE:-2} # of tests with their processes, which share the processors
 [ -z "$forge" ] || export XFER_TEST_FORGE=$forge
-XFER_TEST_FORGES=$(mktemp -d) && export XFER_TEST_FORGES
-trap 'rm -rf "$XFER_TEST_FORGES"' EXIT
 and_slow=${slow:+ and $slow}
 status=0
 versions() { # of an environment, for the log
