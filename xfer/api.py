@@ -131,8 +131,8 @@ class Session:
         groups that the next step uses.
 
         What needs only this rank's bytes goes on in the background: comparing for `delta`, quantizing, checksums. On a GPU the call
-        does not wait for the device. The bytes that are sent are those behind all work that the current stream was given before the
-        call. Gathers of parameters, and exports that ranks compute together, use process groups of the trainer: the call waits for
+        does not wait for the device: it sends the bytes that are there once the work that the current stream was given before the call
+        is done. Gathers of parameters, and exports that ranks compute together, use process groups of the trainer: the call waits for
         these, and a `LayerWiseTrainer` waits for its stream.
 
         Returns:

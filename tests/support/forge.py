@@ -263,9 +263,8 @@ def start(
 
 def serve(asked: socket.socket) -> Request | None:
     """Forks at each request. Returns in each child its request; None when the tests have ended."""
-    ctypes.CDLL(None).prctl(
-        PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0
-    )  # orphans of what it has forked are its children: nobody else may wait for them
+    # It becomes the parent of orphans among what it has forked: nobody else may wait for them.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     place, told_to, waits = asked.getsockname(), {}, selectors.DefaultSelector()
     woken, wakes = socket.socketpair()
     for s in (woken, wakes):
@@ -280,37 +279,39 @@ def serve(asked: socket.socket) -> Request | None:
             if (s := key.fileobj) is woken:
                 woken.recv(4096)
                 tell_ended(told_to)
-            elif s is asked:
+                continue
+            if s is asked:
                 waits.register(asked.accept()[0], selectors.EVENT_READ)
-            else:
-                said, streams, _, _ = socket.recv_fds(s, 1 << 20, 4)
-                if not said:
-                    waits.unregister(s)
-                    s.close()
-                    continue
-                *standard, status = streams
-                if pid := os.fork():
-                    told_to[pid] = status
-                    for fd in standard:
-                        os.close(fd)
-                    s.send(str(pid).encode())
-                    continue
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for fd, stream in enumerate(standard):
-                    os.dup2(stream, fd)
-                ours = [k.fileobj for k in waits.get_map().values()]
-                waits.close()
-                for fd in (*streams, *told_to.values()):
+                continue
+            said, streams, _, _ = socket.recv_fds(s, 1 << 20, 4)
+            if not said:
+                waits.unregister(s)
+                s.close()
+            elif pid := os.fork():
+                *standard, told_to[pid] = streams
+                for fd in standard:
                     os.close(fd)
-                for s in (*ours, wakes):
-                    s.close()
-                os.setsid()
+                s.send(str(pid).encode())
+            else:
+                ours = [wakes, *(k.fileobj for k in waits.get_map().values())]
+                waits.close()
+                leave_forge(streams, [*(x.detach() for x in ours), *told_to.values()])
                 fields = json.loads(said)
                 return Request(**{**fields, "host": fields["host"] and Host(**fields["host"])})
         if len(waits.get_map()) > 2:
             served = time.monotonic()
     return None
+
+
+def leave_forge(streams: Sequence[int], ours: Sequence[int]) -> None:
+    """In a child: makes the first three of `streams` its standard ones, closes the forge's files, and leaves its session and signals."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for fd, stream in enumerate(streams[:3]):
+        os.dup2(stream, fd)
+    for fd in (*streams, *ours):
+        os.close(fd)
+    os.setsid()
 
 
 def tell_ended(told_to: dict[int, int]) -> None:
