@@ -94,7 +94,10 @@ class RefitCall:
         with self._guarded():
             try:
                 self._begin()
-                return self._pending() if self.wait == "ready" else self._until_free()
+                if self.wait != "ready":
+                    return self._until_free()
+                mark(self.label, "returns")
+                return self._pending()
             finally:
                 self._returns.set()
 
@@ -131,7 +134,6 @@ class RefitCall:
 
     def _pending(self) -> RefitReport:
         """Leave the outcome to a later call."""
-        mark(self.label, "returns")
         self.session.pending, self._seconds = self, self.elapsed
         return self._report(self._version(), (), pending=True)
 
