@@ -47,6 +47,7 @@ class BackgroundCall(Generic[T]):
         register: Called with this object before the call starts. An interrupt can hit the caller while the thread starts;
             the caller can still wait for an object that is registered.
         undo: Called with the result if the caller gave up before the call returned.
+        after: The call waits until this is set. The thread has done nothing on the device before, so its caller goes on at once.
 
     Attributes:
         error: What the call raised; None otherwise.
@@ -62,11 +63,12 @@ class BackgroundCall(Generic[T]):
         register: Callable[[BackgroundCall[T]], None] = lambda _: None,
         *,
         undo: Callable[[T], object] = lambda _: None,
+        after: threading.Event | None = None,
     ):
         self._returned: list[T] = []  # empty until the call has returned
         self.error: BaseException | None = None
         self.seconds = 0.0
-        self._call, self._undo, self._where, self._failure = call, undo, where, failure
+        self._call, self._undo, self._where, self._failure, self._after = call, undo, where, failure, after
         cuda = device is not None and device.type == "cuda"
         self._device, self._stream = device, torch.cuda.current_stream(device) if cuda else None
         self._over, self._began, self._given_up = threading.Event(), time.perf_counter(), False
@@ -84,6 +86,8 @@ class BackgroundCall(Generic[T]):
     def _run(self) -> None:
         if not self._first.acquire(blocking=False):
             return
+        if self._after is not None:
+            self._after.wait()
         try:
             with ExitStack() as inside, torch.no_grad():
                 if self._stream is not None:

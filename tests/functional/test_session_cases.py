@@ -670,15 +670,18 @@ def test_a_publish_returns_when_a_rank_is_ready_and_its_fence_when_nobody_reads(
 
 @pytest.mark.parametrize(("point", "may_be_read"), [("arm", False), ("moving", True)])
 def test_a_fence_ends_at_its_deadline_and_says_whether_weights_may_still_be_read(point, may_be_read):
-    """A worker stops before it pulls, or in the middle."""
+    """A worker stops before it pulls, or in the middle. Before it pulls, a rank may hear that nobody reads before it hears why."""
     with after_one_refit(pulled=True) as job:
         published, job.faults[workers(job, 0)[0], point] = [], "stop"
         job.between = lambda i, report: published.append(report.pending)
         began = job.sim.now
         call(job, wait="ready", deadline_s=5.0)
         for end in job.ended():
-            assert isinstance(end, XferError) and "worker 0" in str(end), end
-            assert getattr(end, "drained", True) != may_be_read, end
+            if isinstance(end, XferError) or may_be_read:
+                assert isinstance(end, XferError) and "worker 0" in str(end), end
+                assert getattr(end, "drained", True) != may_be_read, end
+            else:
+                assert end.pending, end
         assert published == [True, True] and 5.0 <= job.sim.now - began <= 5.0 + deadlines.CALL_GRACE_S + 0.01
 
 
@@ -728,6 +731,27 @@ def test_closing_raises_what_failed_after_a_publish_had_returned():
         job.sim.dead.add("trainer 0")
 
 
+def test_a_publish_that_fails_before_the_coordinator_knows_of_it_fails_on_all_ranks_at_once():
+    """A rank that waits for no other one looks first. It tells that it has called, and why it fails, before it raises."""
+
+    def gone() -> str:
+        raise RebindError("its storages are gone")
+
+    with after_one_refit() as job:
+        began, source = job.sim.now, job.sources[1]
+        source.check = gone
+        call(job, wait="ready")
+        heard = [job.ended()]
+        del source.check
+        assert job.sim.now - began < 1.0 and isinstance(heard[0][1], RebindError)
+        call(job)
+        heard.append(job.ended())
+        error = next(
+            ends[0] for ends in heard if isinstance(ends[0], XferError)
+        )  # perhaps in its next call: nobody has read it
+        assert "its storages are gone" in str(error) and "trainer 1" in str(error), error
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_a_publish_takes_of_its_callers_thread_what_the_next_forward_may_change_and_nothing_else(together):
     """Gathers and what ranks compute together too: the next forward uses the same groups."""
@@ -738,11 +762,12 @@ def test_a_publish_takes_of_its_callers_thread_what_the_next_forward_may_change_
             was = getattr(owner, name)
             job.sim.patch(owner, name, lambda *a: (on.append((name, job.sim.running.name)), was(*a))[1])
 
-        source.finish_gathers, source.finishes_alone = source.drain, lambda: True
+        source.finishes_alone = lambda: True
         for owner, name in (
             *((source, name) for name in ("finish_gathers", "check", "compute")),
             *((session.side, name) for name in ("measure", "quantize", "compare", "news")),
             *((lane.plane, "moved") for lane in session.lanes.values()),
+            (session.party, "send"),
         ):
             watch(owner, name)
         done: list[str] = []
@@ -750,9 +775,9 @@ def test_a_publish_takes_of_its_callers_thread_what_the_next_forward_may_change_
         call(job, wait="ready")
         assert job.ended()[0].pending
         mine = [name for name, thread in on if thread == "call of trainer 0"]
-        assert mine == ["finish_gathers", "check"] and done == ["compute"] * together
+        assert mine == ["finish_gathers", "check", *(["send"] * together)] and done == ["compute"] * together
         rest = {name for name, thread in on if thread.startswith("xfer-background")}
-        assert rest == {"measure", "quantize", "compare", "news", "moved", *done}
+        assert rest == {"measure", "quantize", "compare", "news", "moved", "send", *done}
         call(job)
         assert job.ended()[0].before.committed == 1
 

@@ -33,15 +33,20 @@ value = cache(ToySource.value)
 
 
 class Source(Meets):
-    """`computes`: it meets the other ranks before it is ready, as ranks do that gather together."""
+    """`computes`: it meets the other ranks before it is ready, as ranks do that gather together. Rank 0 does not know that its drain
+    waits for nobody."""
 
     job: Job
     computes = False
+    finish_gathers = ToySource.drain
     value = staticmethod(lambda name, shape, version: value(name, tuple(shape), version))
 
     def read(self):
         self.point("look")
         return super().read() if self.computes else ToySource.read(self)
+
+    def finishes_alone(self) -> bool:
+        return self.rank > 0
 
     def point(self, where: str) -> None:
         self.job.point("trainer", self.rank, where)

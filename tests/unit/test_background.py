@@ -110,3 +110,11 @@ def test_what_the_call_holds_is_freed_when_it_is_over():
     assert call.wait(soon())
     del held
     assert seen() is None
+
+
+def test_a_call_begins_once_what_it_comes_after_has_happened():
+    after, ran = threading.Event(), threading.Event()
+    call = BackgroundCall(ran.set, after=after)
+    assert not call.ended(time.monotonic() + 0.05) and not ran.is_set()
+    after.set()
+    assert call.wait(soon()) and ran.is_set()

@@ -70,9 +70,10 @@ class RefitCall:
         self._seconds: float | None = None  # of a call that returned before the outcome was known
         self.report: RefitReport | None = None
         self._entered = False  # whether the coordinator knows of this attempt
+        self._announcing = threading.Lock()  # an interrupted caller and the background may announce at the same time
         self._told = False  # whether this rank has waited for the outcome
         self._drained_s: float | None = None  # seconds of the drain; None: the attempt was over first
-        self._returns = threading.Event()  # the call returns: what it leaves to the background may begin
+        self._returns = threading.Event()  # the call returns: the background would take the interpreter from it before
         self._rest: BackgroundCall[m.Outcome | None] | None = None  # of a call that returned once it had looked
         self._may_be_read = False  # whether workers may have begun to read this rank's storages
         self.free = False  # whether this rank's storages are known to be free
@@ -126,7 +127,8 @@ class RefitCall:
         except Exception:
             raise
         except BaseException as e:
-            if self._entered and not self.free:
+            if self.number and not self.free:
+                self._try_to_announce()
                 why = self._untold(PeerLost(f"nccl_xfer_refit() was interrupted: {type(e).__name__}", where=self.label))
                 if not getattr(why, "drained", True):
                     logger.error("xfer: %s", why)
@@ -145,12 +147,12 @@ class RefitCall:
         if self.wait == "ready":
             with session.beside():
                 register = partial(setattr, session, "rest")
-                self._rest = BackgroundCall(self._go_on, session.device, self.label, register=register)
+                self._rest = BackgroundCall(
+                    self._go_on, session.device, self.label, register=register, after=self._returns
+                )
 
     def _go_on(self) -> m.Outcome | None:
         """Get ready and wait until this rank's storages are free, which returns None, or for the outcome."""
-        if self.wait == "ready":  # this thread would keep the interpreter, which the caller needs to return
-            self._returns.wait(max(0.0, self.until - time.monotonic()))
         self._attempt(self._get_ready)
         if self.wait != "commit" and self._wait_for_sources():
             return None
@@ -196,20 +198,37 @@ class RefitCall:
         self._drained_s = None
         mark(self.label, "called")
         faults.point("trainer", session.index, "enter")
-        self.party.send(m.Enter(self.number, self.asked, holds=self.wait == "commit"))
-        self._entered = True
-        if (seconds := self._drained()) is not None:
+        alone = self.wait == "ready" and getattr(session.source, "finishes_alone", bool)() and not self._left_running()
+        if not alone:
+            self._announce()
+        if (seconds := self._drained(alone)) is not None:
             mark(self.label, "drained")
             session.refresh()
             mark(self.label, "looked at its storages")
             if session.layout.traced.gathers:
+                self._announce()
+                session.tell()
                 seconds += self._computed()
             self._drained_s = seconds
 
+    def _announce(self) -> None:
+        """Tell the coordinator that this rank has called, once. A publish that waits for no other rank does so in the background: the
+        coordinator's thread, which may be of this process, would take the interpreter while the caller waits."""
+        with self._announcing:
+            if not self._entered:
+                self.party.send(m.Enter(self.number, self.asked, holds=self.wait == "commit"))
+                self._entered = True
+
+    def _try_to_announce(self) -> None:
+        with contextlib.suppress(XferError):  # the error that follows is the caller's
+            self._announce()
+
     def _get_ready(self) -> None:
         session, asked, seconds = self.session, self.asked, self._drained_s
+        self._announce()
         if seconds is None:
             return
+        session.tell()
         if self.wait == "ready":
             seconds += self._device_waited()
         with quick_turns():
@@ -242,6 +261,7 @@ class RefitCall:
             pass  # the outcome is in the inbox
         except Exception as e:
             error = e if isinstance(e, XferError) else XferError(f"{type(e).__name__}: {e}", where=self.label)
+            self._try_to_announce()
             self.party.try_send(m.Failed(m.WireError.of(error, self.label), self.number))
             if self._entered and not self._told:
                 with contextlib.suppress(XferError):
@@ -321,8 +341,11 @@ class RefitCall:
         """Whether the outcome is in the inbox, or none will come."""
         return self.party.over(m.Outcome, lambda x: x.attempt == self.number)
 
-    def _drained(self) -> float | None:
+    def _drained(self, alone: bool) -> float | None:
         """Drain the source, after what an earlier call left running.
+
+        Args:
+            alone: The drain waits for no other rank and nothing is left running, so it needs no thread.
 
         Returns:
             Seconds of the drain; None if the attempt was over first.
@@ -349,7 +372,7 @@ class RefitCall:
         session.rest = session.computing = None
         if ended(session.drain):
             finish = getattr(source, "finish_gathers", source.drain) if self.wait == "ready" else source.drain
-            if self.wait == "ready" and getattr(source, "finishes_alone", bool)():
+            if alone:
                 began = time.perf_counter()
                 finish()
                 return time.perf_counter() - began
@@ -360,6 +383,12 @@ class RefitCall:
             "this rank's parameters were not made whole in time: gathers that were in flight wait for other ranks; "
             "they still wait, so do not train before they have ended"
         )
+
+    def _left_running(self) -> bool:
+        """Whether an earlier call left something running that this one has to wait for."""
+        session = self.session
+        calls = (session.rest, session.computing, session.drain)
+        return any(c is not None and not c.over for c in calls) or not session.side.wait_still(0.0)
 
     def _gathers_ended(self) -> bool:
         """Wait for gathers as for a drain: `refresh` frees tables and mappings that a gather uses."""

@@ -236,7 +236,7 @@ class TrainerSession:
         with self._telling():
             self.layout = self._read_together(until, wait) if self.source.reads_together else self.source.read()
         self._specs = self._own_specs()
-        self._tell()
+        self.tell()
         missing = set(range(self.replicas)) if wait else set[int]()
         while self._catalog is None or missing:
             # The coordinator has the same deadline, and knows which processes are late and which ones it rejected.
@@ -251,7 +251,7 @@ class TrainerSession:
             if isinstance(message, m.CatalogMsg):
                 with self._telling():
                     self._take_catalog(message)
-                self._tell()
+                self.tell()
             elif isinstance(message, m.Failed):
                 raise message.error.error()
             else:
@@ -413,7 +413,7 @@ class TrainerSession:
         return report
 
     def refresh(self) -> None:
-        """Read again what the framework has moved since the last refit, and tell the coordinator what has changed.
+        """Read again what the framework has moved since the last refit. `tell` tells the coordinator what has changed.
 
         The adapter compares with its last look, so the next call must read again if this one fails.
         """
@@ -429,7 +429,6 @@ class TrainerSession:
             else:
                 self._read_again()
             self._stale = False
-        self._tell()
 
     def _read_again(self) -> None:
         if self.source.reads_together:
@@ -445,7 +444,7 @@ class TrainerSession:
         else:
             self.side.forget_layout()
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
         """Send the specs or the inventory, if the coordinator does not know them. If it is gone, the inbox has the reason."""
         specs, inventory = self._told
         if self._specs != specs:
@@ -472,7 +471,7 @@ class TrainerSession:
         quantize()
         if self.side.rules and self.device.type == "cuda":
             wait_for_stream(self.device, until, self._party.label)  # lanes have streams of their own
-        self._tell()
+        self.tell()
 
     def release(self) -> None:
         """See `Session.release`."""
