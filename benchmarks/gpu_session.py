@@ -17,8 +17,9 @@ GPU for each rank.
 
 --trainers:
   plain          tensors cut as Megatron-Core cuts them
-  megatron       Megatron-Core and Bridge, one optimizer step before every verified refit; TransformerEngine if it is
-                 installed, else its stand-in; the output says which
+  megatron       Megatron-Core and Bridge, a GPU for each rank, one optimizer step before every verified refit; TransformerEngine
+                 if it is installed, else its stand-in; the output says which. At the end the engine's tokens are compared with
+                 those of a fresh engine that loads Bridge's export
   nothing        plain, with an engine that keeps all but one norm: a refit of almost no bytes, the cost of the protocol
   one            one trainer and a replica on each other GPU: one replica alone, all from the trainer, all in a relay chain.
                  On two GPUs the second replica shares the trainer's GPU
@@ -184,7 +185,10 @@ class Bench:
         """The GPUs of the trainer ranks: those after the engines', or the engines' own if there are no others or if `shared`."""
         taken, count = sum(self.places(), []), torch.cuda.device_count()
         free = [g for g in range(count) if g not in taken] if not shared else []
-        return [(free or taken)[i % len(free or taken)] for i in range(self.args.ranks or len(taken))]
+        ranks = self.args.ranks or len(taken)
+        if self.args.trainers == "megatron" and ranks > len(free):
+            free += taken  # its own NCCL refuses two ranks on one GPU
+        return [(free or taken)[i % len(free or taken)] for i in range(ranks)]
 
     def light(self, job: Job, engines, gpus: list[int]) -> None:
         """Start plain trainers with the weights of seed 1, and wait for the engines."""
@@ -342,9 +346,10 @@ class Bench:
         te = PathFinder.find_spec("transformer_engine", theirs) is not None
         self.say("TransformerEngine", "installed" if te else "not installed: its stand-in, examples/common/te_twin.py")
         job.start_trainers(self.trainers_on())
-        layout = dict(tp=self.args.tp, distopt=True, bucket_size=40_000_000, lr=1e-4)
+        ranks = len(job.trainers)
+        layout = dict(tp=ranks, distopt=True, bucket_size=40_000_000, lr=1e-4)
         if self.experts:
-            layout |= dict(ep=self.args.tp, etp=1)
+            layout |= dict(ep=ranks, etp=1)
         job.good("megatron", "built", timeout=240, folder=str(job.folder), layout=layout)
         self.say("engine started, s", f"{engine.started(400)['seconds']:.0f}")
         before = self.memory(job, engines)
@@ -370,6 +375,12 @@ class Bench:
         self.timed(job, "refit")
         self.timed(job, "verified", verify=True)
         self.judge(engine, folder=str(out))
+        tokens = engine.observe()["outputs"]
+        job.stop_trainers()  # their memory is the fresh engine's
+        fresh = job.engine("fresh", engine.on, model=str(out), load_format="auto", eager=self.args.eager)
+        fresh.started(400)
+        self.say("tokens and logprobs of a fresh engine on Bridge's export", "equal" if fresh.observe()["outputs"] == tokens else
+                 f"differ: {fresh.observe()['outputs']}, not {tokens}")  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -397,8 +408,8 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     p = parser()
     args = p.parse_args()
-    if args.trainers == "megatron" and (args.replicas > 1 or args.ranks):
-        p.error("--trainers megatron is of one engine, with as many ranks")
+    if args.trainers == "megatron" and args.replicas > 1:
+        p.error("--trainers megatron is of one engine")
     if (args.staged or args.sent) and args.trainers != "plain":
         p.error("--staged and --sent go with --trainers plain")
     if args.trainers in ("one", "packed", "mapped", "nothing") and args.model == "30b":
