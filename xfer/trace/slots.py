@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
-from operator import gt, is_
+from operator import attrgetter, gt, is_
 from typing import Literal, overload
 
 import torch
@@ -254,7 +254,8 @@ class Slots:
                 contents.append((slot.table, slot.key, weakref.ref(t), t.data_ptr(), t.dtype, t.shape, t.stride()))
             devices[slot.name] = t.device
         kind, unmapped = _HeldReading if self._hold else _SlotReading, self._unmapped(tuple(tensors.values()))
-        reading = kind(places, tuple(roots), contents, storages, devices, unmapped)
+        columns = _columns(contents, 5 if self._hold else 7), _columns(storages, 4)
+        reading = kind(places, tuple(roots), *columns, devices, unmapped)
         reading.refuse_unmapped()
         return Binding(places, tuple(roots), tensors), reading
 
@@ -281,15 +282,14 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class _SlotReading:
-    """Result of one `bind`. `contents`: (table, key, weak tensor, address, dtype, shape, stride) of every slot
-    (`_HeldReading`: less);
-    `storages`: (table, key, address, bytes) of every root, of a slot in it; `devices` by slot name; `unmapped`:
-    asks which roots, by number, have no memory behind them now."""
+    """Result of one `bind`. `contents`: columns of table, key, weak tensor, address, dtype, shape, stride of every slot
+    (`_HeldReading`: less); `storages`: columns of table, key, address, bytes of every root, of a slot in it; `devices` by slot name;
+    `unmapped`: asks which roots, by number, have no memory behind them now."""
 
     places: dict[str, SlotPlace]
     roots: tuple[Root, ...]
-    contents: list[tuple]
-    storages: list[tuple]
+    contents: list[list]
+    storages: list[list]
     devices: dict[str, torch.device]
     unmapped: Callable[[], Sequence[int]]
 
@@ -304,32 +304,30 @@ class _SlotReading:
 
     def holds(self) -> bool:
         """Whether all of it is still so. The address alone is not enough: freed memory comes back at the same
-        address, for another dtype even (a router bias that turns fp32). Written as one flat loop without a call of
-        Python, so not by `local`: it runs in every refit."""
-        for table, key, ref, address, dtype, shape, stride in self.contents:
-            t = table.get(key)
-            t = getattr(t, "_local_tensor", t)
-            if t is None or t is not ref() or t.data_ptr() != address or t.dtype != dtype:
+        address, for another dtype even (a router bias that turns fp32). It runs in every refit, so column by column and
+        almost without a call of Python per tensor."""
+        tables, keys, refs, *was = self.contents
+        tensors = [ref() for ref in refs]
+        for t, whole in zip(tensors, map(dict.get, tables, keys)):
+            if t is None or (whole is not t and getattr(whole, "_local_tensor", None) is not t):
                 return False
-            if t.shape != shape or t.stride() != stride:
-                return False
-        for table, key, address, nbytes in self.storages:
-            t = table[key]
-            storage = getattr(t, "_local_tensor", t).untyped_storage()
-            if storage.data_ptr() != address or storage.nbytes() != nbytes:
-                return False
-        return True
+        if [[*map(of, tensors)] for of in _LAID_OUT] != was:
+            return False
+        tables, keys, *was = self.storages
+        held = [table[key] for table, key in zip(tables, keys)]
+        storages = [getattr(t, "_local_tensor", t).untyped_storage() for t in held]
+        return [[*map(of, storages)] for of in _HELD] == was
 
 
 class _HeldReading(_SlotReading):
-    """`contents`: (table, key, alias, address, dtype). An alias holds its storage, so to be set to the same place
+    """`contents`: table, key, alias, address, dtype. An alias holds its storage, so to be set to the same place
     of it says all but whether the storage was resized, which gives it another address, and the dtype. On the meta
-    device there is no place: (table, key, None, (shape, stride), dtype)."""
+    device there is no place: None in place of the alias, and (shape, stride) of the address."""
 
     __slots__ = ()
 
     def holds(self) -> bool:
-        for table, key, alias, address, dtype in self.contents:
+        for table, key, alias, address, dtype in zip(*self.contents):
             t = table.get(key)
             if t is None or t.dtype is not dtype or t.is_meta is not (alias is None):
                 return False
@@ -365,10 +363,16 @@ def _seats_without_slots(modules: Iterable[torch.nn.Module]) -> tuple[tuple[list
     return unfilled, tied
 
 
+def _columns(rows: Sequence[tuple], count: int) -> list[list]:
+    return [[row[i] for row in rows] for i in range(count)]
+
+
 def _all_values(tables: Iterable[dict]) -> Iterator:
     return chain.from_iterable(map(dict.values, tables))
 
 
+_LAID_OUT = (torch.Tensor.data_ptr, attrgetter("dtype"), torch.Tensor.size, torch.Tensor.stride)
+_HELD = (torch.UntypedStorage.data_ptr, torch.UntypedStorage.nbytes)
 _plain = torch._C.DisableTorchFunctionSubclass
 """Inside, a subclass's `__torch_function__` is not asked. vLLM's parameters have one, in Python, and each attribute
 that is looked at would go through it, while the engine waits."""
