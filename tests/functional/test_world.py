@@ -154,7 +154,9 @@ def family_row(f: families.Family) -> Row:
 
 
 FAMILIES = [f for f in families.FAMILIES if f.trainer and f.engine and not families.too_new(f.since)]
-CONFIGS |= {f"toy {f.name}": (f.config, list(f.fp32)) for f in FAMILIES}
+MODELS = {n: dict(config=config, fp32=fp32) for n, (config, fp32) in CONFIGS.items()}
+MODELS |= {f"toy {f.name}": dict(family=f.name) for f in FAMILIES}
+"""What an engine writes a checkpoint of."""
 PARAMS = [pytest.param(r, id=r.name, marks=pytest.mark.slow) for r in ROWS]
 
 
@@ -166,8 +168,7 @@ class Stage:
         self.engine = family.start("engine", "engine", "world_engine")
         self.trainer = family.start("trainer", "trainer", "world_trainer")
         for model in dict.fromkeys(r.model for r in rows):
-            config, fp32 = CONFIGS[model]
-            self.engine.say(do="checkpoint", config=config, folder=self.folder(model), fp32=fp32)
+            self.engine.say(do="checkpoint", folder=self.folder(model), **MODELS[model])
             self.engine.expect("checkpoint", timeout=600)
         self.traced: dict[Row, dict] = {}
         for row in rows:
@@ -181,7 +182,7 @@ class Stage:
             self.trainer.say(do="row", folder=self.folder(row.model), world=self.file(row), **how)
 
     def folder(self, model: str) -> str:
-        return str(self.work / f"model{list(CONFIGS).index(model)}")
+        return str(self.work / f"model{list(MODELS).index(model)}")
 
     def file(self, row: Row) -> str:
         return str(self.work / f"{self.rows.index(row)}.world")

@@ -1,6 +1,7 @@
 """The engine process of world tests: writes checkpoints, and refits replicas of real vLLM models from a world file.
 
-{"do": "checkpoint", "config": HF config, "folder": …, "fp32": globs of tensors that the checkpoint keeps in float32}
+{"do": "checkpoint", "folder": …, "config": HF config, "fp32": globs of tensors that the checkpoint keeps in float32}
+{"do": "checkpoint", "folder": …, "family": its name in tests/support/families.py}
 {"do": "row", "folder": …, "world": file, "parallel": EngineParallel, "replicas": n,
  "misread": exchange two boxes of a trainer's inventory, "options": EngineArgs, "native": as world_trainer.py has it}
 {"do": "forms", "folder": …, "parallel": …, "options": …}
@@ -8,8 +9,8 @@
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
 
@@ -21,11 +22,13 @@ from tests.support import torchvision
 torchvision.install()
 
 from tests.support.block_fp8 import serialized  # noqa: E402
+from tests.support.families import FAMILIES, Family, register_configs  # noqa: E402
 from tests.support.one_process import Job, Trainers, random_weights  # noqa: E402
 from tests.support.one_process_vllm import Worker, workers  # noqa: E402
 from tests.support.proc import emit, obey  # noqa: E402
+from tests.support.specs_main import specs_of  # noqa: E402
 from xfer.cli.layouts.vllm import rank_of  # noqa: E402
-from xfer.engines.hf_spec import canonical_specs, checkpoint_specs  # noqa: E402
+from xfer.engines.hf_spec import checkpoint_specs  # noqa: E402
 from xfer.engines.meta_model import make_model  # noqa: E402
 from xfer.engines.vllm_layout import EngineModel  # noqa: E402
 from xfer.mesh.parallel import EngineParallel  # noqa: E402
@@ -34,17 +37,20 @@ from xfer.plan.options import PlanOptions  # noqa: E402
 from xfer.plan.planner import plan_replica  # noqa: E402
 from xfer.trace.catalog import Catalog  # noqa: E402
 
+register_configs()
 CPU = torch.device("cpu")
 GPUS = 8
 """Of a host."""
 
 
-def checkpoint(config: dict, folder: str, fp32: list[str]) -> None:
-    specs = [
-        replace(s, dtype="float32") if any(fnmatchcase(s.name, p) for p in fp32) else s for s in canonical_specs(config)
-    ]
+def checkpoint(folder: str, config: dict | None = None, fp32: Sequence[str] = (), family: str = "") -> None:
+    if family:
+        (model,) = (f for f in FAMILIES if f.name == family)
+    else:
+        model = Family("", config, engine=(), fp32=tuple(fp32))
+    specs = specs_of(model)
     Path(folder).mkdir(parents=True)
-    (Path(folder) / "config.json").write_text(json.dumps(config))
+    (Path(folder) / "config.json").write_text(json.dumps(model.config))
     save_file(random_weights(specs, 0), f"{folder}/model.safetensors", metadata={"format": "pt"})
     emit("checkpoint", tensors=len(specs))
 
