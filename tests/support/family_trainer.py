@@ -145,7 +145,10 @@ def of_mbridge(made: Made, bridge, chunks: Sequence[torch.nn.Module]):
         return MLATransformerConfig(original_max_position_embeddings=max_position_embeddings, **given)
 
     DeepseekV3Bridge.TransformerConfigClass = staticmethod(config)
-    found = AutoBridge.from_config(hf_config(bridge))
+    theirs = hf_config(bridge)
+    if not hasattr(theirs, "rope_theta"):  # where transformers 4 had it
+        theirs.rope_theta = theirs.rope_parameters["rope_theta"]
+    found = AutoBridge.from_config(theirs)
     found.safetensor_io = SimpleNamespace(hf_dir=made.folder, index=dict.fromkeys(made.tensors, "model.safetensors"))
     tp = parallel_state.get_tensor_model_parallel_world_size()
     rows = {
@@ -155,7 +158,7 @@ def of_mbridge(made: Made, bridge, chunks: Sequence[torch.nn.Module]):
         if "word_embeddings" in n or "output_layer" in n
     }
     if rows:
-        found.make_vocab_size_divisible_by, found.vocab_size = 1, hf_config(bridge).vocab_size
+        found.make_vocab_size_divisible_by, found.vocab_size = 1, theirs.vocab_size
         (found.padded_vocab_size,) = rows
     return found
 
