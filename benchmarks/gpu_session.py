@@ -377,7 +377,10 @@ class Bench:
         self.judge(engine, folder=str(out))
         tokens = engine.observe()["outputs"]
         job.stop_trainers()  # their memory is the fresh engine's
-        fresh = job.engine("fresh", engine.on, model=str(out), load_format="auto", eager=self.args.eager)
+        alike = dict(
+            eager=self.args.eager, asynchronous=not self.args.offline
+        )  # AsyncLLM and LLM compile for other batches
+        fresh = job.engine("fresh", engine.on, model=str(out), load_format="auto", **alike)
         fresh.started(400)
         self.say("tokens and logprobs of a fresh engine on Bridge's export", "equal" if fresh.observe()["outputs"] == tokens else
                  f"differ: {fresh.observe()['outputs']}, not {tokens}")  # fmt: skip
