@@ -9,16 +9,16 @@
 # Further arguments go to pytest: -k EXPRESSION, -x, -n 0, files. Its options that begin with -- go behind a --, as in
 #   scripts/test.sh --unit -- --lf
 # Each file's tests are run by one of up to five processes, those with engines by one of two; -n 0: all by one.
-# The matrix starts every rank and engine anew, as users do; otherwise most are forked from one that has imported its framework
-# (tests/support/forge.py), and that all processes of a stage share.
+# Most ranks and engines are forked from one that has imported its framework (tests/support/forge.py), and that all processes of a
+# stage share. XFER_TEST_FORGE=0 in the environment starts every one anew, as users do.
 set -uo pipefail
 usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "$0"; }
-slow="not slow" where="tests" forge=
+slow="not slow" where="tests"
 args=()
 while [ $# -gt 0 ]; do
   case $1 in
     -h | --help) usage; exit ;;
-    --slow) slow="" forge=0 && export XFER_EXAMPLES=${XFER_EXAMPLES:-200} ;;
+    --slow) slow="" && export XFER_EXAMPLES=${XFER_EXAMPLES:-200} ;;
     --unit) where="tests/unit" ;;
     --) shift; args+=("$@"); break ;;
     --*) echo "scripts/test.sh: no option $1; options of pytest go behind a --" >&2; usage >&2; exit 2 ;;
@@ -35,7 +35,6 @@ export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_CI_ENV=1 VLLM_CPU_OMP_THREADS_BIND=nobi
 jobs=$(($(env -u OMP_NUM_THREADS nproc) + 1)) # nproc would answer with the variable; one more, since tests wait for a third of their time
 [ "$jobs" -le 5 ] || jobs=5
 export XFER_TEST_PATIENCE=${XFER_TEST_PATIENCE:-2} # of tests with their processes, which share the processors
-[ -z "$forge" ] || export XFER_TEST_FORGE=$forge
 and_slow=${slow:+ and $slow}
 status=0
 versions() { # of an environment, for the log

@@ -2,7 +2,7 @@
 
 Megatron-Bridge and vLLM take longer to import than most tests need a rank. A forked process has its own session, files,
 environment and exit status; multiprocessing's forkserver would leave it the server's files and environment. Four things
-differ from a process that is started anew, so XFER_TEST_FORGE=0 (and the slow matrix) starts all anew:
+differ from a process that is started anew, so XFER_TEST_FORGE=0 starts all anew, as a step of scripts/nightly.sh does:
 
 - Strings have one hash in all processes of a forge, so an order that depends on hashes differs only between trainers and engines.
 - Settings that are read at import are the forge's, so a child with other settings of a framework is started anew.
