@@ -377,9 +377,7 @@ class Bench:
         self.judge(engine, folder=str(out))
         tokens = engine.observe()["outputs"]
         job.stop_trainers()  # their memory is the fresh engine's
-        alike = dict(
-            eager=self.args.eager, asynchronous=not self.args.offline
-        )  # AsyncLLM and LLM compile for other batches
+        alike = dict(eager=self.args.eager, asynchronous=not self.args.offline)
         fresh = job.engine("fresh", engine.on, model=str(out), load_format="auto", **alike)
         fresh.started(400)
         self.say("tokens and logprobs of a fresh engine on Bridge's export", "equal" if fresh.observe()["outputs"] == tokens else

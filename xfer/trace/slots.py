@@ -314,9 +314,9 @@ class _SlotReading:
         if [[*map(of, tensors)] for of in _LAID_OUT] != was:
             return False
         tables, keys, *was = self.storages
-        held = [table[key] for table, key in zip(tables, keys)]
-        storages = [getattr(t, "_local_tensor", t).untyped_storage() for t in held]
-        return [[*map(of, storages)] for of in _HELD] == was
+        firsts = [table[key] for table, key in zip(tables, keys)]
+        storages = [getattr(t, "_local_tensor", t).untyped_storage() for t in firsts]
+        return [[*map(of, storages)] for of in _STORED] == was
 
 
 class _HeldReading(_SlotReading):
@@ -372,7 +372,7 @@ def _all_values(tables: Iterable[dict]) -> Iterator:
 
 
 _LAID_OUT = (torch.Tensor.data_ptr, attrgetter("dtype"), torch.Tensor.size, torch.Tensor.stride)
-_HELD = (torch.UntypedStorage.data_ptr, torch.UntypedStorage.nbytes)
+_STORED = (torch.UntypedStorage.data_ptr, torch.UntypedStorage.nbytes)
 _plain = torch._C.DisableTorchFunctionSubclass
 """Inside, a subclass's `__torch_function__` is not asked. vLLM's parameters have one, in Python, and each attribute
 that is looked at would go through it, while the engine waits."""
