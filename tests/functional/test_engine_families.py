@@ -42,6 +42,17 @@ def names():
     return {f.name: specs_of(f) for f in FAMILIES}
 
 
+def test_sparse_attention_is_read_on_a_processor_with_amx(monkeypatch):
+    """vLLM chooses another backend there, which knows nothing of sparse attention."""
+    from xfer.cli.layouts.vllm import rank_of
+    from xfer.engines.meta_model import make_model
+
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    (family,) = (f for f in FAMILIES if f.name == "DeepSeek-V3.2")
+    with rank_of(family.config, family.engine[0], 0) as config:
+        make_model(config, "cpu")
+
+
 @pytest.mark.parametrize("family, parallel", LAYOUTS)
 def test_a_layout_writes_what_vllm_loads(family, parallel, names):
     from tests.support.engine_bytes import written

@@ -48,6 +48,7 @@ def _build_as_on_gpus() -> None:
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend, backend_to_kernel_cls
     from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     _fp8_as_on_gpus()
     triton = UnquantizedMoeBackend.TRITON
@@ -62,7 +63,9 @@ def _build_as_on_gpus() -> None:
                 raise
 
     def chosen(cls, selected_backend, attn_selector_config, **more):
-        return choose(cls, selected_backend, attn_selector_config._replace(use_sparse=False), **more)
+        # On a processor with AMX vLLM would choose a backend that knows nothing of sparse attention.
+        asked = AttentionBackendEnum.CPU_MLA if attn_selector_config.use_mla else selected_backend
+        return choose(cls, asked, attn_selector_config._replace(use_sparse=False), **more)
 
     FusedMoEConfig.__post_init__ = checked
     CpuPlatform.get_attn_backend_cls = classmethod(chosen)
