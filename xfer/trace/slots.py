@@ -231,7 +231,6 @@ class Slots:
         roots: list[Root] = []
         tensors: dict[str, torch.Tensor] = {}
         contents: list[tuple] = []
-        storages: list[tuple] = []
         devices: dict[str, torch.device] = {}
         for slot in self.slots:
             t = local(slot.tensor())
@@ -241,7 +240,6 @@ class Slots:
                 root = names[storage._cdata] = slot.name
                 roots.append(Root(root, storage.nbytes()))
                 tensors[root] = torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage)
-                storages.append((slot.table, slot.key, storage.data_ptr(), storage.nbytes()))
             size = t.element_size()
             strides = tuple(s * size for s in t.stride())
             dtype = str(t.dtype).removeprefix("torch.")
@@ -251,11 +249,12 @@ class Slots:
             elif self._hold:
                 contents.append((slot.table, slot.key, t.detach(), t.data_ptr(), t.dtype))
             else:
-                contents.append((slot.table, slot.key, weakref.ref(t), t.data_ptr(), t.dtype, t.shape, t.stride()))
+                part = t is not slot.table[slot.key]
+                contents.append((slot.table, slot.key, weakref.ref(t), part, *(of(t) for of in _LAID_OUT)))
             devices[slot.name] = t.device
         kind, unmapped = _HeldReading if self._hold else _SlotReading, self._unmapped(tuple(tensors.values()))
-        columns = _columns(contents, 5 if self._hold else 7), _columns(storages, 4)
-        reading = kind(places, tuple(roots), *columns, devices, unmapped)
+        columns = _columns(contents, 5 if self._hold else 4 + len(_LAID_OUT))
+        reading = kind(places, tuple(roots), columns, devices, unmapped)
         reading.refuse_unmapped()
         return Binding(places, tuple(roots), tensors), reading
 
@@ -282,14 +281,13 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class _SlotReading:
-    """Result of one `bind`. `contents`: columns of table, key, weak tensor, address, dtype, shape, stride of every slot
-    (`_HeldReading`: less); `storages`: columns of table, key, address, bytes of every root, of a slot in it; `devices` by slot name;
-    `unmapped`: asks which roots, by number, have no memory behind them now."""
+    """Result of one `bind`. `contents`: columns of table, key, weak tensor, whether it is the local part of what is in the table, and
+    then of `_LAID_OUT`, of every slot (`_HeldReading`: others); `devices` by slot name; `unmapped`: asks which roots, by number, have
+    no memory behind them now."""
 
     places: dict[str, SlotPlace]
     roots: tuple[Root, ...]
     contents: list[list]
-    storages: list[list]
     devices: dict[str, torch.device]
     unmapped: Callable[[], Sequence[int]]
 
@@ -306,17 +304,12 @@ class _SlotReading:
         """Whether all of it is still so. The address alone is not enough: freed memory comes back at the same
         address, for another dtype even (a router bias that turns fp32). It runs in every refit, so column by column and
         almost without a call of Python per tensor."""
-        tables, keys, refs, *was = self.contents
+        tables, keys, refs, parts, *was = self.contents
         tensors = [ref() for ref in refs]
-        for t, whole in zip(tensors, map(dict.get, tables, keys)):
-            if t is None or (whole is not t and getattr(whole, "_local_tensor", None) is not t):
+        for t, inside, part in zip(tensors, map(dict.get, tables, keys), parts):
+            if t is None or (getattr(inside, "_local_tensor", None) if part else inside) is not t:
                 return False
-        if [[*map(of, tensors)] for of in _LAID_OUT] != was:
-            return False
-        tables, keys, *was = self.storages
-        firsts = [table[key] for table, key in zip(tables, keys)]
-        storages = [getattr(t, "_local_tensor", t).untyped_storage() for t in firsts]
-        return [[*map(of, storages)] for of in _STORED] == was
+        return [[*map(of, tensors)] for of in _LAID_OUT] == was
 
 
 class _HeldReading(_SlotReading):
@@ -371,8 +364,9 @@ def _all_values(tables: Iterable[dict]) -> Iterator:
     return chain.from_iterable(map(dict.values, tables))
 
 
-_LAID_OUT = (torch.Tensor.data_ptr, attrgetter("dtype"), torch.Tensor.size, torch.Tensor.stride)
-_STORED = (torch.UntypedStorage.data_ptr, torch.UntypedStorage.nbytes)
+_T = torch.Tensor
+_LAID_OUT = (_T.data_ptr, _T.storage_offset, attrgetter("dtype"), _T.size, _T.stride)
+"""Of a tensor, what tells that it lies as before in the same storage: one that was resized has another address."""
 _plain = torch._C.DisableTorchFunctionSubclass
 """Inside, a subclass's `__torch_function__` is not asked. vLLM's parameters have one, in Python, and each attribute
 that is looked at would go through it, while the engine waits."""
