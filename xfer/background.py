@@ -11,12 +11,13 @@ These modules also use threads, for something else than a background call: a loo
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -26,8 +27,8 @@ from xfer.errors import XferError
 T = TypeVar("T")
 LOOK_S = 0.05
 """Seconds between two looks at whether waiting still makes sense."""
-_given_up: set[threading.Thread] = set()
-"""Threads whose callers gave up. The interpreter joins them before it ends, because a thread that returns from C++ later would crash
+_given_up: set[BackgroundCall[Any]] = set()
+"""Calls whose callers gave up. The interpreter waits for them before it ends, because a thread that returns from C++ later would crash
 the process."""
 
 
@@ -42,6 +43,7 @@ class BackgroundCall(Generic[T]):
         call: What to run.
         device: If this is a CUDA device, the call runs with this device and the stream that is current for the caller, so
             that kernels it launches are queued behind the caller's.
+        stream: The stream that it runs with instead.
         where: Where an error happened, e.g. "trainer 3".
         failure: The message of the XferError that replaces any other error of the call. Empty: errors stay as they are.
         register: Called with this object before the call starts. An interrupt can hit the caller while the thread starts;
@@ -63,6 +65,7 @@ class BackgroundCall(Generic[T]):
         register: Callable[[BackgroundCall[T]], None] = lambda _: None,
         *,
         undo: Callable[[T], object] = lambda _: None,
+        stream: torch.cuda.Stream | None = None,
         after: threading.Event | None = None,
     ):
         self._returned: list[T] = []  # empty until the call has returned
@@ -70,14 +73,14 @@ class BackgroundCall(Generic[T]):
         self.seconds = 0.0
         self._call, self._undo, self._where, self._failure, self._after = call, undo, where, failure, after
         cuda = device is not None and device.type == "cuda"
-        self._device, self._stream = device, torch.cuda.current_stream(device) if cuda else None
+        self._device, self._stream = device, stream or (torch.cuda.current_stream(device) if cuda else None)
         self._over, self._began, self._given_up = threading.Event(), time.perf_counter(), False
         self._ending = threading.Lock()  # orders the end of the call and the caller's giving up
         self._first = threading.Lock()  # taken by the thread as it begins, or by a caller that could not start it
-        self._thread = threading.Thread(target=self._run, name="xfer-background", daemon=True)
+        self._left = threading.Event()  # the thread has nothing more to do
         try:
             register(self)
-            self._thread.start()
+            _thread.start_new_thread(self._run, ())  # Thread.start() would give the interpreter to it
         except BaseException:
             if self._first.acquire(blocking=False):
                 self._over.set()
@@ -104,7 +107,8 @@ class BackgroundCall(Generic[T]):
             if self._given_up and self.error is None:
                 self._undo(self._returned[0])
         finally:
-            _given_up.discard(self._thread)
+            _given_up.discard(self)
+            self._left.set()
 
     @property
     def result(self) -> T | None:
@@ -167,9 +171,9 @@ class BackgroundCall(Generic[T]):
         with self._ending:
             if not self._over.is_set():
                 self._given_up = True
-                _given_up.add(self._thread)
+                _given_up.add(self)
 
 
 @atexit.register
 def _end() -> None:
-    wait_for_all(thread.join for thread in list(_given_up))
+    wait_for_all(call._left.wait for call in list(_given_up))

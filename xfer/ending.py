@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 EXIT_S = 5.0
 
 
-def wait_for_all(joins: Iterable[Callable[[float], None]], seconds: float = EXIT_S) -> None:
+def wait_for_all(joins: Iterable[Callable[[float], object]], seconds: float = EXIT_S) -> None:
     """Calls each of `joins` with what is left of `seconds`, in seconds; 0 once nothing is left."""
     until = time.monotonic() + seconds
     for join in joins:

@@ -242,13 +242,11 @@ def test_a_communicator_that_was_being_made_when_the_caller_gave_up_is_not_conne
     """The abort comes before there is anything to abort. It once waited for its peers for good, in memory of the GPU."""
     making, go_on = threading.Event(), threading.Event()
     nccl.made = lambda: (making.set(), go_on.wait(20))
-    before = set(threading.enumerate())
     with pytest.raises(Aborted):
         NcclLink(None, 0, 2, 20.0, torch.device("cpu"), ("trainer 0", "worker 0"), making.is_set)
-    (left,) = [t for t in threading.enumerate() if t not in before and t.name == "xfer-background"]
+    (left,) = background._given_up
     go_on.set()
-    left.join(20)
-    assert not left.is_alive() and [name for name, _ in nccl.seen] == ["abort"]
+    assert left._left.wait(20) and [name for name, _ in nccl.seen] == ["abort"]
 
 
 class Grouped:
@@ -339,8 +337,7 @@ def test_a_link_that_is_being_opened_can_be_given_up():
         open_group(memory_store(2.0 * PATIENCE), 0, 2, 2.0 * PATIENCE, cancelled=given_up.is_set)
     assert 0.2 < time.monotonic() - t0 < 1.5 * PATIENCE
     (left,) = background._given_up
-    left.join(20.0)  # the thread that was left behind ends by itself
-    assert not left.is_alive() and not background._given_up
+    assert left._left.wait(20.0) and not background._given_up  # the thread that was left behind ends by itself
 
 
 def test_a_store_that_raises_passes_its_error_on():

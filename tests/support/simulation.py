@@ -12,6 +12,7 @@ process have its label as their `who`: a process can be stopped, continued and k
 
 from __future__ import annotations
 
+import _thread as real_raw_threads
 import contextlib
 import ctypes
 import gc
@@ -212,6 +213,7 @@ class Simulation:
         self._patched, self._items = [], []
         doubles = {
             id(real_threading): THREADING,
+            id(real_raw_threads): RAW_THREADS,
             id(real_time): TIME,
             id(real_queue): QUEUE,
             id(futures.Future): Future,
@@ -495,6 +497,9 @@ THREADING = SimpleNamespace(
     current_thread=lambda: _sim().running, get_ident=lambda: _sim().running.ident,
     enumerate=lambda: list(_sim().threads), active_count=lambda: len(_sim().threads),
 )  # fmt: skip
+RAW_THREADS = SimpleNamespace(
+    start_new_thread=lambda call, args: Thread(target=call, args=args, name="xfer-background").start()
+)
 QUEUE = SimpleNamespace(Queue=Queue, SimpleQueue=Queue, Empty=real_queue.Empty)
 
 

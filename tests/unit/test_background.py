@@ -58,9 +58,9 @@ def test_a_result_that_comes_when_nobody_waits_is_undone(cancelled):
     call = BackgroundCall(lambda: go_on.wait(20) and "made", undo=undone.append)
     with pytest.raises(TimeoutError):
         call.take(soon(20 if cancelled else 0.1), lambda: cancelled)
-    assert call._thread in background._given_up and not undone
+    assert call in background._given_up and not undone
     go_on.set()
-    call._thread.join(20)
+    assert call._left.wait(20)
     assert undone == ["made"] and not background._given_up
 
 
@@ -72,32 +72,29 @@ def test_a_result_that_comes_at_the_last_moment_is_taken_or_undone_but_never_bot
             taken = [call.take(soon(0.001))]
         except TimeoutError:
             taken = []
-        call._thread.join(20)
+        assert call._left.wait(20)
         assert taken + undone == ["made"]
     assert not background._given_up
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_interrupt_while_the_thread_starts_leaves_a_call_that_can_be_waited_for(monkeypatch, when):
-    start, known, ran = threading.Thread.start, [], threading.Event()
+    start, known, ran = background._thread.start_new_thread, [], threading.Event()
 
-    def interrupted(thread) -> None:
-        if thread.name == "xfer-background":
-            if when == "after":
-                start(thread)
-                assert ran.wait(20)
-            raise KeyboardInterrupt
-        start(thread)
+    def interrupted(run, args) -> None:
+        if when == "after":
+            start(run, args)
+            assert ran.wait(20)
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    monkeypatch.setattr(background._thread, "start_new_thread", interrupted)
     with pytest.raises(KeyboardInterrupt):
         BackgroundCall(ran.set, register=known.append)
     monkeypatch.undo()
     (call,) = known
     assert call.ended(soon()) and ran.is_set() == (when == "after")
     if when == "before":
-        start(call._thread)  # the system may still get to it
-        call._thread.join(20)
+        call._run()  # the system may still get to it
         assert not ran.is_set()
 
 

@@ -56,6 +56,7 @@ class DirectTrainer:
         self._binding = 0
         self._sums = SourceSums(index, [], [])
         self._remembered, self._copies = 0, list[torch.Tensor]()  # a refit, and the storages as it sent them
+        self._copied_bytes = 0
         self._marks: ChangeMarks | None = None  # of what changed since, if destinations pull
         self._kept: list[list[torch.Tensor]] = []  # storages that other ranks may still read
         self._planes: dict[int, DirectPlane] = {}
@@ -111,11 +112,7 @@ class DirectTrainer:
 
     @property
     def scratch_bytes(self) -> int:
-        return (
-            self._quantized.nbytes
-            + sum(t.numel() for t in self._copies)
-            + (self._marks.nbytes if self._marks is not None else 0)
-        )
+        return self._quantized.nbytes + self._copied_bytes + (self._marks.nbytes if self._marks is not None else 0)
 
     @property
     def rules(self) -> tuple[str, ...]:
@@ -149,6 +146,7 @@ class DirectTrainer:
             return self._forget_copies()
         if not self._copies:
             self._copies = [torch.empty_like(root) for root in self._roots]
+            self._copied_bytes = sum(t.numel() for t in self._copies)
         if pulled and self._marks is None:
             self._marks = ChangeMarks([root.numel() for root in self._roots], self.device)
             self._binding += 1
@@ -159,7 +157,7 @@ class DirectTrainer:
         self._remembered = attempt
 
     def _forget_copies(self) -> None:
-        self._remembered, self._copies, self._marks = 0, [], None
+        self._remembered, self._copies, self._copied_bytes, self._marks = 0, [], 0, None
 
     def warn(self, lines: Sequence[str]) -> tuple[str, ...]:
         return tuple(lines)

@@ -145,11 +145,14 @@ class RefitCall:
         self.number = session.next_attempt()
         self._attempt(self._enter)
         if self.wait == "ready":
-            with session.beside():
-                register = partial(setattr, session, "rest")
-                self._rest = BackgroundCall(
-                    self._go_on, session.device, self.label, register=register, after=self._returns
-                )
+            self._rest = BackgroundCall(
+                self._go_on,
+                session.device,
+                self.label,
+                register=partial(setattr, session, "rest"),
+                stream=session.beside(),
+                after=self._returns,
+            )
 
     def _go_on(self) -> m.Outcome | None:
         """Get ready and wait until this rank's storages are free, which returns None, or for the outcome."""
@@ -554,7 +557,7 @@ class RefitCall:
             sum(facts.bytes_out for _, facts in planned),
             sum(facts.broadcast_bytes for _, facts in planned),
             sum(plane.extra_bytes for plane, _ in planned)
-            + computing.scratch_bytes(self.session.layout)
+            + self.session.computed_bytes
             + self.session.side.scratch_bytes,
             sum(facts.kept_bytes for _, facts in planned),
             pending,

@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -156,6 +155,7 @@ class TrainerSession:
         version: The last version that a replica committed; None before the first.
         attempt: Number of the last refit attempt.
         generation: Number of the catalog in use.
+        computed_bytes: Bytes of what this rank's layout computes.
         pending: A call that returned before its outcome was known.
         drain: The last call's drain, which may run longer than the call.
         computing: What the last call computes, while it runs, perhaps after the call.
@@ -178,6 +178,7 @@ class TrainerSession:
         self._before: RefitReport | None = None  # report of a pending call, until the next report includes it
         self._busy = Entry(f"trainer {source.rank}")
         self._stale = False  # the last attempt to read the layout again failed
+        self.layout: TrainerLayout
         self._specs = b""
         # Specs and inventory that the coordinator knows. None: it answers the specs with a catalog first.
         self._told: tuple[bytes, bytes | None] = (b"", b"")
@@ -234,8 +235,7 @@ class TrainerSession:
         if self._server is not None:
             self._server.coordinator.opening = wait
         with self._telling():
-            self.layout = self._read_together(until, wait) if self.source.reads_together else self.source.read()
-        self._specs = self._own_specs()
+            self._take_layout(self._read_together(until, wait) if self.source.reads_together else self.source.read())
         self.tell()
         missing = set(range(self.replicas)) if wait else set[int]()
         while self._catalog is None or missing:
@@ -316,14 +316,14 @@ class TrainerSession:
 
     # ---- refitting
 
-    def beside(self) -> AbstractContextManager[object]:
-        """Inside, on a GPU, the current stream is one of xfer's own, behind all that the caller's stream was given."""
+    def beside(self) -> torch.cuda.Stream | None:
+        """Return, on a GPU, a stream of xfer's own, behind all that the caller's stream was given."""
         if self.device.type != "cuda":
-            return contextlib.nullcontext()
+            return None
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        return torch.cuda.stream(self._stream)
+        return self._stream
 
     def begin_sums(self, attempt: int) -> None:
         """Begin the checksums of this rank's bytes before it reports ready. Busy lanes compute theirs later."""
@@ -437,8 +437,7 @@ class TrainerSession:
                 ["close this session and connect again, on every rank"],
                 where=self._party.label,
             )
-        self.layout = self.source.read()
-        self._specs = self._own_specs()
+        self._take_layout(self.source.read())
         if self._specs == self._told[0] and self._told[1] is not None and self._catalog is not None:
             self.side.read(self._catalog, self.layout)
         else:
@@ -454,9 +453,10 @@ class TrainerSession:
             self._party.try_send(m.InventoryMsg(self.side.inventory, self.generation))
             self._told = specs, self.side.inventory
 
-    def _own_specs(self) -> bytes:
-        catalog = Catalog.union([(self._party.label, self.layout.traced.specs)])
-        return pack_specs(catalog.to_bytes(), self.layout.trained)
+    def _take_layout(self, layout: TrainerLayout) -> None:
+        catalog = Catalog.union([(self._party.label, layout.traced.specs)])
+        self.layout, self.computed_bytes = layout, computing.scratch_bytes(layout)
+        self._specs = pack_specs(catalog.to_bytes(), layout.trained)
 
     def follow(self, message: m.CatalogMsg, quantize: Callable[[], None], until: float) -> None:
         """Take a new catalog, or the same one again after this rank's exports changed, and answer with the inventory.
