@@ -139,7 +139,7 @@ class Slots:
     Keeps modules and their tables, but no tensor: a replaced parameter must be freed although a plan still knows it
     (one of a replaced layer is, when this is). `empty`: tensors without bytes and on the meta device are read too;
     those without bytes lie in root "". `hold`: the owner keeps what `bind` returned until it binds again, so
-    storages and tensors may be kept here too, `check` costs half as much, and it may be `quick`. `unmapped`: given flat
+    tensors may be kept here too, and `check` may be `quick`. `unmapped`: given flat
     tensors over storages, returns a question: which of them, by number, have no memory behind their addresses
     (kernels/cuda_driver.py has it). `bind` and `check` ask it and refuse those storages.
     """
@@ -244,17 +244,11 @@ class Slots:
             strides = tuple(s * size for s in t.stride())
             dtype = str(t.dtype).removeprefix("torch.")
             places[slot.name] = SlotPlace(root, int(t.storage_offset()) * size, tuple(t.shape), strides, dtype)
-            if self._hold and t.is_meta:
-                contents.append((slot.table, slot.key, None, (t.shape, t.stride()), t.dtype))
-            elif self._hold:
-                contents.append((slot.table, slot.key, t.detach(), t.data_ptr(), t.dtype))
-            else:
-                part = t is not slot.table[slot.key]
-                contents.append((slot.table, slot.key, weakref.ref(t), part, *(of(t) for of in _LAID_OUT)))
+            part = t is not slot.table[slot.key]
+            contents.append((slot.table, slot.key, weakref.ref(t), part, *(of(t) for of in _LAID_OUT)))
             devices[slot.name] = t.device
-        kind, unmapped = _HeldReading if self._hold else _SlotReading, self._unmapped(tuple(tensors.values()))
-        columns = _columns(contents, 5 if self._hold else 4 + len(_LAID_OUT))
-        reading = kind(places, tuple(roots), columns, devices, unmapped)
+        columns = [[row[i] for row in contents] for i in range(4 + len(_LAID_OUT))]
+        reading = _SlotReading(places, tuple(roots), columns, devices, self._unmapped(tuple(tensors.values())))
         reading.refuse_unmapped()
         return Binding(places, tuple(roots), tensors), reading
 
@@ -282,8 +276,8 @@ class Slots:
 @dataclass(frozen=True, slots=True)
 class _SlotReading:
     """Result of one `bind`. `contents`: columns of table, key, weak tensor, whether it is the local part of what is in the table, and
-    then of `_LAID_OUT`, of every slot (`_HeldReading`: others); `devices` by slot name; `unmapped`: asks which roots, by number, have
-    no memory behind them now."""
+    then of `_LAID_OUT`, of every slot; `devices` by slot name; `unmapped`: asks which roots, by number, have no memory behind them
+    now."""
 
     places: dict[str, SlotPlace]
     roots: tuple[Root, ...]
@@ -312,26 +306,6 @@ class _SlotReading:
         return [[*map(of, tensors)] for of in _LAID_OUT] == was
 
 
-class _HeldReading(_SlotReading):
-    """`contents`: table, key, alias, address, dtype. An alias holds its storage, so to be set to the same place
-    of it says all but whether the storage was resized, which gives it another address, and the dtype. On the meta
-    device there is no place: None in place of the alias, and (shape, stride) of the address."""
-
-    __slots__ = ()
-
-    def holds(self) -> bool:
-        for table, key, alias, address, dtype in zip(*self.contents):
-            t = table.get(key)
-            if t is None or t.dtype is not dtype or t.is_meta is not (alias is None):
-                return False
-            if alias is None:
-                if (t.shape, t.stride()) != address:
-                    return False
-            elif not t.is_set_to(alias) or t.data_ptr() != address:
-                return False
-        return True
-
-
 def _seats_without_slots(modules: Iterable[torch.nn.Module]) -> tuple[tuple[list, list], tuple[list, list, list, list]]:
     """Places without a slot in which a tensor may appear: (tables, keys) that hold None, and (tables, keys, tables,
     keys) that hold what an earlier place does. The one is filled, the other's tie is broken, and it is another
@@ -354,10 +328,6 @@ def _seats_without_slots(modules: Iterable[torch.nn.Module]) -> tuple[tuple[list
                 for column, x in zip(seats, seat):
                     column.append(x)
     return unfilled, tied
-
-
-def _columns(rows: Sequence[tuple], count: int) -> list[list]:
-    return [[row[i] for row in rows] for i in range(count)]
 
 
 def _all_values(tables: Iterable[dict]) -> Iterator:
