@@ -5,8 +5,8 @@ XFER_FAULT_FILE is set.
     XFER_FAULT="trainer:2:enter:hang@2"     @N: only at the Nth time this point is passed (default: every time)
 
 Actions: kill (SIGKILL to itself), stop (SIGSTOP to itself, until a SIGCONT), hang (sleep for XFER_FAULT_HANG_S, default
-3600 s), raise (RuntimeError), digest and checksum (the caller asks `wants` and corrupts its own value). Points: see the
-callers of `point` and `wants`.
+3600 s, or until XFER_FAULT_FILE is written), raise (RuntimeError), digest and checksum (the caller asks `wants` and corrupts its
+own value). Points: see the callers of `point` and `wants`.
 
 XFER_FAULT_FILE names a file whose text replaces XFER_FAULT. It is read at every point, so that a test can inject a fault into a
 running process. Counting starts again whenever the file is written.
@@ -68,13 +68,22 @@ def wants(role: str, rank: int, where: str) -> bool:
 def point(role: str, rank: int, where: str) -> None:
     """Count a pass of this point and carry out the actions that are set for it."""
     with _passing:
-        actions = _actions(role, rank, where)
+        actions, written = _actions(role, rank, where), _written
         for action in actions:
             if action in ("kill", "stop"):
                 os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGSTOP)
                 time.sleep(0.5)  # the kernel may stop this thread last: it must not pass the point before
     for action in actions:
         if action == "hang":
-            time.sleep(float(os.environ.get("XFER_FAULT_HANG_S", "3600")))
+            _hang(float(os.environ.get("XFER_FAULT_HANG_S", "3600")), written)
         elif action == "raise":
             raise RuntimeError(f"injected fault at {where}")
+
+
+def _hang(seconds: float, written: int) -> None:
+    path = os.environ.get("XFER_FAULT_FILE")
+    if not path:
+        return time.sleep(seconds)
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and os.stat(path).st_mtime_ns == written:
+        time.sleep(0.02)

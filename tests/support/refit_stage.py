@@ -12,10 +12,7 @@ from pathlib import Path
 import pytest
 
 from examples.common.ports import free_port
-from tests.support.proc import PATIENCE, Child, Children, Family, stop_all
-
-HANG_S = 3.0 * PATIENCE
-"""Seconds of a fault "hang"."""
+from tests.support.proc import Child, Children, Family, stop_all
 
 
 class Stage:
@@ -43,7 +40,7 @@ class Stage:
         self.family, self.starts = Family(work), 0
         self.faults = work / "engine.fault"
         self.module, self.world = module, world
-        self.engine_env = {"XFER_FAULT_FILE": str(self.faults), "XFER_FAULT_HANG_S": str(HANG_S), **engine_env}
+        self.engine_env = {"XFER_FAULT_FILE": str(self.faults), **engine_env}
         self.trainer_env = {"XFER_TOKEN": self.token, **(trainer_env or {})}
         self.start()
 
