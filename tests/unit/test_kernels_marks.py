@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.support.examples import EXAMPLES
 from tests.support.row_worlds import change, random_rows
 from xfer.kernels.bits import GRANULE, WORD
-from xfer.kernels.marks import ChangeMarks, places
+from xfer.kernels.marks import ByteRange, ChangeMarks, places, rest_of
 from xfer.plan.program import Op, row_wire_bytes
 from xfer.plan.relay import handed_on
 
@@ -57,18 +57,66 @@ SIZES = st.lists(
 WORLDS = given(st.integers(0, 2**32 - 1), SIZES, st.sampled_from([0.0, 0.001, 0.05, 1.0]), st.sampled_from([0, 2, 16]))
 
 
+def some_parts(rng: np.random.Generator, sizes: list[int]) -> tuple[tuple[ByteRange, ...], np.ndarray, np.ndarray]:
+    """Parts to compare, without some spans; marks as a writer of those spans may have set them; and which bits of marks belong to parts."""
+    spans = [
+        ByteRange(i, *sorted(rng.integers(0, n + 1, 2).tolist())) for i, n in enumerate(sizes) if rng.random() < 0.7
+    ]
+    parts, at = rest_of([s for s in spans if s.start < s.stop], sizes), places(sizes)
+    written, ours = np.zeros(at[-1], np.uint8), np.zeros(at[-1], np.uint8)
+    for s in spans:
+        written[at[s.root] + s.start // 256 : at[s.root] + -(-s.stop // 256)] = rng.integers(0, 256, 1, np.uint8)
+    for p in parts:
+        ours[at[p.root] + p.start // 256 : at[p.root] + -(-p.stop // 256)] = 255
+    return parts, written, ours
+
+
+def with_writes(marks: np.ndarray, written: np.ndarray, ours: np.ndarray, sizes: list[int]) -> np.ndarray:
+    """Marks of a comparison of parts, and of writes."""
+    at = places(sizes)
+    out = marks & ours | written
+    out[:8] = marks[:8]
+    counts = [np.unpackbits(out[a:b]).sum() for a, b in zip(at, at[1:])]
+    out[8 : 8 * (1 + len(sizes))] = np.array(counts, np.int64).view(np.uint8)
+    return out
+
+
+@given(st.integers(0, 2**32 - 1), SIZES)
+def test_the_rest_of_spans_is_in_words_and_has_every_byte_that_they_lack(seed, sizes):
+    rng, taken = np.random.default_rng(seed), [np.zeros(n, bool) for n in sizes]
+    spans = []
+    for i, n in enumerate(sizes):
+        cuts = sorted(set(rng.integers(0, n + 1, 4).tolist()))
+        spans += [ByteRange(i, a, b) for a, b in zip(cuts[::2], cuts[1::2])]
+    parts = rest_of(spans, sizes)
+    assert list(parts) == sorted(parts) and all(p.start % WORD == 0 and p.start < p.stop for p in parts)
+    assert all(p.stop % WORD == 0 or p.stop == sizes[p.root] for p in parts)
+    for s in (*spans, *parts):
+        taken[s.root][s.start : s.stop] = True
+    assert all(t.all() for t in taken)
+    for p in parts:
+        around = [s for s in spans if s.root == p.root and s.start <= p.start and p.stop <= s.stop]
+        assert not around, "a part that has nothing new"
+
+
 @settings(max_examples=EXAMPLES, deadline=None)
 @WORLDS
 def test_the_twin_marks_the_granules_that_differ(seed, sizes, share, spare):
-    """A second comparison, after the copies were brought up to date, marks none."""
-    now, before = changed(np.random.default_rng(seed), sizes, share)
-    a, b = [flat(x, spare).cpu() for x in now], [flat(x, 0).cpu() for x in before]
-    marks = ChangeMarks(sizes, torch.device("cpu"))
-    for base, was in ((7, before), (8, now)):
-        marks.compare(a, b, base)
-        assert np.array_equal(marks.tensor.numpy(), marks_by_definition(now, was, base))
-        marks.update(a, b)
-        assert all(map(torch.equal, a, b))
+    """A second comparison, after the copies were brought up to date, marks none. Of spans that others mark it takes over the marks."""
+    rng = np.random.default_rng(seed)
+    now, before = changed(rng, sizes, share)
+    a = [flat(x, spare).cpu() for x in now]
+    for parts, written, ours in ((None, None, None), some_parts(rng, sizes)):
+        marks, whole = ChangeMarks(sizes, torch.device("cpu"), parts), rest_of((), sizes) if parts is None else parts
+        b = [torch.from_numpy(before[p.root][p.start : p.stop].copy()) for p in whole]
+        for base, was in ((7, before), (8, now)):
+            marks.compare(a, b, base, None if written is None else torch.from_numpy(written))
+            want = marks_by_definition(now, was, base)
+            assert np.array_equal(
+                marks.tensor.numpy(), want if parts is None else with_writes(want, written, ours, sizes)
+            )
+            marks.update(a, b)
+            assert all(torch.equal(p.of(a), x) for p, x in zip(whole, b))
 
 
 @runs
@@ -76,20 +124,25 @@ def test_the_twin_marks_the_granules_that_differ(seed, sizes, share, spare):
 @WORLDS
 def test_the_kernels_mark_what_the_twin_marks_and_copy_it(seed, sizes, share, spare):
     module = pytest.importorskip("xfer.kernels.marks_triton", reason="needs triton")
-    now, before = changed(np.random.default_rng(seed), sizes, share)
-    a, b = [flat(x, spare) for x in now], [flat(x, 0) for x in before]
-    at = places(sizes)
-    marks = torch.zeros(int(at[-1]), dtype=torch.uint8, device=DEVICE)
-    bound = module.MarkKernels(a, b, marks, at)
+    rng = np.random.default_rng(seed)
+    now, before = changed(rng, sizes, share)
+    a, at = [flat(x, spare) for x in now], places(sizes)
+    parts, written, ours = some_parts(rng, sizes)
+    b = [flat(before[p.root][p.start : p.stop], 0) for p in parts]
+    marks = torch.from_numpy(written.copy()).to(DEVICE)
+    marks[: int(at[0])] = 0
+    bound = module.MarkKernels(a, b, marks, at, parts, rest_of(parts, sizes))
     bound.compare()
-    want = marks_by_definition(now, before, 0)
+    want = with_writes(marks_by_definition(now, before, 0), written, ours, sizes)
     counts = want[8 : 8 * (1 + len(now))].view(np.int64)
-    for i in bound.rest:
-        want[at[i] : at[i + 1]] = counts[i] = 0
+    odd = {parts[k].root for k in bound.rest}
+    for i in odd:
+        want[at[i] : at[i + 1]], counts[i] = written[at[i] : at[i + 1]], 0
     assert np.array_equal(marks.cpu().numpy(), want)
     bound.update()
-    for i, (x, y) in enumerate(zip(a, b)):
-        assert torch.equal(y.cpu(), torch.from_numpy(before[i])) if i in bound.rest else torch.equal(x, y)
+    for k, (p, x) in enumerate(zip(parts, b)):
+        was = torch.from_numpy(before[p.root][p.start : p.stop])
+        assert torch.equal(x.cpu(), was) if k in bound.rest else torch.equal(x, p.of(a))
 
 
 @runs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,6 +13,9 @@ import triton.language as tl
 
 from xfer.kernels.bits import WORD
 from xfer.kernels.tiles import COLUMNS, Table
+
+if TYPE_CHECKING:  # it needs what is here
+    from xfer.kernels.marks import ByteRange
 
 TILE_WORDS, AT_ONCE = 64, 8
 """Words of marks that a program sets, and that it sets at once. A word needs 1 KiB of each storage."""
@@ -22,37 +26,37 @@ _WORDS = {16: (tl.int32, 4), 8: (tl.int32, 2), 4: (tl.int32, 1), 2: (tl.int16, 1
 
 
 @triton.jit
-def _compare(now_bases, old_bases, tiles, marks, counts, UPDATE: tl.constexpr, AT_ONCE: tl.constexpr):
-    """tiles: int64 [n, 4]: storage, first byte there, bytes (a multiple of 4), place of its first word in `marks`. UPDATE: copy what
-    is marked from the new to the old storage, instead of marking."""
-    t = tiles + tl.program_id(0).to(tl.int64) * 4
-    root = tl.load(t)
-    start = tl.load(t + 1)
-    n = (tl.load(t + 2) // 4).to(tl.int32)
-    now = (tl.load(now_bases + root) + start).to(tl.pointer_type(tl.int32))
-    old = (tl.load(old_bases + root) + start).to(tl.pointer_type(tl.int32))
+def _compare(tiles, marks, counts, UPDATE: tl.constexpr, AT_ONCE: tl.constexpr):
+    """tiles: int64 [n, 6]: storage, addresses of its first byte and of that of its copy, bytes (a multiple of 4; 0: there is no copy),
+    words, place of the first word in `marks`. UPDATE: copy what is marked from the new to the old storage, instead of marking."""
+    t = tiles + tl.program_id(0).to(tl.int64) * 6
+    now = tl.load(t + 1).to(tl.pointer_type(tl.int32))
+    old = tl.load(t + 2).to(tl.pointer_type(tl.int32))
+    n = (tl.load(t + 3) // 4).to(tl.int32)
+    words = tl.load(t + 4).to(tl.int32)
     now = tl.multiple_of(now, 16)
     old = tl.multiple_of(old, 16)
-    bits = marks + tl.load(t + 3)
+    bits = marks + tl.load(t + 5)
     word = tl.arange(0, AT_ONCE)
     bit = tl.arange(0, 32)
     element = tl.arange(0, 8)
     total = tl.zeros([AT_ONCE], tl.int32)
-    for at in range(0, tl.cdiv(n, 256), AT_ONCE):
+    for at in range(0, words, AT_ONCE):
         i = ((at + word)[:, None, None] * 32 + bit[None, :, None]) * 8 + element[None, None, :]
-        here = (at + word) * 256 < n
+        here = at + word < words
+        was = tl.load(bits + at + word, mask=here, other=0)
+        marked = (was[:, None] >> bit[None, :]) & 1
         if UPDATE:
-            marked = tl.load(bits + at + word, mask=here, other=0)
-            keep = (i < n) & (((marked[:, None] >> bit[None, :]) & 1) != 0)[:, :, None]
+            keep = (i < n) & (marked != 0)[:, :, None]
             tl.store(old + i, tl.load(now + i, mask=keep, other=0), mask=keep)
         else:
             a = tl.load(now + i, mask=i < n, other=0)
             b = tl.load(old + i, mask=i < n, other=0)
-            differs = tl.max((a != b).to(tl.int32), axis=2)
-            tl.store(bits + at + word, tl.sum(differs << bit[None, :], axis=1), mask=here)
-            total += tl.sum(differs, axis=1)
+            marked |= tl.max((a != b).to(tl.int32), axis=2)
+            tl.store(bits + at + word, tl.sum(marked << bit[None, :], axis=1), mask=here)
+            total += tl.sum(marked, axis=1)
     if not UPDATE:
-        tl.atomic_add(counts + root, tl.sum(total, axis=0).to(tl.int64))
+        tl.atomic_add(counts + tl.load(t), tl.sum(total, axis=0).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -104,32 +108,40 @@ def _copy_marked(
 
 
 class MarkKernels:
-    """Storages, copies of them and their marks, bound to each other.
+    """Storages, copies of parts of them and their marks, bound to each other.
 
     Args:
         now, before: As of `ChangeMarks.compare`.
         marks: The marks, flat uint8.
         places: See `marks.places`.
+        parts: Those of which `before` are copies.
+        others: The rest of the storages, whose marks are counted only.
 
     Attributes:
-        rest: Numbers of the storages that these kernels leave out: not aligned to 16 bytes, or of a length that 4 does not divide.
+        rest: Numbers of the parts that these kernels leave out: all parts of storages that are not aligned to 16 bytes, or have a length
+            that 4 does not divide.
     """
 
     def __init__(
-        self, now: Sequence[torch.Tensor], before: Sequence[torch.Tensor], marks: torch.Tensor, places: np.ndarray
+        self,
+        now: Sequence[torch.Tensor],
+        before: Sequence[torch.Tensor],
+        marks: torch.Tensor,
+        places: np.ndarray,
+        parts: Sequence[ByteRange],
+        others: Sequence[ByteRange],
     ):
-        aligned = [a.data_ptr() % 16 == b.data_ptr() % 16 == a.numel() % 4 == 0 for a, b in zip(now, before)]
-        self.rest = [i for i, good in enumerate(aligned) if not good]
-        step, tiles = TILE_WORDS * WORD, []
-        for i, good in enumerate(aligned):
-            if good and (n := now[i].numel()):
-                at = np.arange(0, n, step)
-                columns = np.full_like(at, i), at, np.minimum(step, n - at), places[i] // 4 + at // WORD
-                tiles.append(np.stack(columns, axis=1))
+        pairs = [(part.of(now), copy) for part, copy in zip(parts, before, strict=True)]
+        odd = {p.root for p, (a, b) in zip(parts, pairs) if a.data_ptr() % 16 or b.data_ptr() % 16 or a.numel() % 4}
+        self.rest = [i for i, part in enumerate(parts) if part.root in odd]
+        tiles = [
+            _tiles(part, now, copy, places)
+            for part, copy in (*zip(parts, before), *((part, None) for part in others))
+            if part.root not in odd
+        ]
         device = marks.device
-        table = np.concatenate(tiles) if tiles else np.empty((0, 4), np.int64)
+        table = np.concatenate(tiles) if tiles else np.empty((0, 6), np.int64)
         self._tiles = torch.from_numpy(np.ascontiguousarray(table)).to(device)
-        self._now, self._before = (_addresses(some, device) for some in (now, before))
         self._held = (*now, *before)
         self._bits = marks[: len(marks) // 4 * 4].view(torch.int32)
         self._counts = marks[8 : 8 * (1 + len(now))].view(torch.int64)
@@ -137,7 +149,7 @@ class MarkKernels:
     @property
     def nbytes(self) -> int:
         """Bytes of the tables."""
-        return self._tiles.nbytes + self._now.nbytes + self._before.nbytes
+        return self._tiles.nbytes
 
     def compare(self) -> None:
         """Set the bits, and add to the counts."""
@@ -148,12 +160,22 @@ class MarkKernels:
         self._run(True)
 
     def _run(self, update: bool) -> None:
-        if not len(self._tiles):
-            return
-        with _on(self._tiles.device):
-            _compare[(len(self._tiles),)](
-                self._now, self._before, self._tiles, self._bits, self._counts, update, AT_ONCE, num_warps=WARPS
-            )
+        if len(self._tiles):
+            with _on(self._tiles.device):
+                _compare[(len(self._tiles),)](self._tiles, self._bits, self._counts, update, AT_ONCE, num_warps=WARPS)
+
+
+def _tiles(part: ByteRange, now: Sequence[torch.Tensor], copy: torch.Tensor | None, places: np.ndarray) -> np.ndarray:
+    """Tiles of `_compare` over a part, which begins at a word."""
+    step, n = TILE_WORDS * WORD, part.stop - part.start
+    at = np.arange(0, n, step)
+    some = np.minimum(step, n - at)
+    there = np.zeros_like(at) if copy is None else copy.data_ptr() + at
+    columns = (
+        np.full_like(at, part.root), now[part.root].data_ptr() + part.start + at, there, some * (copy is not None),
+        -(-some // WORD), places[part.root] // 4 + (part.start + at) // WORD,
+    )  # fmt: skip
+    return np.stack(columns, axis=1)
 
 
 class MarkedCopies:
@@ -205,10 +227,6 @@ class MarkedCopies:
                     self._words[-1:] if abort is None else abort,
                     self.moved, word, vec, unit, UNITS_AT_ONCE, COLUMNS, here, num_warps=WARPS,
                 )  # fmt: skip
-
-
-def _addresses(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    return torch.tensor([t.data_ptr() for t in tensors] or [0], dtype=torch.int64).to(device)
 
 
 def _on(device: torch.device):

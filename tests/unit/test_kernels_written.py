@@ -1,0 +1,179 @@
+"""Writes that mark: exactly the granules that they change, by the torch twin and by the kernel (in Triton's interpreter on CPUs, compiled
+on a GPU), and every other write is found.
+
+    TRITON_INTERPRET=1 python -m pytest tests/unit/test_kernels_written.py
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.examples import EXAMPLES
+from xfer.kernels import written
+from xfer.kernels.bits import GRANULE
+from xfer.kernels.marks import ByteRange, places
+from xfer.kernels.written import Written, spans_of, write
+
+GPU, INTERPRETED = torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if GPU else "cpu"
+runs = pytest.mark.skipif(not (GPU or INTERPRETED), reason="needs a GPU or TRITON_INTERPRET=1")
+
+
+class Params:
+    """Storages with 16-bit tensors inside, and an optimizer's fp32 masters of these.
+
+    Args:
+        seed: Of everything.
+        device: Where all lies.
+    """
+
+    def __init__(self, seed: int, device: str = "cpu"):
+        self.rng = rng = np.random.default_rng(seed)
+        dtype = [torch.bfloat16, torch.float16][seed % 2]
+        self.roots, self.params = [], []
+        for _ in range(rng.integers(1, 3)):
+            counts, at, places = rng.choice([1, 7, 8, 40, 513, 1000, 2050], rng.integers(1, 4)), 0, []
+            for n in counts.tolist():
+                at = -(-at // 16) * 16 + 16 * int(rng.integers(0, 5))
+                places.append((at, n))
+                at += 2 * n
+            values = torch.from_numpy(rng.standard_normal(at // 2 + 8).astype(np.float32)).to(dtype)
+            self.roots.append(values.view(torch.uint8).to(device))
+            self.params += [self.roots[-1][a : a + 2 * n].view(dtype) for a, n in places]
+        self.masters = [p.float() for p in self.params]
+        written.announce(self)
+
+    def writes(self):
+        return self.params
+
+    def step(self, share: float, writer=write) -> None:
+        """Change this share of the masters, and write all of them. Some changes are lost in rounding; some values are special."""
+        for p, m in zip(self.params, self.masters):
+            some = torch.from_numpy(self.rng.random(len(m)) < share).to(m.device)
+            m[some] *= 1 + self.rng.choice([1e-4, 0.5])
+            if self.rng.random() < 0.1:
+                m[0] = self.rng.choice([0.0, -0.0, np.inf, 1e30, 1e-40])
+            writer(p, m)
+
+
+def changed_granules(params: Params, now: list[np.ndarray], before: list[np.ndarray]) -> np.ndarray:
+    """Marks, without their head, of the granules that differ."""
+    at = places([len(x) for x in now])
+    out = np.zeros(at[-1], np.uint8)
+    for i, (a, b) in enumerate(zip(now, before)):
+        for g in np.unique(np.flatnonzero(a != b) // GRANULE):
+            out[at[i] + g // 8] |= 1 << g % 8
+    return out
+
+
+def bytes_of(params: Params) -> list[np.ndarray]:
+    return [r.cpu().numpy().copy() for r in params.roots]
+
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(SEEDS, st.lists(st.sampled_from([0.0, 0.01, 0.3, 1.0]), min_size=1, max_size=4))
+def test_writes_do_what_a_copy_does_and_mark_what_they_change_and_nothing_else_is_taken_for_them(seed, shares):
+    params = Params(seed)
+    spans = spans_of(params.roots)
+    assert len(spans) == len(params.params) and list(spans) == sorted(spans)
+    taken, want = Written(params.roots, spans), 0
+    for share in shares:
+        before = bytes_of(params)
+        params.step(share)
+        assert all(torch.equal(p, m.to(p.dtype)) for p, m in zip(params.params, params.masters))
+        want = want | changed_granules(params, bytes_of(params), before)
+        taken.settle()
+        assert np.array_equal(taken.bits.numpy(), want)
+    taken.clear()
+    k = int(params.rng.integers(len(spans)))
+    s, at = spans[k], places([len(r) for r in params.roots])
+    if params.rng.random() < 0.5:
+        params.step(0.3)  # after another write, and before one
+        want = taken.bits.numpy().copy()
+    else:
+        want = taken.bits.numpy() * 0
+    one = params.rng.integers(s.start, s.stop)
+    params.roots[s.root].numpy()[one] ^= 1 << params.rng.integers(8)
+    if params.rng.random() < 0.5:
+        before = bytes_of(params)
+        params.step(0.1)
+        want |= changed_granules(params, bytes_of(params), before)
+    want[at[s.root] + s.start // 256 : at[s.root] + -(-s.stop // 256)] = 255
+    for _ in range(2):
+        taken.settle()
+        assert np.array_equal(taken.bits.numpy(), want)
+
+
+@runs
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(SEEDS, st.sampled_from([0.0, 0.01, 0.3, 1.0]))
+def test_the_kernel_writes_marks_and_sums_as_the_twin(seed, share):
+    module = pytest.importorskip("xfer.kernels.written_triton", reason="needs triton")
+    params, twins = Params(seed, DEVICE), Params(seed)
+    here, there = (Written(p.roots, spans_of(p.roots)) for p in (params, twins))
+    number = {s.of(params.roots).data_ptr(): (k, s) for k, s in enumerate(here.spans)}
+
+    def by_kernel(into: torch.Tensor, value: torch.Tensor) -> None:
+        k, s = number[into.data_ptr()]
+        bits = here.bits[int(places([len(r) for r in params.roots])[s.root]) :]
+        module.write(into, value, bits, here._sums[k], s.start, written.salts(k))
+
+    for _ in range(2):
+        params.step(share, by_kernel)
+        twins.step(share)
+        assert all(np.array_equal(a, b) for a, b in zip(bytes_of(params), bytes_of(twins)))
+        assert torch.equal(here.bits.cpu(), there.bits) and torch.equal(here._sums.cpu(), there._sums)
+        here.settle()
+
+
+def test_of_what_a_writer_names_only_tensors_that_can_be_marked_are_spans():
+    params = Params(0)
+    root = params.roots[0] = torch.zeros(4096, dtype=torch.uint8)
+    half = root.view(torch.bfloat16)
+    params.params = [
+        half[8:24],
+        half[16:32],  # overlaps the one before
+        half[33:40],  # no multiple of 16 bytes
+        half[64:96].view(4, 8).t(),
+        half[96:112].view(torch.int16),
+        root[256:320].view(torch.float32),
+        half[:0],
+        torch.zeros(16, dtype=torch.bfloat16),  # elsewhere
+        half[512:544],
+    ]
+    assert spans_of(params.roots[:1]) == (ByteRange(0, 16, 48), ByteRange(0, 1024, 1088))
+    assert spans_of([root[2:]]) == (), "a storage that begins at an odd place"
+    written.forget(params)
+    assert spans_of(params.roots[:1]) == ()
+
+
+def test_storages_that_move_go_on_and_nobody_who_is_gone_takes_writes():
+    params = Params(3)
+    taken = Written(params.roots, spans_of(params.roots))
+    moved = [r.clone() for r in params.roots]
+    at = [(s.root, s.start, s.stop) for s in taken.spans]
+    dtype = params.params[0].dtype
+    params.roots, params.params = moved, [moved[i][a:b].view(dtype) for i, a, b in at]
+    params.masters = [p.float() for p in params.params]
+    assert spans_of(moved) == taken.spans
+    taken.bind(moved)
+    taken.settle()
+    assert not taken.bits.any(), "they hold the same"
+    params.step(1.0)
+    assert taken.bits.any()
+    bits, version = taken.bits, params.params[0]._version
+    del taken
+    gc.collect()
+    bits.zero_()
+    params.step(1.0)
+    assert not bits.any() and params.params[0]._version > version

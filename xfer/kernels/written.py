@@ -1,0 +1,184 @@
+"""Writes that mark what they change: an optimizer's copies of its fp32 masters into 16-bit parameters.
+
+An optimizer announces itself (`announce`) and copies by `write`. A trainer's side that offers these parameters holds a `Written`, in
+which such a copy sets the bits of the granules that it changes (marks.py). So it needs no copy of them and no comparison with one.
+
+Anything else may write parameters, too, and tells nobody. So a `Written` also has a checksum of each tensor (checksum.py), which a
+write brings up to date by what it changes. `settle` reads the tensors: if one has another checksum, something else has written it, and
+all of its granules are marked.
+
+A Triton kernel compares, writes and marks in one pass on CUDA (written_triton.py); here is its torch twin.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from xfer.kernels.bits import GRANULE
+from xfer.kernels.checksum import FACTORS, GROUP, MIXES, Sums, _halves, mix_int
+from xfer.kernels.marks import ByteRange, packed_bits, places
+from xfer.plan.program import DTYPE_CODE, ROW, Op
+
+DTYPES = (torch.bfloat16, torch.float16)
+"""Of the tensors that are written."""
+_LOW = (1 << 32) - 1
+
+
+class Writer(Protocol):
+    """Code that writes tensors by `write`."""
+
+    def writes(self) -> Iterable[torch.Tensor]:
+        """Return these tensors. What is no plain contiguous 16-bit tensor is left out by those who ask."""
+
+
+_writers: list[weakref.ref[Writer]] = []
+_known: list[weakref.ref[Written]] = []
+
+
+def announce(writer: Writer) -> None:
+    """Add a writer, until it is gone or `forget` removes it."""
+    _writers[:] = [r for r in _writers if r() is not None] + [weakref.ref(writer)]
+
+
+def forget(writer: Writer) -> None:
+    """Remove a writer that `announce` added."""
+    _writers[:] = [r for r in _writers if r() not in (None, writer)]
+
+
+def write(into: torch.Tensor, value: torch.Tensor) -> None:
+    """Do `into.copy_(value)`, and mark what it changes."""
+    if not write_marked(into, value):
+        into.copy_(value)
+
+
+def write_marked(into: torch.Tensor, value: torch.Tensor) -> bool:
+    """Do `into.copy_(value)` and mark what it changes, if somebody wants marks of `into`. Returns whether that is so."""
+    return any(known.write(into, value) for r in reversed(_known) if (known := r()) is not None)
+
+
+def spans_of(roots: Sequence[torch.Tensor]) -> tuple[ByteRange, ...]:
+    """Return the spans of these storages that announced writers write, in order.
+
+    Args:
+        roots: The storages, flat uint8.
+    """
+    at = sorted((t.data_ptr(), i) for i, t in enumerate(roots) if t.numel() and t.data_ptr() % 16 == 0)
+    found = []
+    for t in (t for r in _writers if (writer := r()) is not None for t in writer.writes()):
+        k = bisect_right(at, (t.data_ptr(), len(roots))) - 1
+        if k < 0 or type(t) not in (torch.Tensor, torch.nn.Parameter) or t.dtype not in DTYPES or not t.is_contiguous():
+            continue
+        base, i = at[k]
+        span = ByteRange(i, t.data_ptr() - base, t.data_ptr() - base + t.nbytes)
+        if span.start % 16 == 0 and span.start < span.stop <= roots[i].numel() and t.device == roots[i].device:
+            found.append(span)
+    found.sort()
+    return tuple(
+        s for before, s in pairwise([ByteRange(-1, 0, 0), *found]) if s.root != before.root or s.start >= before.stop
+    )
+
+
+class Written:
+    """Marks of what is written into spans of some storages. Writes are marked from now on.
+
+    Args:
+        roots: The storages, flat uint8.
+        spans: As of `spans_of`.
+
+    Attributes:
+        bits: Laid out as marks; their head means nothing. Flat uint8.
+    """
+
+    def __init__(self, roots: Sequence[torch.Tensor], spans: Sequence[ByteRange]):
+        self.spans, self._places = tuple(spans), places([t.numel() for t in roots])
+        self.bits = torch.zeros(int(self._places[-1]), dtype=torch.uint8, device=roots[0].device)
+        self.bind(roots)
+        self._sums = self._read().to(self.bits.device)
+        _known[:] = [r for r in _known if r() is not None] + [weakref.ref(self)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the marks and the checksums."""
+        return self.bits.numel() + self._sums.nbytes
+
+    def bind(self, roots: Sequence[torch.Tensor]) -> None:
+        """Use these storages of the same sizes, which have other addresses. If they hold other bytes, or writes go to other places in
+        them, `settle` finds that."""
+        self._number = {s.of(roots).data_ptr(): k for k, s in enumerate(self.spans)}
+        rows, n = np.zeros(len(self.spans), ROW), np.array([(s.stop - s.start) // 2 for s in self.spans], np.int64)
+        rows["op"], rows["src_dtype"], rows["dst_dtype"] = Op.COPY, *[DTYPE_CODE["int16"]] * 2
+        rows["tensor"] = np.arange(len(rows))
+        rows["dst_root"], rows["dst_offset"] = np.array([(s.root, s.start) for s in self.spans]).T
+        rows["extent"], rows["dst_strides"] = 1, 2
+        rows["extent"][:, -1] = n
+        self._checksums = Sums(rows, rows["tensor"], len(rows), roots, "dst", [(x,) for x in n.tolist()])
+
+    def _read(self) -> torch.Tensor:
+        """The checksums of the spans as they are; int32 [spans, 2]."""
+        return torch.from_numpy(np.array(self._checksums.values(), np.uint64).view(np.int32).reshape(-1, 2).copy())
+
+    def settle(self) -> None:
+        """Mark all of each span that something else than `write` has written."""
+        now = self._read()
+        for k in (now != self._sums.cpu()).any(1).nonzero().view(-1).tolist():
+            s = self.spans[k]
+            at = int(self._places[s.root])
+            self.bits[at + s.start // (8 * GRANULE) : at + -(-s.stop // (8 * GRANULE))] = 255
+        self._sums.copy_(now)
+
+    def clear(self) -> None:
+        """Remove all marks."""
+        self.bits.zero_()
+
+    def write(self, into: torch.Tensor, value: torch.Tensor) -> bool:
+        """Do `into.copy_(value)` and mark what it changes, if `into` is the tensor of a span.
+
+        Returns:
+            False if it has done nothing.
+        """
+        k = self._number.get(into.data_ptr())
+        if k is None or into.dtype not in DTYPES or into.nbytes != self.spans[k].stop - self.spans[k].start:
+            return False
+        if not into.is_contiguous() or value.shape != into.shape:
+            return False
+        value = value.detach().to(into.device, torch.float32).contiguous()
+        if into.is_cuda and find_spec("triton") is not None:
+            from xfer.kernels import written_triton
+
+            at = self._places[self.spans[k].root]
+            written_triton.write(into, value, self.bits[at:], self._sums[k], self.spans[k].start, salts(k))
+        else:
+            self._write(k, into.detach(), value.to(into.dtype))
+        torch.autograd.graph.increment_version(into)
+        return True
+
+    def _write(self, k: int, into: torch.Tensor, value: torch.Tensor) -> None:
+        old, new = (t.view(-1).view(torch.int16) for t in (into, value))
+        at = (old != new).nonzero().view(-1)
+        change = new[at].long() - old[at]
+        for half, salt in enumerate(salts(k)):
+            weight = at // GROUP + salt & _LOW
+            for shift, factor in MIXES[half]:
+                weight ^= weight >> shift
+                weight = weight * (factor or 1) & _LOW
+            factors = torch.tensor(FACTORS[half], device=at.device)[at % GROUP]
+            self._sums[k, half] += ((weight | 1) * factors * change).sum().to(torch.int32)  # wraps
+        into.copy_(value)
+        start, first = self.spans[k].start, self.spans[k].start // (8 * GRANULE)
+        some = torch.zeros(-(-self.spans[k].stop // (8 * GRANULE)) - first, 8, dtype=torch.bool, device=at.device)
+        some.view(-1)[(start + 2 * at) // GRANULE - 8 * first] = True
+        place = int(self._places[self.spans[k].root]) + first
+        self.bits[place : place + len(some)] |= packed_bits(some)
+
+
+def salts(k: int) -> tuple[int, int]:
+    """The salts of span k in both sums, as of tensor k (checksum.py)."""
+    return _halves(mix_int(k + 1))
