@@ -16,10 +16,14 @@ from tests.support.simulation import simulated
 from tests.support.world import SHAPES, ToyEngine, ToyLayout, ToySource, ToyTaker, World, good, raised, right
 from xfer.background import BackgroundCall
 from xfer.direct import holders
-from xfer.errors import CoverageError, DeadlineExceeded, LayoutError, Unsupported, VerificationError
+from xfer.errors import CoverageError, DeadlineExceeded, LayoutError, Unsupported, VerificationError, XferError
+from xfer.kernels.written import Written
+from xfer.layerwise import LayerWiseOptimizer, ParamGroup
 from xfer.participants.lane import Lane
 from xfer.participants.refit import RefitCall
 from xfer.trace.fragment import TensorSpec
+from xfer.trainers.dtensor import TensorTrainer
+from xfer.trainers.layerwise import LayerWiseTrainer
 
 pytestmark = pytest.mark.usefixtures(simulated.__name__)
 
@@ -278,3 +282,84 @@ def test_training_that_arrives_is_never_doubted(steps, monkeypatch):
         assert steps(w, ("lora_A", "norm"), 1) == [0]
         monkeypatch.setattr("xfer.direct.unsent.Sums", lambda *_: pytest.fail("read again"))
         assert steps(w, ("lora_A",), 3) == [0] * 3, "what is sent has changed once: nobody looks any more"
+
+
+# ---- optimizers that mark what they write
+
+
+class Owner:
+    """A trainer whose weights a layer-wise optimizer writes. All engines pull them."""
+
+    def __init__(self):
+        self.net = torch.nn.ParameterDict({n: torch.nn.Parameter(torch.randn(s).bfloat16()) for n, s in MARKED.items()})
+        groups = [ParamGroup(list(self.net.parameters()), torch.optim.SGD, {"lr": 1.0})]
+        self.optimizer = LayerWiseOptimizer(self.net, groups)
+        self.source = LayerWiseTrainer(TensorTrainer(self.net, rank=0, world=1), self.optimizer)
+        self.world = World(trainers=1, sources=[self.source], shapes=MARKED, host_pull=True)
+
+    def step(self) -> None:
+        """Changes the first elements of each parameter."""
+        for p in self.net.parameters():
+            p.grad = torch.zeros_like(p)
+            p.grad.view(-1)[:3] = 0.5
+        self.optimizer.step()
+
+    def refit(self, **how):
+        """A refit by changes that brings every byte. Returns its report."""
+        report = good(self.world.refit(**{"delta": "auto", "verify": False, **how}))
+        assert self.wrong() == []
+        return report
+
+    def wrong(self) -> list[str]:
+        """Names of tensors of which a worker has other bytes than the trainer."""
+        takers = self.world.engines[0].takers
+        parts = {n: p.detach().chunk(len(takers), -1) if p.dim() > 1 else [p.detach()] * 2 for n, p in self.net.items()}
+        live = lambda t, n: t.live[n][:36] if n == "embed" else t.live[n]  # noqa: E731
+        return [n for n, some in parts.items() if not all(torch.equal(live(t, n), x) for t, x in zip(takers, some))]
+
+
+MARKED = {"embed": (36, 1024), "w": (128, 512), "norm": (12,)}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_refit_by_marks_of_an_optimizer_brings_every_write_without_copies():
+    owner = Owner()
+    with owner.world as w:
+        whole = owner.refit().outcomes[0].bytes_moved
+        for _ in range(3):
+            owner.step()
+            report = owner.refit()
+        assert 0 < report.outcomes[0].bytes_moved < whole / 50
+        assert report.extra_bytes < whole / 20, "there are no copies"
+        assert owner.refit().outcomes[0].bytes_moved == 0, "and nothing happened"
+        w.engines[0].fail["start"] = RuntimeError("a failure before bytes move")
+        owner.step()
+        w.fails(None, XferError, delta="auto", verify=False)
+        owner.step()
+        assert owner.refit().outcomes[0].bytes_moved < whole / 50, "of both steps"
+        owner.net["embed"].data[7] += 1.0
+        assert whole / 3 < owner.refit().outcomes[0].bytes_moved < whole, "of one tensor all granules"
+        for p in owner.net.parameters():
+            p.data = p.data.clone()  # other storages
+        owner.step()
+        owner.refit()
+        owner.optimizer.close()
+        owner.net["embed"].data[9] += 1.0
+        owner.refit()
+        owner.net["embed"].data[9] += 1.0
+        assert owner.refit().outcomes[0].bytes_moved < whole / 50, "compared with copies"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_write_that_marks_would_miss_is_refused_by_verify_and_the_next_refit_sends_everything(monkeypatch):
+    owner = Owner()
+    with owner.world as w:
+        whole = owner.refit().outcomes[0].bytes_moved
+        owner.step()
+        owner.refit()
+        with monkeypatch.context() as patch:
+            patch.setattr(Written, "settle", lambda _: None)
+            owner.net["embed"].data[7] += 1.0
+            w.fails(None, VerificationError, delta="auto", verify=True)
+        assert "embed" in owner.wrong() and "w" not in owner.wrong()
+        assert owner.refit(verify=True).outcomes[0].bytes_moved == whole

@@ -58,7 +58,7 @@ class Half(LayerWiseOptimizer):
         if groups is None:
             groups = [ParamGroup(list(net.parameters()), torch.optim.SGD, {"lr": 0.1})]
         super().__init__(net, groups, **{"bucket_bytes": 1, "reduce": "done", **options})
-        self.others = [n for n, _ in self.named if not self.owns(n)]
+        self.others = [n for n, _ in self._trained if not self.owns(n)]
 
     def _meet(self, process_group, group_of, like) -> dict[str, Peers]:
         self.wire = Wire()

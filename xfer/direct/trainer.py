@@ -12,9 +12,9 @@ from xfer.direct import holders
 from xfer.direct.native import Native
 from xfer.direct.plane import DirectPlane
 from xfer.direct.quantized import Quantized
+from xfer.direct.remembered import Remembered
 from xfer.direct.sums import SourceSums
 from xfer.direct.unsent import Unsent
-from xfer.kernels.marks import ChangeMarks
 from xfer.participants.data_plane import News, PartialBlocks
 from xfer.plan.cache import PlanCache
 from xfer.plan.inventory import Inventory, trainer_inventory
@@ -55,9 +55,7 @@ class DirectTrainer:
         self._roots: list[torch.Tensor] = []
         self._binding = 0
         self._sums = SourceSums(index, [], [])
-        self._remembered, self._copies = 0, list[torch.Tensor]()  # a refit, and the storages as it sent them
-        self._copied_bytes = 0
-        self._marks: ChangeMarks | None = None  # of what changed since, if destinations pull
+        self._last = Remembered()
         self._kept: list[list[torch.Tensor]] = []  # storages that other ranks may still read
         self._planes: dict[int, DirectPlane] = {}
 
@@ -77,7 +75,7 @@ class DirectTrainer:
         )
         self._made, self.inventory = made, self._party.shelf.offer(made)
         self._names = [r.name for r in made.roots]
-        self._forget_copies()
+        self._last.forget()
         self._unsent.expect(layout.trained)
         self.rebind(layout.tensors)
 
@@ -86,7 +84,7 @@ class DirectTrainer:
 
     def forget_layout(self) -> None:
         self._made, self._native, self._names, self.inventory = None, None, [], b""
-        self._forget_copies()
+        self._last.forget()
         self._quantized = self._quantizing(Catalog(()))
         self.rebind({})
 
@@ -94,6 +92,7 @@ class DirectTrainer:
         self._sums.end()
         tensors = self._quantized.bind(tensors)
         self._roots = [tensors[name] for name in self._names]
+        self._last.moved(self._roots)
         self._binding += 1  # after `_roots`: a lane must never read old storages with a newer number
         self._sums = SourceSums(self.index, self._roots, padded_shapes(self.catalog) if self._names else [])
 
@@ -112,7 +111,7 @@ class DirectTrainer:
 
     @property
     def scratch_bytes(self) -> int:
-        return self._quantized.nbytes + self._copied_bytes + (self._marks.nbytes if self._marks is not None else 0)
+        return self._quantized.nbytes + self._last.nbytes
 
     @property
     def rules(self) -> tuple[str, ...]:
@@ -135,29 +134,16 @@ class DirectTrainer:
         self._sums.begin({r: parts[r] for r in idle if r in parts}, attempt)
 
     def compare(self) -> None:
-        if self._marks is not None and self._copies:
-            self._marks.compare(self._roots, self._copies, self._remembered)
+        self._last.compare(self._roots)
 
     def remember(self, attempt: int) -> None:
         """If destinations pull, also make room for marks, which they map when routes are opened again for the next refit."""
         planes = list(self._planes.values())
-        pulled = any(plane.read_by_others for plane in planes)
-        if not pulled and not any(plane.sends for plane in planes):
-            return self._forget_copies()
-        if not self._copies:
-            self._copies = [torch.empty_like(root) for root in self._roots]
-            self._copied_bytes = sum(t.numel() for t in self._copies)
-        if pulled and self._marks is None:
-            self._marks = ChangeMarks([root.numel() for root in self._roots], self.device)
+        pulled, sends = any(plane.read_by_others for plane in planes), any(plane.sends for plane in planes)
+        if not pulled and not sends:
+            self._last.forget()
+        elif self._last.keep(attempt, self._roots, pulled=pulled, sends=sends):
             self._binding += 1
-        if self._marks is not None:
-            self._marks.update(self._roots, self._copies)
-        else:
-            torch._foreach_copy_(self._copies, self._roots)
-        self._remembered = attempt
-
-    def _forget_copies(self) -> None:
-        self._remembered, self._copies, self._copied_bytes, self._marks = 0, [], 0, None
 
     def warn(self, lines: Sequence[str]) -> tuple[str, ...]:
         return tuple(lines)
@@ -171,12 +157,13 @@ class DirectTrainer:
     def release(self) -> None:
         self._sums.end()
         self._quantized.release()
-        self._forget_copies()
+        self._last.forget()
         self._roots = []
         self._sums = SourceSums(self.index, [], [])
 
     def close(self) -> None:
         self._sums.end()
+        self._last.forget()
 
     # ---- for its planes
 
@@ -191,11 +178,11 @@ class DirectTrainer:
             sums.bind(replica, plan)
 
     def marks(self) -> torch.Tensor | None:
-        marks = self._marks
+        marks = self._last.marks
         return marks.tensor if marks is not None else None
 
     def remembered(self, attempt: int) -> Sequence[torch.Tensor] | None:
-        return self._copies if self._copies and attempt == self._remembered else None
+        return self._last.whole(attempt)
 
     def as_bound(self) -> bool:
         return True  # it stages nothing

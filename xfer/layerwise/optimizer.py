@@ -8,7 +8,7 @@ else. checkpoint.py writes and reads the state of both.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args, overload
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from xfer.errors import LayoutError, Unsupported
+from xfer.kernels import written
 from xfer.layerwise.gather import Bucket, ParamGather, Peers
 from xfer.layerwise.gradients import reduce_to_owners, squares
 from xfer.layerwise.groups import Cost, Owned, ParamGroup, Trains, named
@@ -106,6 +107,7 @@ class LayerWise:
             self._trains = Trains.now(self.modules, self.inner, self.param_groups)
             self._stepped: torch.cuda.Event | None = None  # behind the last write of this rank's parameters
             announce(self.hooks)  # adapters finish these gathers before a refit reads
+            written.announce(self)
             undo.pop_all()
 
     # ---- the step
@@ -180,6 +182,10 @@ class LayerWise:
         peers, owner = self.owner[name]
         return peers.rank == owner
 
+    def writes(self) -> Iterator[torch.Tensor]:
+        """Yield the parameters that this rank writes from fp32 masters; see `kernels.written.Writer`."""
+        yield from (o.param for o in self.owned if o.target is not o.param)
+
     def close(self) -> None:
         """Drains, removes all hooks and closes the connections. The module is an ordinary one again. Collective.
 
@@ -192,6 +198,7 @@ class LayerWise:
                 ends.callback(self._part, pulls)
             self.drain()
             forget(self.hooks)
+            written.forget(self)
             self.hooks.remove()
 
     def _part(self, pulls: Pulls) -> None:
@@ -275,7 +282,7 @@ class LayerWise:
             self.inner[i].step()
             for o in self.owned:
                 if o.group == i and o.target is not o.param:
-                    o.param.copy_(o.target)
+                    written.write(o.param, o.target)
             if left:
                 self.gather.begin_ahead(
                     lambda b: all(self._group_at[id(m.param)] not in left for s in b.shares for m in s.members)

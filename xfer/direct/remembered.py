@@ -1,0 +1,86 @@
+"""What a trainer rank keeps of a refit, to find out in a later one what has changed: copies of its storages, or marks of every write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from xfer.kernels.marks import ByteRange, ChangeMarks, rest_of
+from xfer.kernels.written import Written, spans_of
+
+
+class Remembered:
+    """Copies and marks of a trainer rank's storages. Spans that an optimizer writes by marking writes (kernels/written.py) have no copies,
+    unless bytes are sent that nobody pulls: messages are compared with copies.
+
+    Attributes:
+        refit: Number of the refit; 0: none.
+        marks: Of what has changed since; None if destinations do not pull.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Free everything."""
+        self.refit = 0
+        self.marks: ChangeMarks | None = None
+        self._spans: tuple[ByteRange, ...] | None = None  # those without copies; None: nothing is kept
+        self._parts: tuple[ByteRange, ...] = ()
+        self._copies: list[torch.Tensor] = []
+        self._copied_bytes = 0
+        self._written: Written | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies and the marks."""
+        some = (self.marks, self._written)
+        return self._copied_bytes + sum(x.nbytes for x in some if x is not None)
+
+    def keep(self, refit: int, roots: Sequence[torch.Tensor], *, pulled: bool, sends: bool) -> bool:
+        """Keep the bytes of a refit.
+
+        Args:
+            refit: Its number.
+            roots: The storages as they were compared and sent; flat uint8.
+            pulled: Whether destinations pull.
+            sends: Whether bytes are sent that nobody pulls.
+
+        Returns:
+            Whether there are other marks than before, which destinations have to map.
+        """
+        spans, sizes = () if sends else spans_of(roots), [t.numel() for t in roots]
+        if spans != self._spans:
+            self.forget()
+            self._spans, self._parts = spans, rest_of(spans, sizes)
+            self._copies = [torch.empty_like(part.of(roots)) for part in self._parts]
+            self._copied_bytes = sum(t.numel() for t in self._copies)
+            self._written = Written(roots, spans) if spans else None
+        if new := pulled and self.marks is None:
+            self.marks = ChangeMarks(sizes, roots[0].device, self._parts)
+        if self.marks is not None:
+            self.marks.update(roots, self._copies)
+        elif self._copies:
+            torch._foreach_copy_(self._copies, [part.of(roots) for part in self._parts])
+        if self._written is not None:
+            self._written.clear()
+        self.refit = refit
+        return new
+
+    def compare(self, roots: Sequence[torch.Tensor]) -> None:
+        """Set the marks, from storages that hold the new bytes; on GPUs on the current stream."""
+        if self.marks is None:
+            return
+        if self._written is not None:
+            self._written.settle()
+        self.marks.compare(roots, self._copies, self.refit, self._written.bits if self._written is not None else None)
+
+    def moved(self, roots: Sequence[torch.Tensor]) -> None:
+        """Use these storages, which have other addresses."""
+        if self._written is not None:
+            self._written.bind(roots)
+
+    def whole(self, refit: int) -> Sequence[torch.Tensor] | None:
+        """Return copies of all storages as this refit sent them; None if there are none."""
+        return self._copies if self._copies and not self._spans and refit == self.refit else None
