@@ -161,6 +161,9 @@ class Session:
         """Call `fence` at the beginning of each `step` of an optimizer, from now on, and wherever else the trainer's framework changes
         what is exported: Megatron-Core updates the biases of routers in `finalize_model_grads_func`, which has to be set before.
 
+        From now on Megatron-Core's distributed optimizer also marks what it changes, for `delta`: where all bytes of a rank are pulled,
+        the rank keeps no copies of what the optimizer writes.
+
         Args:
             optimizer: A torch optimizer, a layer-wise one (`xfer.layerwise`), or one of Megatron-Core's, which keeps torch optimizers
                 in `optimizer` or `chained_optimizers`.
@@ -171,6 +174,8 @@ class Session:
         fence_before(optimizer, self.fence)
         if (also := getattr(self._session.source, "fence_before", None)) is not None:
             also(self.fence)
+        if (marks := getattr(self._session.source, "mark_writes", None)) is not None:
+            marks(optimizer)
 
     def prepare(self) -> None:
         """Pause the engines for the next refit now: for loops that know that no request will wait.

@@ -65,6 +65,18 @@ def test_fragments_hold_what_bridge_exports(arguments, tmp_path):
 @pytest.mark.parametrize(
     "arguments",
     [
+        case("qwen3_moe", tp=2, ep=2, etp=1),  # dense parameters have two data-parallel ranks, experts one
+        case("qwen3", slow, tp=2, pp=2),
+        case("qwen3_moe", slow, ep=2, overlap=False),
+    ],
+)
+def test_writes_of_the_distributed_optimizer_are_marked_and_all_others_found(arguments, tmp_path):
+    run("marks", tmp_path, seed=1, **arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
         case("qwen3_moe", slow, ep=2),  # dense and expert data parallelism
         case("qwen3_moe", slow, ep=2, layerwise=True),
         case("qwen3", slow),

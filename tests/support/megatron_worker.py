@@ -7,6 +7,7 @@ case would take longer than the one before.
 from __future__ import annotations
 
 import json
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch.distributed as dist  # noqa: E402
 from examples.common.train_loop import Trainer  # noqa: E402
 from tests.support.layouts import differing, left_out, region  # noqa: E402
 from tests.support.proc import obey  # noqa: E402
+from tests.support.pulled_marks import Pair  # noqa: E402
 from xfer.api import fence_before  # noqa: E402
 from xfer.errors import XferError  # noqa: E402
 from xfer.participants.refit import begin_drain  # noqa: E402
@@ -242,6 +244,54 @@ def probes(folder: str, family: str, **keywords) -> None:
             param_mapping.RowParallelMapping.megatron_to_hf = original
 
 
+def marks(folder: str, family: str, seed: int, **keywords) -> None:
+    """Whatever writes the weights between refits, those who pull what is marked have this rank's bytes. What the distributed optimizer
+    writes of them has no copies: all of a rank's weights if it has no data-parallel peers, else its part; the rest comes by gathers."""
+    checkpoint(folder, family)
+    rng = random.Random(seed)  # the same on all ranks
+    with Trainer(folder, lr=2e-6, **keywords) as trainer:
+        source, pair = MegatronTrainer(trainer.chunks, trainer.bridge), Pair()
+        for _ in range(2):
+            source.mark_writes(trainer.optimizer)
+        params = [p for chunk in trainer.chunks for p in chunk.parameters()]
+
+        def storages() -> list[torch.Tensor]:
+            source.drain()
+            layout = source.read()
+            return [layout.tensors[r.name] for r in layout.roots]
+
+        events: dict[str, Callable[[], object]] = {
+            "step": trainer.step,
+            "one value": lambda: rng.choice(params).data.view(-1)[:1].add_(1.0),
+            "a buffer of many": lambda: trainer.chunks[0].buffers[0].param_data.mul_(1.5),
+            "a rank's own part and its masters": lambda: [
+                m.data.mul_(2.0)
+                for s in trainer.optimizer.chained_optimizers
+                for g in s.shard_fp32_from_float16_groups
+                for m in g
+            ],
+            "masters anew": trainer.optimizer.reload_model_params,
+        }
+        whole, owned = sum(r.numel() for r in storages()), sum(t.nbytes for t in _marked(trainer.optimizer))
+        pair.refit(storages(), "")
+        kept = sum(t.numel() for t in pair.last._copies)
+        assert 0 < owned and kept <= whole - owned + 2048 * len(params), (whole, owned, kept)
+        for _ in range(2):
+            trainer.step()
+            moved = pair.refit(storages(), "")
+            assert 0 < moved < whole / 3, (moved, whole)
+        for _ in range(12):
+            for what in rng.choices(list(events), [4, 1, 1, 1, 1], k=rng.randint(1, 3)):
+                events[what]()
+                source.drain()
+            pair.refit(storages(), rng.choice(["", "", "", "one fails", "all fail", "sent, too", "interrupted"]))
+
+
+def _marked(optimizer) -> list[torch.Tensor]:
+    """Parts of parameters that Megatron's distributed optimizers write."""
+    return [p for inner in optimizer.chained_optimizers for group in inner.shard_float16_groups for p in group]
+
+
 # ---- harness
 
 
@@ -252,4 +302,4 @@ def main(*cases: Callable[..., None]) -> None:
 
 
 if __name__ == "__main__":
-    main(values, drains, probes)
+    main(values, drains, marks, probes)

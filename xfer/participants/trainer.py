@@ -48,6 +48,7 @@ class Source(Protocol):
 
     - `let_go()` drops its references to the trainer's tensors until the next `check`.
     - `fence_before(fence)` makes the framework call `fence` before it changes exported tensors outside of an optimizer's step.
+    - `mark_writes(optimizer)` lets an optimizer of the framework mark what it changes (kernels/written.py), if it can.
     - `finish_gathers()` is `drain` without its wait for the device: exported bytes are in memory for what the current stream does next.
       A publish calls it in place of `drain`.
     - `finishes_alone()` returns whether `finish_gathers` now waits for no other rank. A publish then needs no thread for it.

@@ -33,7 +33,7 @@ from xfer.trace.export import ExportWatch
 from xfer.trace.fragment import Fragment, TensorSpec
 from xfer.trace.slots import Binding, Slot, Slots, bare, device_of, refuse_elsewhere, walk
 from xfer.trace.traced import Traced, TrainerLayout
-from xfer.trainers import block_scaled
+from xfer.trainers import block_scaled, marked_writes
 from xfer.trainers.bridge_export import (
     AdapterTasks,
     BridgeExport,
@@ -190,6 +190,10 @@ class MegatronTrainer:
         for config in configs.values():
             if config.finalize_model_grads_func is not None:
                 config.finalize_model_grads_func = partial(fenced, config.finalize_model_grads_func)
+
+    def mark_writes(self, optimizer: object) -> None:
+        """Let Megatron's distributed optimizer mark what it changes; see marked_writes.py."""
+        marked_writes.mark_writes(optimizer)
 
     def read(self) -> TrainerLayout:
         """Trace the export of this rank. Without `probe` it uses no collective and reads no byte of a parameter.

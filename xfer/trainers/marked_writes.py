@@ -1,0 +1,53 @@
+"""Megatron-Core's distributed optimizer as a writer (kernels/written.py): its copies of masters into parameters mark what they change.
+
+`_copy_main_params_to_model_params` of an optimizer object runs as it is, but that each copy in it goes through `write_marked`. So nothing
+here knows which parameters it copies, where to, and which it leaves to other code (FP8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from xfer.kernels.written import announce, write_marked
+
+_COPY, _SHARDS, _MASTERS = "_copy_main_params_to_model_params", "shard_float16_groups", "shard_fp32_from_float16_groups"
+
+
+def mark_writes(optimizer: Any) -> None:
+    """Let a distributed optimizer, or those in a chained one, mark what they change from now on. Others are left alone."""
+    for inner in getattr(optimizer, "chained_optimizers", ()):
+        mark_writes(inner)
+    if all(hasattr(optimizer, name) for name in (_COPY, _SHARDS, _MASTERS)):
+        copy = getattr(optimizer, _COPY)
+        if not isinstance(copy, _MarkingCopy):
+            marked = _MarkingCopy(optimizer, copy)
+            setattr(optimizer, _COPY, marked)  # the optimizer keeps it
+            announce(marked)
+
+
+class _MarkingCopy:
+    """The method `copy` of an optimizer, with copies that mark."""
+
+    def __init__(self, optimizer: Any, copy: Callable[[], None]):
+        self._optimizer, self._copy = optimizer, copy
+
+    def __call__(self) -> None:
+        with _Writes():
+            self._copy()
+
+    def writes(self) -> Iterator[torch.Tensor]:
+        """Yield the parts of parameters that this rank has masters of. Without a master the inner optimizer writes them itself."""
+        groups = zip(getattr(self._optimizer, _SHARDS), getattr(self._optimizer, _MASTERS), strict=True)
+        for shards, masters in groups:
+            yield from (s for s, master in zip(shards, masters, strict=True) if s is not None and master is not None)
+
+
+class _Writes(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default and write_marked(*args[:2]):
+            return args[0]
+        return func(*args, **(kwargs or {}))
