@@ -59,6 +59,7 @@ class Case:
             + ", packed" * ("route" in self.connect)
             + ", mapped" * self.connect.get("colocated", False)
             + ", what changed" * self.delta
+            + ", marked" * self.connect.get("fenced", False)
             + ", staged" * self.stage
             + ", of mbridge" * self.mbridge
         )
@@ -89,6 +90,16 @@ CASES = [
         connect=dict(host_pull=True, relay=True),
     ),
     Case("qwen3", dict(tp=2, pp=2, **PLAIN), (dict(tp=2),), **PACKED),
+    # The optimizer marks what it changes, and there are no copies.
+    Case(
+        "qwen3",
+        dict(tp=2, pp=2, distopt=True, lr=SMALL_STEP["lr"] / 10),  # a granule has 16 elements
+        (dict(tp=2),),
+        WIDE,
+        frozen=("*norm.weight",),
+        connect=dict(scramble=False, host_pull=True, fenced=True),
+        delta=True,
+    ),
     # Two stages on each rank, and a vocabulary that each side pads to another size.
     Case(
         "qwen3_moe",
@@ -165,12 +176,13 @@ def test_refit_equals_a_fresh_load_of_the_export(case, stage, tmp_path):
     model = tmp_path / "model"
     toy.write_checkpoint(case.family, model, **case.model)
     engines = tuple({**how, **block_fp8.ENGINES.get(case.fp8, {})} for how in case.engines)
-    relay, came = case.connect.get("relay"), []
+    relay, marked, came = case.connect.get("relay"), case.connect.get("fenced"), []
 
     def watched(engines: Children, refit: Callable[..., list[dict]]) -> list[dict]:
         how: dict = {"stage": case.stage, **({"delta": "auto"} if case.delta else {})}
         reports = generating(stage, engines, partial(refit, **how)) if case.stage and came else refit(**how)
         came.append(reports[0]["bytes"])
+        assert not marked or sum(r["extra"] for r in reports) < came[0] / 4, "copies are as large as the weights"
         assert not case.delta or len(came) == 1 or came[1] < came[0] / 3, came
         assert not relay or all("relay" in line for line in reports[0]["routes"].splitlines()[1:]), reports[0]
         return reports

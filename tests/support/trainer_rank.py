@@ -23,8 +23,9 @@ class Rank:
         """What `xfer.connect` takes as the trainer."""
         raise NotImplementedError
 
-    def connect(self, otherwise: dict | None = None, **how) -> None:
-        """otherwise: options of a second connection, which follows at once if the first one is refused."""
+    def connect(self, otherwise: dict | None = None, fenced: bool = False, **how) -> None:
+        """otherwise: options of a second connection, which follows at once if the first one is refused. fenced: the optimizer waits for
+        publishes, and marks what it changes."""
         began, failed = time.monotonic(), ""
         options = {"trainer": self.source(), "token": os.environ["XFER_TOKEN"], **how}
         try:
@@ -34,6 +35,8 @@ class Rank:
                 raise
             failed = type(e).__name__
             self.session = flat_connect(**{**options, **otherwise})
+        if fenced:
+            self.session.fence_before(self.trainer.optimizer)
         emit("connected", plan=self.session.explain(), failed=failed, seconds=time.monotonic() - began)
 
     def step(self) -> None:

@@ -26,6 +26,8 @@ def _write(
 ):  # fmt: skip
     """into: int16 [n], at byte `start` of its storage, a multiple of 16. value: float32 [n]. marks: int32, of the storage's first granules.
     sums: int32 [2]. factors: int32 [2, 8]."""
+    start = start.to(tl.int64)
+    n = n.to(tl.int64)
     first = start // 1024 + tl.program_id(0).to(tl.int64) * TILE_WORDS
     word = tl.arange(0, AT_ONCE)
     eight = tl.arange(0, 64)
