@@ -37,7 +37,7 @@ class RefitReport:
         rules: Names of the rules by which this rank quantized weights for engines that serve them in FP8 ("ieee", "pow2"), and
             "native" if it keeps such weights in FP8 itself; () if no engine does. `Session.explain()` says what engines then hold.
         compare_s: With `delta="auto"`: seconds, before this rank was ready, in which it compared its weights with those of the refit
-            before.
+            before, or read those whose optimizer marks what it changes, to see whether anything else has written them.
     """
 
     rank: int

@@ -202,7 +202,7 @@ class TrainerSide(Protocol):
 
     Attributes:
         inventory: Digest of this rank's layout, for the coordinator; empty before the first `read`.
-        scratch_bytes: Bytes that `quantize` fills, held as long as the layout is used, and those that `remember` copied.
+        scratch_bytes: Bytes that `quantize` fills, held as long as the layout is used, and those that `remember` needs.
         rules: Names of the rules by which it quantizes (kernels/quantize.py), and of those of weights that it has quantized already; ()
             if engines take no quantized weights.
     """
@@ -268,11 +268,11 @@ class TrainerSide(Protocol):
         """
 
     def compare(self) -> None:
-        """Find out what has changed since the bytes that `remember` copied last, from storages that hold the new weights; on GPUs on
+        """Find out what has changed since the bytes that `remember` kept last, from storages that hold the new weights; on GPUs on
         the current stream."""
 
     def remember(self, attempt: int) -> None:
-        """Copy the bytes that this attempt sent, so that a later one can send what has changed since. Called while the storages
+        """Keep the bytes that this attempt sent, so that a later one can send what has changed since. Called while the storages
         still hold them and nothing reads them."""
 
     def warn(self, lines: Sequence[str]) -> tuple[str, ...]:
