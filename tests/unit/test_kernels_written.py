@@ -141,9 +141,10 @@ def test_of_what_a_writer_names_only_tensors_that_can_be_marked_are_spans():
     root = params.roots[0] = torch.zeros(4096, dtype=torch.uint8)
     half = root.view(torch.bfloat16)
     params.params = [
-        half[8:24],
-        half[16:32],  # overlaps the one before
-        half[33:40],  # no multiple of 16 bytes
+        half[8:40],
+        half[16:24],  # inside the one before
+        half[32:36],  # and this one
+        half[43:47],  # no multiple of 16 bytes
         half[64:96].view(4, 8).t(),
         half[96:112].view(torch.int16),
         root[256:320].view(torch.float32),
@@ -151,10 +152,22 @@ def test_of_what_a_writer_names_only_tensors_that_can_be_marked_are_spans():
         torch.zeros(16, dtype=torch.bfloat16),  # elsewhere
         half[512:544],
     ]
-    assert spans_of(params.roots[:1]) == (ByteRange(0, 16, 48), ByteRange(0, 1024, 1088))
+    assert spans_of(params.roots[:1]) == (ByteRange(0, 16, 80), ByteRange(0, 1024, 1088))
     assert spans_of([root[2:]]) == (), "a storage that begins at an odd place"
     written.forget(params)
     assert spans_of(params.roots[:1]) == ()
+
+
+def test_a_write_that_no_kernel_can_do_is_a_plain_copy_and_found_as_any_other_write():
+    params = Params(4)
+    taken = Written(params.roots, spans_of(params.roots))
+    p = max(params.params, key=len)
+    for into, value in ((p, p.double() + 1), (p[:4], p[:4].float() + 2), (p, torch.zeros(1))):
+        write(into, value)
+        assert torch.equal(into, value.to(p.dtype).expand(into.shape)) and not taken.bits.any()
+        taken.settle()
+        assert int((taken.bits == 255).sum()) >= p.nbytes // 256
+        taken.clear()
 
 
 def test_storages_that_move_go_on_and_nobody_who_is_gone_takes_writes():

@@ -16,7 +16,6 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
-from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -29,6 +28,7 @@ from xfer.plan.program import DTYPE_CODE, ROW, Op
 
 DTYPES = (torch.bfloat16, torch.float16)
 """Of the tensors that are written."""
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 _LOW = (1 << 32) - 1
 
 
@@ -74,16 +74,17 @@ def spans_of(roots: Sequence[torch.Tensor]) -> tuple[ByteRange, ...]:
     found = []
     for t in (t for r in _writers if (writer := r()) is not None for t in writer.writes()):
         k = bisect_right(at, (t.data_ptr(), len(roots))) - 1
-        if k < 0 or type(t) not in (torch.Tensor, torch.nn.Parameter) or t.dtype not in DTYPES or not t.is_contiguous():
+        if k < 0 or type(t) not in PLAIN or t.dtype not in DTYPES or not t.is_contiguous():
             continue
         base, i = at[k]
         span = ByteRange(i, t.data_ptr() - base, t.data_ptr() - base + t.nbytes)
         if span.start % 16 == 0 and span.start < span.stop <= roots[i].numel() and t.device == roots[i].device:
             found.append(span)
-    found.sort()
-    return tuple(
-        s for before, s in pairwise([ByteRange(-1, 0, 0), *found]) if s.root != before.root or s.start >= before.stop
-    )
+    apart: list[ByteRange] = []
+    for span in sorted(found):
+        if not apart or span.root != apart[-1].root or span.start >= apart[-1].stop:
+            apart.append(span)
+    return tuple(apart)
 
 
 class Written:
@@ -144,10 +145,10 @@ class Written:
         Returns:
             False if it has done nothing.
         """
-        k = self._number.get(into.data_ptr())
-        if k is None or into.dtype not in DTYPES or into.nbytes != self.spans[k].stop - self.spans[k].start:
+        k = self._number.get(into.data_ptr()) if type(into) in PLAIN and into.dtype in DTYPES else None
+        if k is None or into.nbytes != self.spans[k].stop - self.spans[k].start or not into.is_contiguous():
             return False
-        if not into.is_contiguous() or value.shape != into.shape:
+        if value.shape != into.shape or value.dtype not in (*DTYPES, torch.float32):  # others may round twice
             return False
         value = value.detach().to(into.device, torch.float32).contiguous()
         if into.is_cuda and find_spec("triton") is not None:
