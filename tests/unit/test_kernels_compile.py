@@ -57,6 +57,7 @@ def compiled(monkeypatch) -> set[str]:
 
 
 def test_every_kernel_compiles(compiled):
+    from xfer.kernels import written_triton
     from xfer.kernels.checksum_triton import TritonSums
     from xfer.kernels.marks_triton import MarkKernels
     from xfer.kernels.quantize_triton import TritonQuantizer
@@ -67,9 +68,18 @@ def test_every_kernel_compiles(compiled):
     places = marks.places([n])
     bits = torch.zeros(int(places[-1]), dtype=torch.uint8)
     addresses = torch.from_numpy(bits.data_ptr() + places[:-1])
-    kernels = MarkKernels([a], [b], bits, places)
+    kernels = MarkKernels([a], [b], bits, places, marks.rest_of((), [n]), ())
     kernels.compare()
     kernels.update()
+    for dtype in (torch.bfloat16, torch.float16):
+        written_triton.write(
+            a.view(dtype),
+            torch.zeros(n // 2),
+            bits[int(places[0]) :],
+            torch.zeros(2, dtype=torch.int32),
+            0,
+            (1, 1 << 31),
+        )
 
     copy, cast = row((n // 2,)), row((n // 4,), src_dtype="float32", dst_dtype="bfloat16")
     rows = TritonRows(np.concatenate([copy, cast]), [b], "local", [a], programs=2, bits=addresses, live=[c])
