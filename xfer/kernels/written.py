@@ -53,6 +53,11 @@ def forget(writer: Writer) -> None:
     _writers[:] = [r for r in _writers if r() not in (None, writer)]
 
 
+def wanted() -> bool:
+    """Whether somebody wants marks of anything."""
+    return any(r() is not None for r in _known)
+
+
 def write(into: torch.Tensor, value: torch.Tensor) -> None:
     """Do `into.copy_(value)`, and mark what it changes."""
     if not write_marked(into, value):

@@ -7,12 +7,13 @@ here knows which parameters it copies, where to, and which it leaves to other co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from xfer.kernels.written import announce, write_marked
+from xfer.kernels.written import announce, wanted, write_marked
 
 _COPY, _SHARDS, _MASTERS = "_copy_main_params_to_model_params", "shard_float16_groups", "shard_fp32_from_float16_groups"
 
@@ -36,7 +37,7 @@ class _MarkingCopy:
         self._optimizer, self._copy = optimizer, copy
 
     def __call__(self) -> None:
-        with _Writes():
+        with _Writes() if wanted() else nullcontext():  # a dispatch mode costs time for each operator
             self._copy()
 
     def writes(self) -> Iterator[torch.Tensor]:
