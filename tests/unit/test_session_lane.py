@@ -139,6 +139,25 @@ def test_a_message_for_a_lane_that_has_ended_keeps_no_thread_waiting(message):
     assert lane.wait_idle(0) and lane.wait_idle(0, moved=True) and not party.said
 
 
+def test_the_error_that_stops_a_lane_keeps_nothing_that_its_work_held():
+    """A lane keeps that error until its next epoch. It once kept routes to weights that their trainer had released."""
+    lane, begun, held = lane_of(RendezvousClient()), threading.Event(), []
+
+    def open(order: m.OpenLink, stop: Stop) -> None:
+        weights = torch.ones(4)
+        held.append(weakref.ref(weights))
+        begun.set()
+        until_true(stop.stopped)
+        stop.check()
+
+    lane.plane.open = open
+    lane.post(m.OpenLink(0, 1, True, 1))
+    assert begun.wait(10)
+    lane.cancel(PeerLost("given up"), 1)
+    assert lane.wait_idle(10) and held[0]() is None
+    lane.close()
+
+
 def test_an_epoch_that_begins_while_its_lane_is_stopped_is_stopped_too(monkeypatch):
     lane, cancel = lane_of(RendezvousClient()), Lane.cancel
 

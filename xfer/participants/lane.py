@@ -249,6 +249,7 @@ class Lane:
                 self._failed(message, e, refused)
                 if isinstance(message, m.Go) and message.kind is m.GoKind.STAGE:  # no `receive` runs that would say it
                     self.party.try_send(m.Stopped(self.replica, message.attempt, False, self.plane.drained))
+                e.__traceback__ = e.__context__ = None  # a Stop keeps its error, whose frames have storages
             finally:
                 with self._lock:
                     self._moves -= isinstance(message, m.Go)
