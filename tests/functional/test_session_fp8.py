@@ -1,5 +1,5 @@
-"""Trainers in bf16 refit engines that serve block FP8: the trainers quantize what such engines ask for. The judge is an oracle in
-numpy that quantizes each whole matrix (tests/support/block_fp8.py)."""
+"""Engines that serve block FP8. Trainers in bf16 quantize what such engines ask for; trainers that keep matrices in FP8 themselves send
+their bytes and scales as they are. The judges are oracles in numpy that quantize each whole matrix (tests/support/block_fp8.py)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ import threading
 import time
 
 import pytest
+import torch
 
+from tests.support.block_fp8 import NATIVE, te_quantized
 from tests.support.fp8_engine import MATRICES, SHAPES, Fp8Taker, fp8_engine
-from tests.support.world import ToyEngine, World, good, right, until_true
+from tests.support.te_blocks import padded
+from tests.support.world import ToyEngine, ToyLayout, ToySource, World, flat, good, raised, right, until_true
 from xfer.coordinator import refit
 from xfer.coordinator.blocks import SharedBlocks
+from xfer.errors import CoverageError, Unsupported
 from xfer.kernels.block_fp8 import ScaleRule
+from xfer.trace.derived import SCALES, VALUES, block_grid
+from xfer.trace.fragment import Fragment, Root
+from xfer.trace.traced import Traced
 
 
 def fp8_world(engines: list[ToyEngine], **more) -> World:
@@ -20,7 +27,9 @@ def fp8_world(engines: list[ToyEngine], **more) -> World:
 
 
 @pytest.mark.parametrize("rule", ScaleRule)
-def test_engines_hold_what_the_oracle_makes_of_each_version(rule):
+def test_engines_hold_what_the_oracle_makes_of_each_version(monkeypatch, rule):
+    """No block is shared here, so no rank measures one for others."""
+    monkeypatch.setattr(SharedBlocks, "measured", lambda *_: pytest.fail("measured"))
     with fp8_world([fp8_engine(rule)]) as world:
         for version in (1, 2):
             report = world.commits(version)
@@ -63,14 +72,6 @@ def test_a_nan_in_one_part_of_a_block_shows_in_all_of_it():
         world.commits(2)
 
 
-def test_no_rank_measures_where_no_block_is_shared(monkeypatch):
-    seen = []
-    monkeypatch.setattr(SharedBlocks, "measured", lambda self, client, msg: seen.append(client))
-    with fp8_world([fp8_engine()]) as world:
-        world.commits(1)
-    assert not seen
-
-
 def test_an_engine_that_wants_another_form_once_exports_change_gets_it_in_that_refit():
     engines = [ToyEngine(2, dict(SHAPES)), fp8_engine()]
     with fp8_world(engines, drop=("extra",)) as world:
@@ -99,3 +100,96 @@ def test_an_engine_that_hangs_while_it_reads_new_exports_holds_up_no_other(monke
         right(world, 2, {0})
         del taker.read
         world.commits(3)
+
+
+# ---- trainers that keep matrices in FP8
+
+
+class NativeSource(ToySource):
+    """Rows of `own` are in FP8: e4m3 bytes, and scales whose rows are padded to four, as TransformerEngine pads them."""
+
+    def __init__(self, rank: int, world: int, native: str, own: tuple[str, ...] = MATRICES):
+        self.native, self.own = native, own
+        super().__init__(rank, world, dict(SHAPES))
+
+    def set(self, version: int) -> None:
+        codes_of = {name: self.params.pop(name) for name in self.own if name in self.params}
+        super().set(version)
+        for name in self.own:
+            codes, scales = te_quantized(self.params.pop(name).float().numpy(), NATIVE[self.native])
+            if name in codes_of:
+                self.params[name] = codes_of[name]
+            self._put(name, torch.from_numpy(codes))
+            whole = torch.full(padded(block_grid(codes.shape)), torch.nan)
+            whole[:, : scales.shape[1]] = torch.from_numpy(scales)
+            self._put(f"{name}:scales", whole)
+
+    def _put(self, key: str, new: torch.Tensor) -> None:
+        """In place, as an optimizer does."""
+        self.params.setdefault(key, new).copy_(new)
+
+    def read(self) -> ToyLayout:
+        plain = super().read()
+        held, scales = [f for f in plain.traced.fragments if f.tensor not in self.own], []
+        for name in self.own:
+            codes, scale = self.params[name], self.params[f"{name}:scales"]
+            row, column = self.rows(SHAPES[name][0])[0], SHAPES[name][1]
+            held.append(Fragment(name, (row, 0), tuple(codes.shape), name, 0, (column, 1), VALUES))
+            blocks = block_grid(tuple(codes.shape))
+            strides = tuple(s * 4 if n > 1 else 0 for n, s in zip(blocks, scale.stride()))
+            scales.append(Fragment(name, (row // 128, 0), blocks, f"{name}:scales", 0, strides, SCALES))
+        tensors = {n: flat(t) for n, t in self.params.items()}
+        roots = tuple(Root(n, t.numel()) for n, t in tensors.items())
+        return ToyLayout(
+            Traced(plain.traced.specs, tuple(held)), roots, tensors, scales=tuple(scales), pow2=NATIVE[self.native]
+        )
+
+
+def native_world(engines: list[ToyEngine], native: str, own: tuple[str, ...] = MATRICES) -> World:
+    world = fp8_world(engines)
+    world.sources = [NativeSource(i, 2, native, own) for i in range(2)]
+    for engine in engines:
+        for taker in engine.takers:
+            taker.native = {name: native for name in own}
+    return world
+
+
+EXACT = "bit for bit, the bytes and scales that this trainer multiplies with"
+POW2 = "native, powers of two"
+HELD = [
+    ("native", MATRICES, [ScaleRule.IEEE], EXACT),
+    (POW2, MATRICES, [ScaleRule.IEEE], EXACT),
+    (POW2, MATRICES, [ScaleRule.POW2, ScaleRule.IEEE], "powers of two"),
+    ("native", MATRICES[:1], [ScaleRule.IEEE], EXACT),
+]
+"""What trainers keep, which matrices, what engines ask for, and what trainers say of it. Other matrices are quantized beside these."""
+
+
+@pytest.mark.parametrize(("native", "own", "rules", "said"), HELD)
+def test_engines_hold_the_trainers_own_bytes_of_each_version(native, own, rules, said):
+    """Also of storages that have moved."""
+    with native_world([fp8_engine(rule) for rule in rules], native, own) as world:
+        for version in (1, 2, 3):
+            for source in world.sources if version == 3 else ():
+                for name, old in list(source.params.items()):
+                    source.params[name] = old.clone()
+                    old.view(torch.uint8).fill_(0x7F)
+            report = world.commits(version)
+            assert report.verified and report.rules == ("native", *(["ieee"] if own != MATRICES else ()))
+            assert own != MATRICES or [s.side.scratch_bytes for s in world.sessions] == [0, 0], "nothing is copied"
+        assert said in world.sessions[0].explain()
+
+
+@pytest.mark.parametrize(
+    ("engine", "kind", "texts"),
+    [
+        (lambda: fp8_engine(ScaleRule.POW2), Unsupported, ("layers.1.w and others", "VLLM_USE_DEEP_GEMM_E8M0=0")),
+        (lambda: ToyEngine(2, dict(SHAPES)), CoverageError,
+         ("layers.0.w: float8_e4m3fn in the trainer, bfloat16 in ", "serve it in block FP8 too")),
+    ],
+    ids=["it needs powers of two", "it is in bf16"],
+)  # fmt: skip
+def test_an_engine_that_cannot_use_the_trainers_own_bytes_is_refused(engine, kind, texts):
+    with pytest.raises(kind) as error:
+        native_world([engine()], "native").connect()
+    raised([error.value], kind, *texts)
