@@ -117,33 +117,18 @@ def at(w, role, rank, point, action):
     w.fault("trainers" if role == "trainer" else "replica0", f"{role}:{rank}:{point}:{action}@1")
 
 
-@pytest.mark.parametrize(
-    ("world", "text"),
-    [(False, "trainer:0:link:kill"), (False, "trainer:0:moving:kill"), (False, "trainer:2:moving:kill"),
-     (False, "trainer:2:moving:stop"), (True, "trainer:0:moving:stop")],
-    indirect=["world"],
-)  # fmt: skip
-def test_a_trainer_that_dies_or_stops_is_named_by_all_others_and_the_job_goes_on(world, text):
+@pytest.mark.parametrize(("world", "rank"), [(False, 2), (True, 0)], indirect=["world"])
+def test_a_trainer_that_stops_is_named_by_all_others_and_the_job_goes_on(world, rank):
     """Trainer 0 has the rendezvous in its process."""
-    w, (_, rank, point, action) = world, text.split(":")
-    rank, stops = int(rank), action == "stop"
-    victim = w.trainers[rank]
-    at(w, *text.split(":"))
-    w.begin(2, deadline_s=SHORT if stops else FAR)
-    others = [i for i in range(3) if i != rank]
-    kinds = ["DeadlineExceeded"] if stops else ["PeerLost"]
+    w, victim, others = world, world.trainers[rank], [i for i in range(3) if i != rank]
+    at(w, "trainer", rank, "moving", "stop")
+    w.begin(2, deadline_s=SHORT)
     # A trainer whose memory others read cannot know, without the coordinator, that they have ended.
-    kinds += ["PeerLost"] if w.host_pull else []
-    if stops:
-        until_true(victim.is_stopped)
-    silent = ["does not answer"] if stops and not rank else []
-    failed(w.answers(others), kinds, f"trainer {rank}", *silent, within=SHORT + GRACE_S if stops else FAR / 2)
-    serving = no_mix(w)
-    if point == "moving":
-        assert not (any if stops else all)(serving)  # the other replica may not have been armed yet
-    if not stops:
-        assert victim.dead()
-        return starts_again(w)
+    kinds = ["DeadlineExceeded", *(["PeerLost"] if w.host_pull else [])]
+    until_true(victim.is_stopped)
+    silent = [] if rank else ["does not answer"]
+    failed(w.answers(others), kinds, f"trainer {rank}", *silent, within=SHORT + GRACE_S)
+    assert not any(no_mix(w))
     victim.signal(CONT)
     failed(w.answers([rank]), kinds, within=60)
     w.quiet()
@@ -151,36 +136,18 @@ def test_a_trainer_that_dies_or_stops_is_named_by_all_others_and_the_job_goes_on
     right(w, 3)
 
 
-@pytest.mark.parametrize(
-    "text", ["worker:1:link:kill", "worker:1:moving:kill", "worker:1:commit:stop", "worker:1:moving:hang"]
-)
-def test_an_engine_of_which_a_process_dies_or_stops_is_left_out_and_comes_back(world, text):
-    """In the case of `hang`, the controller is killed meanwhile."""
-    w, (_, rank, _, action) = world, text.split(":")
-    worker, name = w.replicas[0].workers[int(rank)], f"replica 0 worker {rank}"
-    at(w, *text.split(":"))
-    w.begin(2, deadline_s=SHORT if action == "stop" else FAR, min_replicas=1)
-    if action == "stop":
-        until_true(worker.is_stopped)
-    elif action == "hang":
-        time.sleep(1.0)
-        w.replicas[0].controller.signal(KILL)
-        name = "replica 0 controller"
+def test_an_engine_of_which_a_worker_stops_while_it_installs_is_left_out_and_comes_back(world):
+    w, worker = world, world.replicas[0].workers[1]
+    at(w, "worker", 1, "commit", "stop")
+    w.begin(2, deadline_s=SHORT, min_replicas=1)
+    until_true(worker.is_stopped)
     report = good(w.answers())
-    assert report["committed"] == [False, True] and name in report["errors"][0], report
-    assert report["errors"][0].startswith(("DeadlineExceeded" if action == "stop" else "PeerLost", "EngineLost"))
+    assert report["committed"] == [False, True] and "replica 0 worker 1" in report["errors"][0], report
+    assert report["errors"][0].startswith("DeadlineExceeded") and not w.replicas[0].controller.value("state")["serves"]
     right(w, 2, [1])
-    if action == "stop":
-        assert not w.replicas[0].controller.value("state")["serves"]
-        worker.signal(CONT)
-        w.quiet()
-        assert no_mix(w) == [False, True]
-    else:
-        if action == "kill":
-            assert worker.dead() and no_mix(w) == [False, True]
-            failed(w.refit(3, deadline_s=FAR), ["PeerLost"], name, "1 of 2 replicas", within=FAR / 2)
-            right(w, 3, [1])
-        w.restart(0)
+    worker.signal(CONT)
+    w.quiet()
+    assert no_mix(w) == [False, True]
     good(w.refit(4))
     right(w, 4)
 
@@ -236,7 +203,7 @@ def test_each_byte_enters_a_host_once_and_a_host_of_which_a_replica_dies_is_alon
         right(w, 5)
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(i, marks=pytest.mark.slow) for i in range(2, 60))])
+@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(i, marks=pytest.mark.slow) for i in range(5, 60))])
 def test_a_process_that_is_killed_at_any_moment(world, seed):
     w, dice = world, random.Random(seed)
     if dice.random() < 0.5:
