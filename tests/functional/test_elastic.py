@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 import pytest
@@ -12,7 +11,7 @@ import xfer
 from examples.common.ports import free_port
 from tests.functional.test_extending import Trained
 from tests.support.tiny_engine import Engine
-from xfer.errors import DeadlineExceeded, EngineLost, RefitFailed
+from xfer.errors import EngineLost
 
 TOKEN = "token of the elastic job"
 SOON_S = 5.0
@@ -57,18 +56,6 @@ class Job:
                 controller.wait_version(self.version)
                 assert holds(engine) == {self.version}
         return report
-
-
-class Wedges(Engine):
-    """An engine whose calls hang while `free` is not set."""
-
-    def __init__(self):
-        super().__init__()
-        self.free = threading.Event()
-        self.free.set()
-
-    def pause_generation(self) -> None:
-        self.free.wait()
 
 
 def holds(engine: Engine) -> set[float]:
@@ -119,27 +106,3 @@ def test_a_job_trains_on_without_any_replica_if_it_asks_for_none_and_says_so_if_
     job.version -= 1  # a call that raised uses no label up
     job.joins(2)
     assert job.refits(min_replicas=1).committed == 1
-
-
-def test_a_wedged_engine_costs_one_deadline_is_put_aside_and_let_in_again(job):
-    wedged = Wedges()
-    job.joins(0)
-    job.joins(1, wedged)
-    job.refits(2)
-    lost = job.engines.pop(1)
-    wedged.free.clear()
-    job.version += 1
-    (outcome,) = (o for o in job.session.refit(version=3, min_replicas=1, deadline_s=1.0).outcomes if o.replica == 1)
-    assert isinstance(outcome.error, DeadlineExceeded)
-    for _ in range(3):
-        began = time.monotonic()
-        (outcome,) = (o for o in job.refits(min_replicas=1).outcomes if o.replica == 1)
-        assert isinstance(outcome.error, EngineLost) and "put aside" in str(outcome.error)
-        assert time.monotonic() - began < 1.0
-    assert holds(wedged) == {2}, "nothing was written"
-    with pytest.raises(RefitFailed, match="1 of 3 replicas committed, 2 wanted"):
-        job.session.refit(version=7, min_replicas=2, deadline_s=1.0)  # needed, so it is waited for
-    wedged.free.set()
-    lost[1].wait_version(2)
-    job.version, job.engines[1] = 7, lost
-    assert job.refits(min_replicas=2).committed == 2

@@ -101,19 +101,7 @@ class Cluster(RuleBasedStateMachine):
         slow=st.sampled_from([0.0, 0.0, 0.0, 0.05, 6.0]),
         fewest=st.sampled_from([None, None, 0, 1]),
     )
-    def call(
-        self,
-        ranks,
-        verify: bool,
-        wait: str,
-        joined: str,
-        short: bool,
-        fails,
-        then: float,
-        turns: int,
-        slow: float,
-        fewest,
-    ) -> None:
+    def call(self, ranks, verify, wait, joined, short, fails, then, turns, slow, fewest) -> None:
         """Some ranks call; others may follow. Processes fail at some points, perhaps in a later refit only. `slow`: seconds for which
         pulls stand in their middle."""
         if slow:

@@ -19,15 +19,14 @@ import torch
 from tests.support import cpu_peer
 from tests.support.simulated_job import DEADLINE_S, SOON_S, Job
 from tests.support.simulation import Simulation
-from tests.support.world import kinds, ways
+from tests.support.world import kinds
 from xfer.coordinator import deadlines, relays
 from xfer.coordinator import messages as m
-from xfer.coordinator.commit import Phase
 from xfer.coordinator.state import Client, ReplicaPhase
 from xfer.direct import sums
 from xfer.direct import trainer as direct_trainer
 from xfer.direct.plane import DirectPlane
-from xfer.errors import DeadlineExceeded, PeerLost, PlanMismatch, RebindError, Unsupported, VerificationError, XferError
+from xfer.errors import DeadlineExceeded, PeerLost, Unsupported, VerificationError, XferError
 from xfer.kernels.block_fp8 import ScaleRule
 from xfer.participants import computing
 from xfer.participants.controller import ControllerPhase
@@ -242,22 +241,6 @@ def formed(pulled: bool, there: Sequence[int], replicas: int) -> tuple[list[str]
     return kinds, order
 
 
-@FORMS
-@pytest.mark.parametrize("shape", [(1, 2, 4), (3, 2, 2), (2, 2, 1)])
-def test_each_byte_leaves_the_trainers_once(shape, pulled):
-    trainers, workers, replicas = shape
-    with relayed(replicas, trainers, workers, pulled) as job:
-        for verify in (True, False):
-            call(job, verify=verify)
-            end = job.ended()[0]
-            one = end.outcomes[0].bytes_moved
-            assert [sum(x.values()) for x in ways(end)] == [one] * replicas
-            assert sum(n for x in ways(end) for kind, n in x.items() if kind != "relay") == one > 0
-        assert job.order() == formed(pulled, range(replicas), replicas)[1]
-        opened = job.epochs()
-        assert job.commits() == [True] * replicas and job.epochs() == opened, "routes are opened once"
-
-
 def test_replicas_on_different_hosts_form_rings_of_their_own_even_if_their_plans_are_equal():
     """Plans number hosts, and do not name them."""
     with Simulation(SEED) as sim:
@@ -362,28 +345,6 @@ def test_what_a_replica_has_received_is_read_from_it_even_if_it_fails_then():
         assert taken(job) == ["gloo+relay"] * 3
 
 
-@FORMS
-@pytest.mark.parametrize("fails", [True, False])
-def test_a_replica_that_fails_or_is_late_before_bytes_move_is_gone_around(fails, pulled):
-    """In the same refit, the others do without it; a late one follows, and takes nothing from the trainers."""
-    with relayed(pulled=pulled) as job:
-        engine = job.engines[1]
-        pause, let = engine.pause, []
-        if fails:
-            engine.fail["pause"] = XferError("the engine does not pause")
-        else:
-            engine.pause = lambda timeout: (job.sim.block(lambda: let), pause(timeout))
-        call(job, min_replicas=2)
-        job.sim.wait(deadlines.TOGETHER_S + 0.1)
-        assert job.engines[2].takers[0].held(2) == 2 and job.order()[2] == [0]
-        let.append(0)
-        end = job.ended()[0]
-        assert [o.committed for o in end.outcomes] == [True, not fails, True]
-        assert fails or ways(end)[1].keys() == {"relay"}
-        engine.pause = pause
-        assert job.commits() == [True] * 3 and job.order() == formed(pulled, range(3), 3)[1]
-
-
 # ---- what changed
 
 
@@ -474,31 +435,6 @@ def test_of_two_replicas_the_one_that_did_not_commit_what_trainers_remember_gets
 
 
 # ---- calls
-
-
-DIFFERENT = [
-    dict(min_replicas=1), dict(deadline_s=8.0), dict(verify=False), dict(version=77), dict(at_once=1),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("odd", DIFFERENT)
-@pytest.mark.parametrize("absent", [False, True])
-def test_ranks_that_ask_for_different_refits_are_told_at_once_what_differs(odd, absent):
-    """Also where another rank does not call: each has a deadline of its own, and one of them once gave up on the coordinator."""
-    with after_one_refit(trainers=3, replicas=2) as job:
-        began = job.sim.now
-        call(job, 0, verify=True, min_replicas=2)
-        call(job, 1, **dict(verify=True, min_replicas=2) | odd)
-        if absent:
-            job.ended(0.1)
-            job.sim.wait(DEADLINE_S)
-        call(job, 2, verify=True, min_replicas=2)
-        for end in job.ended():
-            assert isinstance(end, PlanMismatch), end
-            ((name, value),) = odd.items()
-            assert f"trainer 1: {name}={value!r}" in str(end) and ("trainer 0: " in str(end) or not absent), end
-        assert absent or job.sim.now == began
-        assert not any(e.paused for e in job.engines)
 
 
 def test_a_drain_that_waits_for_ranks_that_do_not_call_ends_at_the_deadline_and_names_them():
@@ -646,112 +582,6 @@ def test_a_refit_that_is_over_leaves_no_deadline_behind():
 # ---- publishing
 
 
-def test_a_publish_returns_when_a_rank_is_ready_and_its_fence_when_nobody_reads():
-    with after_one_refit() as job:
-        engine, seen = job.engines[0], {}
-        engine.slow["pause"] = 3.0
-
-        def between(i: int, report) -> None:
-            assert report.pending
-            seen[i] = job.sim.now
-            job.sim.wait(1.0)
-
-        job.between = between
-        began = job.sim.now
-        call(job, wait="ready")
-        assert all(end.pending for end in job.ended()) and 3.0 <= job.sim.now - began < 3.5
-        assert all(at - began < 0.5 for at in seen.values())
-        job.sim.quiet()
-        job.agree()
-        assert [t.held(2) for t in engine.takers] == [2, 2], "trainers have overwritten their weights by now"
-        assert [e.before.version for e in job.all()] == [2, 2] and all(s.fence() == 0.0 for s in job.sessions)
-        assert all(e.before.fence_s > 0 for e in job.ended())
-
-
-@pytest.mark.parametrize(("point", "may_be_read"), [("arm", False), ("moving", True)])
-def test_a_fence_ends_at_its_deadline_and_says_whether_weights_may_still_be_read(point, may_be_read):
-    """A worker stops before it pulls, or in the middle. Before it pulls, a rank may hear that nobody reads before it hears why."""
-    with after_one_refit(pulled=True) as job:
-        published, job.faults[workers(job, 0)[0], point] = [], "stop"
-        job.between = lambda i, report: published.append(report.pending)
-        began = job.sim.now
-        call(job, wait="ready", deadline_s=5.0)
-        for end in job.ended():
-            if isinstance(end, XferError) or may_be_read:
-                assert isinstance(end, XferError) and "worker 0" in str(end), end
-                assert getattr(end, "drained", True) != may_be_read, end
-            else:
-                assert end.pending, end
-        assert published == [True, True] and 5.0 <= job.sim.now - began <= 5.0 + deadlines.CALL_GRACE_S + 0.01
-
-
-@pytest.mark.parametrize("joined", ["fence", "settle", "refit"])
-def test_what_fails_after_a_publish_has_returned_fails_all_at_once_and_is_raised_by_what_joins_it(joined):
-    with after_one_refit() as job:
-        published = []
-
-        def between(i: int, report) -> None:
-            published.append(report.pending)
-            job.sim.wait(1.0)  # shorter than any deadline
-            job.sim.must(job.coordinator.refit is None, "the other rank waits for one that has failed")
-
-        job.between, job.faults["trainer 1", "ready"] = between, "raise"
-        call(job, wait="ready", joined="explain" if joined == "refit" else joined)  # explain waits for nothing
-        heard = [job.ended()]
-        call(job)
-        heard.append(job.ended())
-        assert published == [True, True] and isinstance(heard[joined == "refit"][1], XferError)
-        for ends in zip(*heard):  # the other rank, which nobody has read, may hear of it in its next call
-            error = next(end for end in ends if isinstance(end, XferError))
-            assert "injected fault at ready" in str(error) and "trainer 1" in str(error), error
-
-
-def test_a_publish_that_takes_long_to_be_ready_holds_up_its_fence_alone():
-    with after_one_refit() as job:
-        began, seen = job.sim.now, []
-        job.between = lambda i, report: seen.append(job.sim.now - began)
-        job.faults["trainer 1", "ready"] = "wait"
-        call(job, wait="ready")
-        assert all(end.pending for end in job.ended()) and 3.0 <= job.sim.now - began < 3.5
-        assert max(seen) < 0.1
-        (outcome,) = job.all()[0].before.outcomes
-        assert outcome.committed
-
-
-def test_closing_raises_what_failed_after_a_publish_had_returned():
-    with after_one_refit() as job:
-        job.faults["trainer 1", "ready"] = "raise"
-        call(job, wait="ready", joined="explain")
-        assert all(end.pending for end in job.ended())
-        for i in (1, 0):
-            with pytest.raises(XferError, match="injected fault at ready"):
-                job.closes(i)
-        job.sim.wait(20.0)
-        assert not [t.name for t in job.sim.threads if t.who.startswith("trainer")], "threads of closed sessions"
-        job.sim.dead.add("trainer 0")
-
-
-def test_a_publish_that_fails_before_the_coordinator_knows_of_it_fails_on_all_ranks_at_once():
-    """A rank that waits for no other one looks first. It tells that it has called, and why it fails, before it raises."""
-
-    def gone() -> str:
-        raise RebindError("its storages are gone")
-
-    with after_one_refit() as job:
-        began, source = job.sim.now, job.sources[1]
-        source.check = gone
-        call(job, wait="ready")
-        heard = [job.ended()]
-        del source.check
-        assert job.sim.now - began < 1.0 and isinstance(heard[0][1], RebindError)
-        call(job)
-        heard.append(job.ended())
-        error = next(
-            ends[0] for ends in heard if isinstance(ends[0], XferError)
-        )  # perhaps in its next call: nobody has read it
-        assert "its storages are gone" in str(error) and "trainer 1" in str(error), error
-
-
 @pytest.mark.parametrize("together", [False, True])
 def test_a_publish_takes_of_its_callers_thread_what_the_next_forward_may_change_and_nothing_else(together):
     """Gathers and what ranks compute together too: the next forward uses the same groups."""
@@ -830,19 +660,6 @@ def test_what_became_of_a_refit_whose_caller_did_not_wait_is_heard_by_the_next_c
             assert isinstance(end, XferError) and "engine 1 is broken" in str(end), end
 
 
-def test_leaving_raises_what_became_of_a_refit_that_nobody_waited_for():
-    with after_one_refit(replicas=2) as job:
-        for t in job.engines[1].takers:
-            t.run_recipes = lambda: job.sim.wait(1.0) or 1 / 0
-        call(job, wait="sources")
-        assert all(end.pending for end in job.ended(0.5))
-        for i in (1, 0):
-            with pytest.raises(XferError, match="division by zero"):
-                job.closes(i)
-        assert job.engines[0].takers[0].held(2) == 2 and not job.engines[0].paused and job.engines[1].paused
-        job.sim.dead.add("trainer 0")
-
-
 def test_what_is_called_after_closing_says_that_it_was_closed_here():
     """Not PeerLost, after which a caller would call again. A call that is running hears it, too."""
     with after_one_refit() as job:
@@ -884,24 +701,6 @@ def test_the_same_seed_gives_the_same_run():
     assert traces[0] == traces[1]
 
 
-def test_an_engine_that_needs_fp8_comes_while_bytes_move_by_the_old_catalog():
-    """The catalog with what it needs waits until the next refit."""
-    with after_one_refit(replicas=2, forms=[None, None, ScaleRule.IEEE]) as job:
-        job.die(workers(job, 1)[0])
-        taker = job.engines[0].takers[0]
-        install, taker.release_lock = taker.release_lock, lambda: (job.sim.wait(3.0), install())
-        call(job, min_replicas=1)
-        job.sim.until(lambda: job.coordinator.refit and job.coordinator.refit.parts[0].phase is Phase.COMMITTING)
-        job.again(1)
-        job.sim.until(lambda: job.coordinator.derived)
-        job.sim.wait(1.0)
-        assert job.coordinator.refit is not None and job.coordinator.generation == 1
-        assert all(end.committed == 1 for end in job.ended())
-        taker.release_lock = install
-        job.sim.quiet()
-        assert job.coordinator.generation == 1 and job.commits()[0] and job.coordinator.generation == 2
-
-
 # ---- staged refits
 
 
@@ -914,54 +713,6 @@ def paused(job: Job, replica: int = 0) -> int:
     return job.engines[replica].log.count("pause")
 
 
-@pytest.mark.parametrize("pulled", [False, True])
-@pytest.mark.parametrize("action", ["raise", "kill", "stop"])
-@pytest.mark.parametrize("victim", ["trainer 1", "worker"])
-@pytest.mark.parametrize("point", ["link", "moving", "done"])
-def test_a_refit_that_fails_while_it_is_staged_does_not_reach_the_engine(point, victim, action, pulled):
-    """It is never paused, serves its old version on, and is whole. With a worker that fails the other replica goes on."""
-    trains = victim != "worker"
-    if trains and pulled and point != "link" or not trains and action == "kill":
-        pytest.skip("this trainer moves nothing; the engine dies with its worker")
-    with after_one_refit(replicas=2, pulled=pulled, stage=True) as job:
-        assert job.commits() == [True, True]
-        who, pauses = victim if trains else job.engines[0].worker(1), [paused(job, r) for r in range(2)]
-        failed = {0, 1} if trains else {0}
-        for end in fails_at(job, who, point, action, min_replicas=0 if trains else 1):
-            if isinstance(end, XferError):  # the worker may still read the trainers' memory
-                assert trains or action == "stop" and pulled and not end.drained, end
-            else:
-                assert not all(o.committed for o in end.outcomes) and (trains or end.outcomes[1].committed), says(end)
-                assert all(o.committed or o.version == 2 and not o.dirty for o in end.outcomes), end
-                failed = {o.replica for o in end.outcomes if not o.committed}
-        for r in failed:
-            engine, controller = job.engines[r], job.controllers[r]
-            assert (
-                paused(job, r) == pauses[r] and not engine.paused and engine.label == "2" and controller.error is None
-            )
-            assert [t.held(3) for t in engine.takers] == [2, 2]
-
-
-@pytest.mark.parametrize("change", ["moves", "turns"])
-@pytest.mark.parametrize("wait", ["commit", "sources"])
-def test_staged_bytes_for_storages_that_an_engine_has_no_longer_are_brought_anew_or_refused(change, wait):
-    """Anew while all trainers hold their weights. Others may have changed them: then the engine keeps its old version."""
-    with after_one_refit(stage=True) as job:
-        taker = job.engines[0].takers[1]
-        taker.changes = change  # it is seen when the worker arms
-        call(job, wait=wait)
-        job.ended()
-        for session in job.sessions:
-            if wait == "commit":
-                assert session.version == 2
-            else:
-                with pytest.raises(RebindError, match="cannot use the bytes that it has staged"):
-                    session.settle()
-        job.sim.quiet()
-        engine = job.engines[0]
-        assert not engine.paused and {t.held(2) for t in engine.takers} == {2 if wait == "commit" else 1}
-
-
 def test_storages_of_a_staged_refit_are_looked_at_whole_while_the_engine_serves_and_while_bytes_are_applied():
     with after_one_refit() as job:
         taker = job.engines[0].takers[0]
@@ -969,18 +720,6 @@ def test_storages_of_a_staged_refit_are_looked_at_whole_while_the_engine_serves_
         assert job.commits(stage=True) == [True] and taker.looks == [(False, False), (True, True), (True, False)]
         taker.looks.clear()
         assert job.commits() == [True] and taker.looks == [(True, False)]
-
-
-def test_what_a_quick_look_in_the_pause_cannot_see_is_found_before_the_commit_and_the_next_refit_repairs():
-    """A tensor is laid out anew in its place between staging and the pause."""
-    with after_one_refit(stage=True) as job:
-        job.engines[0].takers[1].changes = "turns in its place"
-        call(job)
-        for end in job.ended():
-            assert isinstance(end, RebindError) and "changed after its bytes were staged" in str(end), end
-            assert "replica 0 worker 1" in str(end)
-        assert job.engines[0].paused and job.engines[0].takers[1].live["norm"].isnan().all()
-        assert job.commits() == [True]
 
 
 @pytest.mark.parametrize("pulled", [False, True], ids=["sent", "pulled"])
@@ -1011,115 +750,109 @@ def test_a_scratch_above_the_budget_costs_only_its_replica_and_says_how_large_it
         assert job.commits() == [True, True] and not job.ends[0, 4].scratch_bytes
 
 
-@pytest.mark.parametrize("how", [{}, dict(delta="auto"), dict(delta="auto", pulled=True)], ids=str)
-def test_release_returns_scratch_and_what_is_staged_is_applied_all_the_same(how):
-    """Trainers release their weights while the engine has yet to pause."""
-    with after_one_refit(stage=True, **how) as job:
-        engine = job.engines[0]
-        engine.slow["pause"] = 1.0
-        call(job, wait="sources")
-        job.ended()
-        job.sim.until(staged(job))
-        assert not engine.paused
-        for i in range(job.trainers):
-            job.release(i)
-        job.sim.block(lambda: not job.running)
-        job.level()
-        assert {t.held(2) for t in engine.takers} == {2}
-        planes = [s._lane_.plane for s in engine.sessions]
-        assert not any(p.extra_bytes for p in planes)
-
-
-# ---- replicas that take turns
-
-
-@pytest.mark.parametrize("wait", ["commit", "sources", "ready"])
-@pytest.mark.parametrize("pulled", [False, True])
-def test_replicas_take_turns_by_number(pulled, wait):
-    """Each serves again before the next one is paused, whatever the trainers wait for."""
-    with after_one_refit(replicas=3, pulled=pulled, at_once=1) as job:
-        job.told.clear()
-        call(job, wait=wait)
-        job.ended()
-        job.level()
-        assert job.told == [(r, what) for r in range(3) for what in ("pause", "resume")]
-
-
-@pytest.mark.parametrize("action", ["kill", "stop", "raise"])
-@pytest.mark.parametrize("point", ["arm", "moving", "commit"])
-def test_a_replica_that_fails_in_its_turn_gives_it_to_the_next(point, action):
-    """At once if it dies or raises; if it hangs, when its share of the time is over."""
-    with after_one_refit(replicas=3, at_once=1) as job:
-        began = job.sim.now
-        job.faults[job.engines[0].worker(0), point] = action
-        call(job, min_replicas=2)
-        for end in job.ended():
-            assert [o.committed for o in end.outcomes] == [False, True, True], says(end)
-        hung = DEADLINE_S / 3 + 3 * deadlines.STOP_GRACE_S  # its turn, then it and its controller give up
-        assert job.sim.now - began <= (hung if action == "stop" else SOON_S)
-        late = "was not done when its turn of 20.0 s ended"
-        assert (late in says(end)) == (action == "stop" and point != "commit"), says(end)
-
-
-@pytest.mark.parametrize("pulled", [False, True])
-def test_replicas_that_take_turns_read_from_those_that_had_theirs(pulled):
-    """Nobody waits for a replica whose turn has not come, so relays cost no time."""
-    with after_one_refit(trainers=1, replicas=3, pulled=pulled, relay=True, at_once=1) as job:
-        began = job.sim.now
-        assert taken(job) == ["peer" if pulled else "gloo", "relay", "relay"] and job.sim.now < began + 1.0
-
-
-# ---- first copies
-
-
-FIRST = [("donor", "checksum"), ("joiner", "checksum"), ("donor", "plan"), ("donor", "link"), ("donor", "digest")]
-
-
-@pytest.mark.parametrize(("who", "point"), FIRST)
-def test_a_first_copy_that_fails_leaves_the_joiner_to_the_next_refit(who, point):
-    """Paused if bytes had moved, and serving what it had if not. The donor serves on."""
-    with after_one_refit(replicas=2) as job:  # by a verified refit
-        job.again(1)
-        job.faults[job.engines[who == "joiner"].worker(0), point] = "raise"
-        job.sim.wait(SOON_S)
-        moved, (donor, joiner) = point == "checksum", job.controllers
-        assert job.coordinator.copied == 1 and joiner.version is None and job.engines[1].paused == moved
-        assert "replica 0 sent checksum" in str(joiner.error) if moved else joiner.error is None
-        assert not job.engines[0].paused and donor.error is None
-        job.differ.clear()  # this was no refit
-        assert job.commits() == [True, True]
-
-
-def copying(job: Job) -> bool:
-    """Whether bytes of a first copy move, and half of them are there."""
-    copies = job.coordinator.copies.values()
-    return cpu_peer.Hold.reached.is_set() and any(p.moving for c in copies for p in c.parts.values())
-
-
-@pytest.mark.parametrize("donor", ["is written by a refit", "dies"])
-def test_a_donor_that_cannot_go_on_while_it_is_read_costs_the_copy_and_no_refit_waits(donor):
-    with after_one_refit(replicas=2, pulled=True) as job:
-        cpu_peer.Hold.begin()
-        job.again(1)
-        job.sim.until(lambda: copying(job))
-        if donor == "dies":
-            job.die(job.engines[0].worker(0))
-            cpu_peer.Hold.clear()
-            job.sim.wait(SOON_S)
-            assert job.engines[1].paused and job.controllers[1].torn and job.controllers[1].version is None
-            assert job.engines[1].takers[0].live["norm"].isnan().all(), "torn, and would answer NaN"
-        call(job, min_replicas=1)
-        if donor != "dies":
-            job.sim.until(lambda: job.engines[0].takers[0].locked)
-            still = [p for c in job.coordinator.copies.values() for p in c.parts.values()]
-            assert all(p.error is not None for p in still), "what was read of the donor could be committed"
-            cpu_peer.Hold.clear()
-        assert [[o.committed for o in end.outcomes] for end in job.ended(SOON_S)] == [[donor != "dies", True]] * 2
-
-
 # ---- fixed orders: what happens, step by step
 
+DIFFERENT = "min_replicas=1", "deadline_s=8.0", "verify=False", "version=77", "at_once=1"
+LATE = 8.0 + deadlines.CALL_GRACE_S + 0.02
+HUNG = DEADLINE_S / 3 + 3 * deadlines.STOP_GRACE_S  # its turn, then it and its controller give up
 ORDERS = {
+    # ---- calls that differ
+    **{f"ranks that ask for different refits are told what differs: {odd}": ("trainers=3 replicas=2",
+        f"call 0 {same} | call 1 {same} {odd} | call 2 {same} | took 0 0 | fails asked for different refits | fails trainer 1: {odd} | "
+        "paused 0") for same in ("verify=True min_replicas=2",) for odd in DIFFERENT},
+    **{f"also where another rank does not call, with {odd}": ("trainers=3 replicas=2",
+        f"call 0 {same} | call 1 {same} {odd} | soon 0 | soon 1 | took 0 0.1 | wait 60 | call 2 {same} | fails trainer 0: | "
+        f"fails trainer 1: {odd}") for same in ("verify=True min_replicas=2",) for odd in DIFFERENT},
+    # ---- publishing
+    "a publish returns when its rank is ready, and its fence when nobody reads":
+        ("", "slow 0 pause 3 | trains 1 | call wait=ready | pending | took 3 3.5 | published 0 0.5 | quiet | held 2 | call | before 2 | "
+         "call | before -"),
+    "a publish that takes long to be ready holds up its fence alone":
+        ("", "fault t1 ready wait | call wait=ready | pending | took 3 3.5 | published 0 0.1 | call | before 2 | commits"),
+    **{f"a fence ends at its deadline and says whether weights may still be read: a worker stops at {point}": ("pulled",
+        f"fault w0.0 {point} stop | call wait=ready deadline_s=5 | took 5 15.01 | published 0 1 | undrained {may_be_read}")
+       for point, may_be_read in (("arm", 0), ("moving", 1))},
+    **{f"what fails after a publish has returned fails all at once and is raised by {joins}": ("",
+        f"fault t1 ready raise | trains 1 | call wait=ready joined={joined} | took 1 1.1 | published 0 1 | call | heard trainer 1 | "
+        "heard at ready")
+       for joins, joined in (("the fence", "fence"), ("settling", "settle"), ("the next call", "explain"))},
+    "a publish that fails before the coordinator knows of it fails on all ranks at once":
+        ("", "change t1 turn | fault t1 look raise | call wait=ready | took 0 0.1 | call | heard trainer 1 | heard at look"),
+    # ---- leaving
+    "closing raises what failed after a publish had returned":
+        ("", "fault t1 ready raise | call wait=ready joined=explain | pending | raises t1 at ready | raises t0 at ready | wait 20 | "
+         "unthreaded | restart"),
+    "closing raises what became of a refit that nobody waited for":
+        ("replicas=2", "slow 1 finish 1 | error 1 resume | call wait=sources | pending | raises t1 could not be resumed | "
+         "raises t0 could not be resumed | held 2 | paused 0 1 | restart"),
+    # ---- staged refits
+    **{f"a refit that fails while it is staged does not reach the engine: {who} {action}s at {point}, {way or 'sent'}":
+        (f"replicas=2 stage {way}", f"call | ended | forget | {'change t1 turn' if point == 'link' else 'quiet'} | "
+         f"fault {who} {point} {action} | call deadline_s=8 min_replicas={int(who != 't1')} | passed | "
+         f"took 0 {LATE if action == 'stop' else 10} | untouched 2 0 {1 if who == 't1' else ''}")
+       for point in ("link", "moving", "done") for action in ("raise", "kill", "stop") for way in ("", "pulled") for who in ("t1", "w0.1")
+       if not (who == "t1" and way and point != "link") and not (who != "t1" and action == "kill")},
+    **{f"bytes that are staged for storages that an engine has no longer ({change}) are brought anew":
+        ("stage", f"change w0.1 {change} | call | commits | paused 0 | held 2") for change in ("moves", "turns")},
+    **{f"or refused ({change}) where trainers may have changed them":
+        ("stage", f"change w0.1 {change} | call wait=sources | ended | settles cannot use the bytes that it has staged | "
+         "quiet | paused 0 | held 1") for change in ("moves", "turns")},
+    "a tensor that is laid out anew in its place, as no quick look sees, is found before the commit":
+        ("stage", "change w0.1 turns_within | call | fails changed after its bytes were staged | fails replica 0 worker 1 | torn 0 1 | "
+         "call | commits"),
+    **{f"release returns scratch, and what is staged is applied all the same {how}": (f"stage {how}",
+        "slow 0 pause 1 | call wait=sources | ended | staged | paused 0 | release t0 | release t1 | ended | level | held 2 | unscratched")
+       for how in ("", "delta=auto", "delta=auto pulled")},
+    # ---- replicas that take turns
+    **{f"replicas take turns by number, whatever trainers wait for: wait={wait} {way}": (f"replicas=3 at_once=1 {way}",
+        f"forget | call wait={wait} | ended | level | turns 0 1 2") for wait in ("commit", "sources", "ready") for way in ("", "pulled")},
+    **{f"a replica that {action}s at {point} in its turn gives it to the next": ("replicas=3 at_once=1",
+        f"fault w0.0 {point} {action} | call min_replicas=2 | came 0 1 1 | took 0 {HUNG if action == 'stop' else SOON_S} | "
+        f"says {int(action == 'stop' and point != 'commit')} was not done when its turn of 20.0 s ended")
+       for action in ("kill", "stop", "raise") for point in ("arm", "moving", "commit")},
+    **{f"replicas that take turns read from those that had theirs {way}": (f"trainers=1 replicas=3 relay at_once=1 {way}",
+        f"call | took 0 1 | routes {first} relay relay") for way, first in (("", "gloo"), ("pulled", "peer"))},
+    # ---- first copies, by a verified refit
+    **{f"a first copy whose {who} fails at {point} leaves the joiner to the next refit": ("replicas=2",
+        f"again 1 | fault w{int(who == 'joiner')}.0 {point} raise | wait {SOON_S} | copied 1 {int(point == 'checksum')} | call | commits")
+       for who, point in (("donor", "checksum"), ("joiner", "checksum"), ("donor", "plan"), ("donor", "link"), ("donor", "digest"))},
+    # ---- routes
+    **{f"{workers} workers pull everything from {trainers} trainers, and the report says so":
+        (f"trainers={trainers} workers={workers} replicas={replicas} pulled", "call | all pulled | call | all pulled | explain pulled by "
+         f"the destination | linkless | epochs {'1 ' * replicas}") for trainers, workers, replicas in ((3, 2, 2), (1, 1, 1))},
+    "storages that moved are mapped again by all ranks; those of a worker concern its own replica":
+        ("replicas=2 pulled", "change t0 move | call | all pulled | epochs 2 2 | change t1 move | call | all pulled | epochs 3 3 | "
+         "change t0 move | change t1 move | call | all pulled | epochs 4 4 | linkless | mapped 4 | change w0.0 moves | call | commits | "
+         "epochs 5 4 | force t1 | call | commits | epochs 6 5"),
+    # ---- replicas that others could read from
+    **{f"a replica that fails before bytes move is gone around in the same refit, in a {form}": (f"{three} {way}",
+        "error 1 pause | call min_replicas=2 | came 1 0 1 | reads 2 0 | call | commits | formed")
+       for three in ("trainers=1 workers=1 replicas=3 relay",) for form, way in (("chain", "pulled"), ("ring", ""))},
+    **{f"a replica that is late takes nothing from the trainers, and holds up nobody, in a {form}": (f"{three} {way}",
+        f"slow 1 pause 9 | call min_replicas=2 | wait {deadlines.TOGETHER_S + 0.1} | holds 2 2 | reads 2 0 | came 1 1 1 | "
+        f"routes {routes} | call | commits | formed") for three in ("trainers=1 workers=1 replicas=3 relay",)
+       for form, way, routes in (("chain", "pulled", "peer relay relay"), ("ring", "", "gloo+relay relay gloo+relay"))},
+    # ---- first copies that are under way
+    "a donor that a refit writes while it is read costs the copy, and no refit waits": ("replicas=2 pulled",
+        "hold | again 1 | copying | call min_replicas=1 | locked 0 | uncommittable | free | came 1 1 | "
+        f"took 0 {SOON_S}"),
+    "a donor that dies while it is read costs the copy, and the joiner is torn": ("replicas=2 pulled",
+        f"hold | again 1 | copying | die w0.0 | free | wait {SOON_S} | torn 1 0 | call min_replicas=1 | "
+        f"came 0 1 | took 0 {SOON_S}"),
+    # ---- many replicas
+    "lanes that end within the hold say so once, and one that hangs holds up no other for longer":
+        ("replicas=3 holds", "call | commits | dones 1 1 | fault t0 moving wait | call | commits | dones 2 1"),
+    "lanes of a small job say at once that they have ended": ("replicas=3", "call | commits | dones 3 3"),
+    # ---- the rest
+    "a call ends at once when a trainer dies while no replica is there":
+        ("trainers=3", "die c0 | quiet | call 0 min_replicas=0 | quiet | die t1 | took 0 0.1"),
+    "what an engine in FP8 needs, and tells while bytes move by the old catalog, waits until the next":
+        ("replicas=2 late_fp8", "die w1.0 | fault w0.0 commit wait | call min_replicas=1 | phase 0 committing | again 1 | derived | "
+         "wait 1 | catalog 1 | came 1 0 | quiet | catalog 1 | call min_replicas=1 | ended | catalog 2"),
+    **{f"a refit that came to nothing leaves the label that it found: {found}": ("trainers=1", f"label 0 {found} | again 0 | quiet | "
+        f"{nothing} | labels {left} | call version=a | commits | {nothing} | labels a")
+       for found, left in (("checkpoint-900", "checkpoint-900"), ("xfer:mixed", "xfer:unknown"))
+       for nothing in ("prepare t0 | armed | fault t0 drain raise | call | fails at drain | quiet | paused 0",)},
     "a controller that is stopped between refits is named": ("", "stop c0 | call deadline_s=5 | fails not armed"),
     "a trainer that is stopped between refits is named": ("", "stop t1 | call 0 deadline_s=5 | fails not called"),
     "a layout that changes while a replica is planned is planned again at once":
@@ -1143,7 +876,8 @@ ORDERS = {
         ("pulled", f"change w0.0 {what} | fault w0.0 arm stop | call deadline_s=2 | fails worker 0: not armed")
        for what in ("turns", "moves")},
     "an engine that is late to come back is put aside by calls that do not want all":
-        ("replicas=2", "slow 0 resume 20 | call deadline_s=1 min_replicas=1 | ended | call min_replicas=1 | without 0 is put aside"),
+        ("replicas=2", "slow 0 resume 20 | call deadline_s=1 min_replicas=1 | ended | call min_replicas=1 | without 0 is put aside | "
+         "took 0 0 | call deadline_s=1 | fails bringing its engine back | wait 20 | call min_replicas=1 | commits"),
     "a replica that joins while weights are released is refitted":
         ("replicas=2 pulled", "release t0 | quiet | again 0 | quiet | release t1 | quiet | again 1 | quiet | call | commits"),
     "a trainer that failed before it told of changed exports tells them later":
@@ -1243,9 +977,76 @@ def goes_deaf(job: Job, seconds: str) -> None:
     job.unheard |= {(i, job.calls[i] + 1) for i in range(job.trainers)}
 
 
+def raises(call: Callable[[], object], *text: str) -> bool:
+    with pytest.raises(XferError, match=" ".join(text)):
+        call()
+    return True
+
+
+def told_as_pulled(report) -> bool:
+    """Whether workers pulled all bytes, by every way in which a report says so."""
+    told = sum(r.bytes for o in report.outcomes for r in o.routes), report.flatten()["xfer/route/peer_bytes"]
+    return (
+        {*kinds(report)} == {"peer"}
+        and told == (report.bytes, report.bytes)
+        and "peer: " in report.routes()
+        and report.bytes > 0
+    )
+
+
+def dones(job: Job, who: str) -> int:
+    """How many messages of this process said in the last refit that lanes of it have ended."""
+    said, last = [x for c in job.sim.channels if c.who == who for x in c.said], max(job.coordinator.refits.finished)
+    return sum(isinstance(x, m.Done) and x.attempt == last for x in said)
+
+
+def copied(job: Job) -> list:
+    """What first copies that are under way do."""
+    return [p for c in job.coordinator.copies.values() for p in c.parts.values()]
+
+
+def last_two(job: Job) -> list[list]:
+    """What each rank heard in its last call and in the one before. A rank whose weights nobody has read may hear in its next call that
+    another one failed."""
+    job.ended()
+    return [[job.ends[i, job.calls[i] - 1], job.ends[i, job.calls[i]]] for i in range(job.trainers)]
+
+
+def untouched(job: Job, version: str, replicas: set[int]) -> bool:
+    """Whether the engines of those of these replicas that did not commit serve this version, and were not told to pause since `forget`."""
+    left = replicas - {
+        o.replica for end in job.ended() if not isinstance(end, XferError) for o in end.outcomes if o.committed
+    }
+    calm = [
+        (r, "pause") not in job.told and job.controllers[r].error is None and not job.engines[r].paused for r in left
+    ]
+    whole = [
+        job.engines[r].label == version and {t.held(job.last) for t in job.engines[r].takers} == {int(version)}
+        for r in left
+    ]
+    return bool(left) and all(calm) and all(whole)
+
+
+def not_copied(job: Job, replica: int, moved: bool) -> bool:
+    """Whether a first copy of replica 0 has failed. Its joiner is paused if bytes had moved, and serves what it had if not; replica 0
+    serves on."""
+    donor, joiner = job.controllers[0], job.controllers[replica]
+    job.differ.clear()  # this was no refit
+    told = "replica 0 sent checksum" in str(joiner.error) if moved else joiner.error is None
+    calm = not job.engines[0].paused and donor.error is None
+    return (
+        calm
+        and told
+        and job.coordinator.copied == 1
+        and joiner.version is None
+        and job.engines[replica].paused == moved
+    )
+
+
 def options(words: Iterable[str]) -> dict[str, object]:
     """`name=value`; `name` alone is true."""
-    value = lambda v: int(v) if v.isdigit() else float(v) if "." in v else v or True  # noqa: E731
+    words_ = {"": True, "True": True, "False": False}
+    value = lambda v: words_[v] if v in words_ else int(v) if v.isdigit() else float(v) if "." in v else v  # noqa: E731
     return {k: value(v) for k, _, v in (w.partition("=") for w in words)}
 
 
@@ -1272,6 +1073,16 @@ HAPPENS: dict[str, Callable[..., object]] = {
     "armed": lambda job: job.sim.until(lambda: job.coordinator.refit and len(job.coordinator.refit.parts[0].armed) == job.workers),
     "go": lambda job: job.sim.stopped.clear(),
     "quiet": lambda job: job.sim.quiet(),
+    "trains": lambda job, seconds: setattr(job, "trains_s", float(seconds)),
+    "forget": lambda job: job.told.clear(),
+    "level": lambda job: job.level(),
+    "hold": lambda job: cpu_peer.Hold.begin(),
+    "free": lambda job: cpu_peer.Hold.clear(),
+    "copying": lambda job: job.sim.until(lambda: cpu_peer.Hold.reached.is_set() and any(p.moving for p in copied(job))),
+    "locked": lambda job, replica: job.sim.until(lambda: job.engines[int(replica)].takers[0].locked),
+    "derived": lambda job: job.sim.until(lambda: job.coordinator.derived),
+    "label": lambda job, replica, text: setattr(job.engines[int(replica)], "label", text),
+    "force": lambda job, who: setattr(job.sessions[int(who[1])].lanes[0].plane._routed.export, "forced", True),
     "wait": lambda job, seconds: job.sim.wait(float(seconds)),
 }  # fmt: skip
 HOLDS: dict[str, Callable[..., bool]] = {
@@ -1281,8 +1092,42 @@ HOLDS: dict[str, Callable[..., bool]] = {
         not end.outcomes[int(replica)].committed and " ".join(text) in says(end) for end in job.ended(SOON_S)),
     "told": lambda job, replica, *text: job.controllers[int(replica)]._phase is ControllerPhase.OVER and all(
         not s.joined and " ".join(text) in str(s.error) for s in job.engines[int(replica)].sessions),
+    "came": lambda job, *some: all([str(int(o.committed)) for o in end.outcomes] == [*some] for end in job.ended()),
+    "says": lambda job, whether, *text: all((" ".join(text) in says(end)) == bool(int(whether)) for end in job.ended()),
+    "pending": lambda job: all(end.pending for end in job.ended()),
+    "took": lambda job, least, most: (job.ended(), float(least) <= job.sim.now - job.began <= float(most))[1],
+    "published": lambda job, least, most: len(job.published) == job.trainers and all(
+        float(least) <= x <= float(most) for x in job.published.values()),
+    "undrained": lambda job, whether: all(
+        getattr(end, "drained", True) != int(whether) if isinstance(end, XferError) else whether == "0" for end in job.ended()),
+    "heard": lambda job, *text: all(" ".join(text) in str(next(x for x in last if isinstance(x, XferError))) for last in last_two(job)),
+    "before": lambda job, version: all(
+        end.before is None if version == "-" else end.before.version == int(version) and end.before.fence_s > 0 for end in job.ended()),
+    "raises": lambda job, who, *text: raises(lambda: job.closes(int(who[1])), *text),
+    "settles": lambda job, *text: all(raises(session.settle, *text) for session in job.sessions),
+    "unthreaded": lambda job: not [t.name for t in job.sim.threads if t.who.startswith("trainer")],
+    "passed": lambda job: (job.ended(), not job.faults)[1],
+    "untouched": lambda job, version, *replicas: untouched(job, version, {int(r) for r in replicas}),
+    "torn": lambda job, replica, worker: (e := job.engines[int(replica)]).paused and job.controllers[int(replica)].torn and bool(
+        e.takers[int(worker)].live["norm"].isnan().all()),
+    "unscratched": lambda job: not any(s._lane_.plane.extra_bytes for e in job.engines for s in e.sessions),
+    "turns": lambda job, *order: job.told == [(int(r), what) for r in order for what in ("pause", "resume")],
+    "routes": lambda job, *wanted: kinds(job.ended()[0]) == [*wanted],
+    "all": lambda job, _: all(end.verified and told_as_pulled(end) for end in job.ended()),
+    "explain": lambda job, *text: " ".join(text) in job.sessions[0].explain(),
+    "linkless": lambda job: all(isinstance(s.lanes[0].plane._link, routes.NoLink) for s in job.sessions),
+    "mapped": lambda job, count: len(cpu_peer.MAPPED) == int(count),
+    "epochs": lambda job, *wanted: job.epochs() == [int(x) for x in wanted],
+    "reads": lambda job, replica, *others: job.order()[int(replica)] == [int(x) for x in others],
+    "formed": lambda job: job.order() == formed(bool(job.host_pull), range(job.replicas), job.replicas)[1],
+    "holds": lambda job, replica, version: {t.held(job.last) for t in job.engines[int(replica)].takers} == {int(version)},
+    "uncommittable": lambda job: all(p.error is not None for p in copied(job)),
+    "dones": lambda job, *counts: [dones(job, f"trainer {i}") for i in range(job.trainers)] == [int(n) for n in counts],
+    "catalog": lambda job, number: job.coordinator.generation == int(number),
+    "labels": lambda job, text: [e.label for e in job.engines] == [text],
+    "copied": lambda job, replica, moved: not_copied(job, int(replica), bool(int(moved))),
     "soon": lambda job, rank: job.sim.block(lambda: int(rank) not in job.running, job.sim.now + SOON_S),
-    "paused": lambda job, whether: all(e.paused == bool(int(whether)) for e in job.engines),
+    "paused": lambda job, *flags: [e.paused for e in job.engines] == [f == "1" for f in flags] * (len(job.engines) // len(flags)),
     "held": lambda job, version: all(t.held(job.last) == int(version) for e in job.engines for t in e.takers),
     "anew": lambda job, replica: job.epochs()[int(replica)] == job.seen + 1,
     "linked": lambda job, replica: (r := job.coordinator.replicas[int(replica)]).phase is ReplicaPhase.READY
@@ -1296,7 +1141,8 @@ last `phase`; `linked`: as it was then."""
 def test_what_happens_in_this_order_ends_in_time_and_the_next_refit_is_whole(order):
     how, steps = ORDERS[order]
     made = options(how.split())
-    forms = [ScaleRule.IEEE if made.pop("fp8", False) else None]
+    fp8, late = made.pop("fp8", False), made.pop("late_fp8", False)
+    forms = [None, None, ScaleRule.IEEE] if late else [ScaleRule.IEEE if fp8 else None]
     with after_one_refit(**made, forms=forms) as job:
         for step in steps.split(" | "):
             verb, *args = step.split()

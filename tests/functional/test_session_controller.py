@@ -122,18 +122,6 @@ def test_an_engine_with_a_drafter_is_joined_again_after_a_controller_died_in_a_r
             w.commits(1)
 
 
-@pytest.mark.parametrize(("found", "left"), [("checkpoint-900", "checkpoint-900"), ("xfer:mixed", "xfer:unknown")])
-def test_a_refit_that_came_to_nothing_leaves_the_label_that_it_found(found, left):
-    toy = ToyEngine(2)
-    toy.label = found
-    with world(toy) as w:
-        failing(w)
-        assert (toy.label, toy.paused) == (left, False)
-        w.commits(1, version="a")
-        failing(w)
-        assert (toy.label, toy.paused) == ("a", False)
-
-
 def test_an_engine_that_was_started_without_weights_serves_after_its_first_commit(monkeypatch):
     """A call that asks while the version arrives is not told that there are no weights."""
     toy, told, threads, set_ = ToyEngine(2), [], [], Controller._set

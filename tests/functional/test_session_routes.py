@@ -10,19 +10,15 @@ import threading
 import time
 
 import pytest
-import torch
 
 from tests.support import cpu_peer
 from tests.support.cpu_peer import MAPPED, REFUSED, Hold, peers
-from tests.support.memory import Watched
 from tests.support.packed_world import PackedWorld
 from tests.support.simulation import simulated
-from tests.support.world import SHAPES, ToySource, World, good, until_true
-from xfer import Declared, MeshInfo, TensorTrainer
+from tests.support.world import SHAPES, World, good, until_true
 from xfer.coordinator import messages as m
 from xfer.direct.plane import DirectPlane
 from xfer.errors import DeadlineExceeded, PeerLost
-from xfer.mesh.placement import Shard
 from xfer.packed.plane import PackedPlane
 from xfer.participants import refit
 from xfer.participants.lane import Lane
@@ -44,20 +40,6 @@ def refuse_all(trainers: int) -> None:
 
 
 # ---- what goes which way
-
-
-@pytest.mark.parametrize("shape", [(3, 2, 2), (1, 1, 1)])
-def test_everything_is_pulled_and_the_report_says_so(shape):
-    trainers, workers, replicas = shape
-    with World(trainers, workers, replicas) as w:
-        for version in (1, 2):
-            report = w.commits(version)
-            assert report.verified and by_route(report) == {"peer": report.bytes} and report.bytes > 0
-            assert "peer: " in report.routes()
-            assert report.flatten()["xfer/route/peer_bytes"] == report.bytes
-        assert w.epochs() == [1] * replicas, "nothing moved, so nothing is opened twice"
-        assert "pulled by the destination" in w.sessions[0].explain()
-        assert all(isinstance(s.lanes[0].plane._link, routes.NoLink) for s in w.sessions), "nobody needs a link"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="process_vm_readv is Linux's")
@@ -83,61 +65,6 @@ def test_what_cannot_be_mapped_is_sent_and_the_reason_is_told():
         REFUSED.add((1, 0))
         w.sources[1].move()  # routes are opened again, with less to pull, over the link that stands
         assert by_route(w.commits(2))["gloo"] > sent["gloo"]
-
-
-def test_moved_storages_are_mapped_again_by_all_ranks_together():
-    """One rank moves, all reopen, over the link that stands; then the other, then both, then a worker's."""
-    with World(2, 2, 2) as w:
-        w.commits(1)
-        links = [s.lanes[r].plane._link for s in w.sessions for r in range(2)]
-        for version, ranks in ((2, [0]), (3, [1]), (4, [0, 1])):
-            for i in ranks:
-                w.sources[i].move()
-            report = w.commits(version)
-            assert by_route(report) == {"peer": report.bytes} and w.epochs() == [version] * 2
-        assert [s.lanes[r].plane._link for s in w.sessions for r in range(2)] == links
-        assert len(MAPPED) == 4, "every worker has one mapping, old ones are closed"
-        taker = w.engines[0].takers[0]
-        taker.live["embed"] = torch.zeros_like(taker.live["embed"])
-        taker.check = lambda quick=False: "same" if taker._places == taker._now() else "moved"
-        w.commits(5)
-        assert w.epochs() == [5, 4], "a worker's storages concern its own replica only"
-        w.sessions[1].lanes[0].plane._routed.export.forced = True  # new memory at the old address
-        w.commits(6)
-        assert w.epochs() == [6, 5]
-
-
-class Views(ToySource):
-    """A TensorTrainer whose callable returns new tensors over the same bytes at every call."""
-
-    def __init__(self, rank: int, world: int):
-        super().__init__(rank, world)
-        mesh = MeshInfo.line("trainers", range(world))
-        self.adapter = TensorTrainer(
-            lambda: {n: t.view(t.shape) for n, t in self.params.items()},
-            declared={n: Declared(s, mesh, (Shard(0),)) for n, s in SHAPES.items() if len(s) > 1},
-            rank=rank,
-            world=world,
-        )
-        for name in ("drain", "read", "check", "rebind", "let_go"):
-            setattr(self, name, getattr(self.adapter, name))
-
-
-def test_a_callable_that_makes_views_opens_no_route_anew_and_holds_nothing_after_a_release(monkeypatch):
-    opened, open_routes = [], DirectPlane._open_routes
-    monkeypatch.setattr(DirectPlane, "_open_routes", lambda lane, *a: (opened.append(lane), open_routes(lane, *a))[1])
-    with World(trainers=2, sources=[Views(i, 2) for i in range(2)]) as w:
-        for version in (1, 2):
-            opened.clear()
-            w.commits(version)
-            assert not opened or version == 1, "a warm refit was a cold one"
-        old = [Watched(t) for source in w.sources for t in source.params.values()]
-        for source, session in zip(w.sources, w.sessions, strict=True):
-            session.release()
-            source.params = {n: t.clone() for n, t in source.params.items()}
-        assert not any(m.held for m in old)
-        for version in (3, 4):
-            w.commits(version)
 
 
 # ---- release

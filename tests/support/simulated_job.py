@@ -19,6 +19,7 @@ from tests.support.simulation import Simulation
 from tests.support.world import REFIT, Meets, ToyEngine, ToySource, ToyTaker, World
 from xfer import faults
 from xfer.arguments import RefitOptions
+from xfer.coordinator import coordinator
 from xfer.coordinator.deadlines import CALL_GRACE_S, HOLD_S, TOGETHER_S
 from xfer.errors import EngineLost, VerificationError, XferError
 from xfer.kernels.block_fp8 import ScaleRule
@@ -32,12 +33,17 @@ SHAPES = {"layers.0.w": (24, 12), "embed": (36, 8), "norm": (12,)}
 value = cache(ToySource.value)
 
 
+def maps(plane) -> bool:
+    """Whether a rank has mapped the storages of others by this plane."""
+    return bool(plane._routed and plane._routed.mapping.number in cpu_peer.MAPPED or not plane.unmapped)
+
+
 class Source(Meets):
     """`computes`: it meets the other ranks before it is ready, as ranks do that gather together. Rank 0 does not know that its drain
     waits for nobody."""
 
     job: Job
-    computes = False
+    computes = let = False
     finish_gathers = ToySource.drain
     value = staticmethod(lambda name, shape, version: value(name, tuple(shape), version))
 
@@ -47,6 +53,9 @@ class Source(Meets):
 
     def finishes_alone(self) -> bool:
         return self.rank > 0
+
+    def let_go(self) -> None:
+        self.let = True
 
     def point(self, where: str) -> None:
         self.job.point("trainer", self.rank, where)
@@ -69,7 +78,7 @@ class Taker(ToyTaker):
                 self.live[name] = old.clone()
         elif now == "turns":
             world.turned(self.live)
-        elif now == "turns in its place":
+        elif now == "turns_within":
             w = self.live["layers.0.w"]
             w.set_(w.untyped_storage(), 0, w.shape, w.t().contiguous().t().stride())
         return super().check(quick)
@@ -194,13 +203,13 @@ class Job(World):
         self.told: list[tuple[int, str]] = []  # what engines were told: (replica, "pause" or "resume"), in order
         self.faults: dict[tuple[str, str], str] = {}
         self.naps = 0
+        self.began, self.trains_s = 0.0, 0.0  # of the last call; for how long ranks train after a publish
+        self.published: dict[int, float] = {}  # rank -> seconds until its publish returned
         self.calls, self.running = [0] * self.trainers, {}
         self.ends: dict[tuple[int, int], object] = {}
         self.excused: set[tuple[int, int]] = set()
         self.differ: set[tuple[int, int]] = set()
-        self.evened: set[int] = (
-            set()
-        )  # versions of which a trainer's checksum was changed, perhaps as much as a worker's
+        self.evened: set[int] = set()  # versions of which a trainer's checksum was changed, perhaps as a worker's was
         self.harms = 0  # how often something happened to a process
         self.hurt: set[int] = set()  # replicas that may be out: something happened to a process that they need
         self.unheard: set[tuple[int, int]] = set()  # calls in which the coordinator's process, trainer 0's, was stopped
@@ -214,16 +223,13 @@ class Job(World):
         sim.patch(faults, "wants", self.wants)
         self.count_turns()
         sim.patch_item(routes.PEERS, "cpu", cpu_peer)
-        for name, number in (
-            ("PAYS", 0.99),
-            ("SHORTEST", 1),
-        ):  # storages are small: their pulls go by marks all the same
+        for name, number in (("PAYS", 0.99), ("SHORTEST", 1)):  # storages are small: pulls go by marks all the same
             sim.patch(peer_host, name, number)
         cpu_peer.Hold.clear()
         for some in (cpu_peer.REFUSED, cpu_peer.MAPPED):
             some.clear()
+        sim.patch(coordinator, "hold_s", lambda *_: HOLD_S if holds else 0.0)
         self.connect()
-        self.coordinator.hold_s = HOLD_S if holds else 0.0
 
     def count_turns(self) -> None:
         """No more engines are out of service for a refit than it allows. Replicas that may be out for another reason do not count,
@@ -328,6 +334,7 @@ class Job(World):
     def call(self, i: int, **how) -> None:
         """A rank trains, calls, and trains on as soon as it may. `joined`: the call that waits for what it has published."""
         joined = how.pop("joined", "fence")
+        self.began = self.began if self.running else self.sim.now
         self.calls[i] += 1
         version = self.calls[i]
         self.last = max(self.last, version)
@@ -370,7 +377,10 @@ class Job(World):
             self.sessions[i].close()
 
     def between(self, i: int, report) -> None:
-        """A rank has published and trains; its weights stay until it calls the fence."""
+        """A rank has published and trains for `trains_s`; its weights stay until it calls the fence."""
+        self.published[i] = self.sim.now - self.began
+        if self.trains_s:
+            self.sim.wait(self.trains_s)
 
     def all(self, **how) -> list:
         """All call, and everything happens. What each heard."""
@@ -416,10 +426,9 @@ class Job(World):
         missing = {r for r, here in enumerate(there) if not here}
         assert missing <= self.hurt, "a replica takes part no more, and nothing happened to it"
         prepared = self.coordinator.refit is not None
+        at_once = None if prepared else self.at_once  # prepared: all are paused
         for i in range(self.trainers):
-            self.call(
-                i, verify=verify, min_replicas=sum(there), at_once=None if prepared else self.at_once
-            )  # prepared: all are paused
+            self.call(i, verify=verify, min_replicas=sum(there), at_once=at_once)
         sim.block(lambda: not self.running, sim.now + SOON_S)
         assert not self.running, self.coordinator.refit and self.coordinator.refit.waiting_for()
         self.agree()
@@ -502,7 +511,11 @@ class Job(World):
                 with contextlib.suppress(XferError):
                     self.closes(i)
         self.sim.bury("trainer")
+        self.sim.quiet()
         self.running.clear()
+        planes = [s._lane_.plane for e in self.engines if not e.dead for s in e.sessions if s._lane_]
+        mapped = [p for p in planes if p.inputs is not None and p.inputs.donor < 0 and maps(p)]
+        assert not mapped, "trainers that start again need memory that workers have mapped"
         for replica in range(self.replicas):
             self._leave(replica)
             self.engines[replica].fail.clear()
@@ -519,7 +532,7 @@ class Job(World):
         known = {c.label for c in self.coordinator.clients}
         some = [s._lane_.plane for e in self.engines for s in e.sessions if s._lane_ and s._party.label in known]
         own = [p for p in some if p.inputs is not None and p.inputs.donor < 0]
-        return any(p._routed and p._routed.mapping.number in cpu_peer.MAPPED or not p.unmapped for p in own)
+        return any(map(maps, own))
 
     def release(self, i: int) -> None:
         harms, calm = self.harms, not self.sim.stopped | self.sim.dead
@@ -529,14 +542,15 @@ class Job(World):
                 self.sessions[i].release()
                 free = self.sim.dead or not cpu_peer.MAPPED or not self.mapped()
                 self.sim.must(free, "a trainer may free its weights, and others have mapped them")
+                self.sim.must(self.sources[i].let, "the adapter was not told to let go of its weights")
+                self.sources[i].let = False
                 held = [weakref.ref(t.untyped_storage()) for t in self.sources[i].params.values()]
                 self.sources[i].move()
                 gone = not any(r() for r in held) or self.sessions[i].side._kept
                 self.sim.must(gone, "something of xfer holds weights that were released")
             except XferError as e:
-                self.sim.must(
-                    not calm or self.harms > harms, f"nothing kept trainer {i} from releasing its weights: {e}"
-                )
+                kept = not calm or self.harms > harms
+                self.sim.must(kept, f"nothing kept trainer {i} from releasing its weights: {e}")
             del self.running[i]
 
         with self.sim.process(f"trainer {i}"):
@@ -547,14 +561,8 @@ class Job(World):
         """Whether a replica takes part only when it is served again; its owner was told, or knows that it died."""
         e, c = self.engines[replica], self.controllers[replica]
         joined = len(e.sessions) == self.workers and all(s.joined for s in e.sessions)
-        lost = self.coordinator.replicas[replica].controller is None
-        return (
-            e.dead
-            or lost
-            or not joined
-            or c._phase is ControllerPhase.OVER
-            or self.controlled[replica] in self.sim.dead
-        )
+        lost = self.coordinator.replicas[replica].controller is None or self.controlled[replica] in self.sim.dead
+        return e.dead or lost or not joined or c._phase is ControllerPhase.OVER
 
     def agree(self) -> None:
         """All ranks that heard the outcome of a call heard the same, and the coordinator has not failed by itself."""

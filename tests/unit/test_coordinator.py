@@ -16,7 +16,7 @@ from tests.support.examples import EXAMPLES
 from xfer.coordinator import messages as m
 from xfer.coordinator.commit import TRANSITIONS, Phase
 from xfer.coordinator.coordinator import Coordinator
-from xfer.coordinator.events import Connected, Disconnected, Received, Send, Tick, Unproven
+from xfer.coordinator.events import Connected, Received, Send, Tick
 from xfer.coordinator.first_copy import FirstCopy
 from xfer.coordinator.layouts import pack_specs
 from xfer.coordinator.refit import Owed
@@ -120,6 +120,7 @@ class Admission:
         (("trainer", 1, 2), "trainer 1 is connected already"),
         (("controller", 0, 0), "its engine says that it has no workers"),
         (("controller", 0, 1), "replica 0 has a controller already"),
+        (("controller", 0, 1, 1), "replica 1: trainers expect replicas 0..0"),
         (("worker", 1, 1), "worker 1 of 1: an engine that was started as one rank of several"),
     ],
 )
@@ -157,16 +158,6 @@ def test_a_trainer_that_was_refused_for_its_arguments_is_not_waited_for_by_the_c
         co.handle(Connected(i), 0.0)
         co.handle(Received(i, m.Hello("trainer", i, 2, 0, "host", 7, settings=(("deadline_s", seconds),))), 0.0)
     assert "deadline_s is '19', trainer 0 has '20'" in str(co.failure) and co.met == {0, 1}
-
-
-def test_a_call_ends_at_once_when_a_trainer_dies_while_no_replica_is_there():
-    """No replica has a part in that refit whose end could be the refit's."""
-    admission = Admission()
-    admission.say(admission.controller, m.Leave())
-    admission.say(1, m.Enter(1, m.Arguments(min_replicas=1, deadline_s=9.0)))
-    effects = admission.coordinator.handle(Disconnected(2, "killed"), 0.0)
-    told = [x.message.attempt for x in effects if isinstance(x, Send) and isinstance(x.message, m.Outcome)]
-    assert told == [1] and admission.coordinator.refit is None
 
 
 STAGES = {
@@ -213,15 +204,6 @@ def test_a_connect_that_waits_for_no_replica_does_not_end_for_one():
     admission.coordinator.opening = False
     admission.coordinator.handle(Tick(), 20.1)
     assert admission.coordinator.failure is None
-
-
-def test_rejected_processes_are_listed_for_timeout_errors():
-    admission = Admission()
-    assert "trainers expect replicas 0..0" in admission.hello("controller", 0, 1, replica=1)[1]
-    admission.coordinator.handle(Unproven("10.0.0.9"), 0.0)
-    first, second = admission.coordinator.rejected.lines()
-    assert "rejected: controller 0" in first and "replica 1: trainers expect replicas 0..0" in first
-    assert "rejected: a caller with another token, last from 10.0.0.9" in second
 
 
 def test_all_arguments_in_which_ranks_differ_are_named():
