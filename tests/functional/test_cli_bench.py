@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -14,7 +13,6 @@ from tests.support import forge
 from tests.support.marks import BOTH
 from tests.support.proc import ROOT, environment
 from xfer.cli import app
-from xfer.cli.bench import run
 
 pytestmark = BOTH
 CONFIG = toy.FAMILIES["qwen3_moe"] | {"vocab_size": 192}
@@ -31,11 +29,15 @@ def folder(tmp_path_factory):
 def forked(monkeypatch):
     """The twelve processes of all routes are forked. Each would import torch anew."""
 
-    def start(command, env, stderr, **_):
-        own = environment(**{k: v for k, v in env.items() if k.startswith("XFER_")})
-        return forge.start(command[0], command[1:], own, ROOT, None, stderr)
+    popen = subprocess.Popen
 
-    monkeypatch.setattr(run, "subprocess", SimpleNamespace(Popen=start, PIPE=subprocess.PIPE))
+    def start(command, **how):
+        if "xfer.cli.bench.rank" not in command:
+            return popen(command, **how)
+        own = environment(**{k: v for k, v in how["env"].items() if k.startswith("XFER_")})
+        return forge.start(command[0], command[1:], own, ROOT, None, how["stderr"])
+
+    monkeypatch.setattr(subprocess, "Popen", start)
 
 
 def xfer_bench(*arguments: object) -> tuple[int, str]:

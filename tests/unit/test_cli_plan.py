@@ -16,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks.lib.layouts import Model, engine, trainer
-from xfer.cli import app
+from xfer.cli import app, children
 from xfer.cli import plan as plan_command
 from xfer.cli.describe import ASSUMED, describe
 from xfer.cli.examples import FOLDER
@@ -25,13 +25,14 @@ from xfer.cli.layouts import processes as tracing
 from xfer.cli.layouts.child import TraceTask
 from xfer.cli.layouts.processes import Tracer, _Processes, classes
 from xfer.cli.plan_report import Header, KeptTotal, Report, make_plans, make_report
-from xfer.errors import XferError
+from xfer.errors import DeadlineExceeded, XferError
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 from xfer.plan.explain import size
 from xfer.plan.fabric import Fabric, Site
 from xfer.plan.predict import predict
 from xfer.plan.program import Op, row_wire_bytes
 
+ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 
 
@@ -124,7 +125,7 @@ def test_models_that_come_with_xfer_are_known_by_name_and_a_path_goes_before_the
 
 @pytest.mark.parametrize("name", ["fabric.toml", "job.toml"])
 def test_the_examples_that_come_with_xfer_are_those_of_the_page_and_work(name):
-    page = (Path(__file__).resolve().parents[2] / "docs/plan.md").read_text()
+    page = (ROOT / "docs/plan.md").read_text()
     assert f"```toml\n{(FOLDER / name).read_text()}```" in page
     told = describe(file=str(FOLDER / "job.toml"))
     assert len(told.site.fabric.hosts) == 2 and told.engine.replicas == 2 and told.fabric == "fabric.toml"
@@ -358,7 +359,7 @@ def test_a_key_tells_apart_everything_that_a_layout_depends_on(monkeypatch):
     tracer._versions = {"engine": {"vllm": "1"}}
 
     def key(class_of=(0, 1), of=catalog, **more):
-        return tracer._key(TraceTask("engine", 0, CONFIG, {"tp": 2}, [], {}, **more), list(class_of), of)
+        return tracer._key(TraceTask("engine", CONFIG, {"tp": 2}, {}, **more), list(class_of), of)
 
     keys = [key()]
     monkeypatch.setenv("A_VARIABLE_OF_NOBODY", "1")
@@ -404,39 +405,36 @@ def test_an_interpreter_that_fails_is_told_by_its_code_and_last_words(tmp_path, 
     assert other == f"--engine-python {tmp_path}/none cannot be run: No such file or directory"
 
 
-def processes(folder: Path, side: str, ranks: int, jobs: int, text: str) -> _Processes:
-    """Processes of a Python that runs `text` in place of the code that traces, with that code's arguments."""
-    (folder / "fake.py").write_text(text)
+def processes(folder: Path, side: str, ranks: int, text: str) -> _Processes:
+    """Processes of a Python that runs `text` in place of the code that reads layouts, after a line that is no answer."""
+    (folder / "fake.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nprint('chatter', flush=True)\n{text}"
+    )
     python = folder / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} {folder}/fake.py {folder} "$1" "$3" "$4"\n')
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {folder}/fake.py "$4"\n')
     python.chmod(0o755)
-    return _Processes(str(python), TraceTask(side, 0, CONFIG, {"tp": ranks}, [], {}), list(range(ranks)), jobs)
+    return _Processes(str(python), TraceTask(side, CONFIG, {"tp": ranks}, {}), list(range(ranks)))
 
 
 def test_a_process_that_dies_is_an_error_with_its_last_words(tmp_path):
-    dies = "import sys; print('not json'); print('the reason', file=sys.stderr); sys.exit(7)"
+    dies = "print('the reason', file=sys.stderr); sys.exit(7)"
     for act in (lambda p: tracing._check([p]), lambda p: Tracer({})._traced(p, None)):
-        with (
-            processes(tmp_path, "trainer", 2, 2, dies) as p,
-            pytest.raises(XferError, match="ended with code 7") as e,
-        ):
+        with processes(tmp_path, "trainer", 2, dies) as p, pytest.raises(XferError, match="ended with code 7") as e:
             act(p)
         assert "the reason" in e.value.violations
 
 
-FAKE = """
-import json, pathlib, sys, time
-import msgspec
-job = pathlib.Path(sys.argv[4])
-task = msgspec.msgpack.decode(job.read_bytes())
-print(json.dumps({"checked": True}), flush=True)
-assert "catalog" in json.loads(sys.stdin.readline())
-time.sleep(task["number"] / 4)  # one ends before the other
-for rank in task["ranks"]:
-    (job.parent / f"engine.{rank}").write_bytes(pathlib.Path(sys.argv[1], str(rank)).read_bytes())
-    print(json.dumps({"rank": rank}), flush=True)
-print("chatter", flush=True)
-print(json.dumps({"done": True}), flush=True)
+READS = """
+from base64 import b64encode
+from pathlib import Path
+from xfer.cli.children import serve
+from xfer.trace.catalog import Catalog
+class Ranks:
+    def read(self, rank, catalog):
+        return b64encode(Catalog(()).to_bytes()).decode()
+    def inventory(self, rank, catalog):
+        return b64encode(Path({folder!r}, str(rank)).read_bytes()).decode()
+serve("fake", Ranks)
 """
 
 
@@ -445,12 +443,12 @@ def test_processes_share_the_ranks_and_what_they_traced_is_kept(tmp_path):
     for i in destinations:
         (tmp_path / str(i.rank)).write_bytes(i.to_bytes())
     said = []
-    tracer = Tracer({}, cache=tmp_path / "kept", progress=lambda side, done, of: said.append((side, done, of)))
+    tracer = Tracer({}, jobs=3, cache=tmp_path / "kept", progress=lambda side, done, of: said.append((side, done, of)))
     tracer._versions = {"engine": {}}
 
     def layouts() -> tuple:
         said.clear()
-        with processes(tmp_path, "engine", 4, 3, FAKE) as p:
+        with processes(tmp_path, "engine", 4, READS.format(folder=str(tmp_path))) as p:
             found = tracer._layouts(p, catalog, [p])
         return found.catalog, [i.content() for i in found.ranks]
 
@@ -464,16 +462,28 @@ def test_processes_share_the_ranks_and_what_they_traced_is_kept(tmp_path):
 
 
 REFUSES = """
-import json, pathlib, sys
-trainer = pathlib.Path(sys.argv[4]).name.startswith("trainer")
-print(json.dumps({"checked": True} if trainer else {"error": ["Unsupported", "no such size", [], ""]}), flush=True)
-sys.stdin.readline()  # a trainer that is told to trace ends here, which is another error
+from xfer.cli.children import serve
+from xfer.errors import Unsupported
+def make():  # a trainer that is told to read has no such method, which is another error
+    if "engine" in sys.argv[1]:
+        raise Unsupported("no such size")
+    return object()
+serve("fake", make)
 """
 
 
 def test_both_descriptions_are_checked_before_a_rank_is_traced(tmp_path, config):
     told, tracer = describe(f"{config} world=2 tp=2", "tp=2"), Tracer({})
-    with processes(tmp_path, "trainer", 1, 1, REFUSES) as p:
+    with processes(tmp_path, "trainer", 1, REFUSES) as p:
         tracer._found = dict.fromkeys(("trainer", "engine"), p.python)
     with pytest.raises(XferError, match="no such size"):
         tracer.trace(told.trainer, told.engine)
+
+
+def test_a_process_that_says_nothing_is_ended_at_its_deadline(tmp_path, monkeypatch):
+    monkeypatch.setattr(children, "ANSWER_S", 2.0)
+    with (
+        processes(tmp_path, "trainer", 1, "import time; time.sleep(60)") as p,
+        pytest.raises(DeadlineExceeded, match="no answer within 2 s"),
+    ):
+        tracing._check([p])

@@ -1,15 +1,12 @@
 """One process of `xfer bench`: a trainer rank or an engine worker with storages of its own.
 
-It reads orders as lines of JSON and answers each with one; what else it prints goes to its log. run.py has the other end.
+run.py starts it and gives the orders.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +18,7 @@ import torch.distributed as dist
 
 import xfer
 from xfer.cli.bench.synthetic import Layout, SyntheticTrainer, SyntheticWorker
+from xfer.cli.children import serve
 from xfer.participants.worker import WorkerSession
 from xfer.plan.inventory import Inventory
 from xfer.routes import BUCKET_BYTES, worker_side
@@ -76,10 +74,7 @@ class BenchRank:
         """Seconds of each raw transfer of the refit's bytes, with nothing of xfer: copies out of the trainers' devices for the route
         that pulls, else torch's send and receive. By this process's clock, from a barrier to the end of its own part."""
         t = self.task
-        store = dist.TCPStore("127.0.0.1", t.meet, t.world, t.joint == 0, timeout=timedelta(seconds=GROUP_S))
-        dist.init_process_group(
-            "gloo", store=store, rank=t.joint, world_size=t.world, timeout=timedelta(seconds=GROUP_S)
-        )
+        self._meet("gloo", t.world)
         try:
             group = dist.new_group(backend="nccl") if t.route == "nccl" else None
             if group is not None:  # a group's first call needs all its ranks, and some may have nothing to send
@@ -196,19 +191,8 @@ class WorkerRank(BenchRank):
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
     task = msgspec.msgpack.decode(Path(sys.argv[1]).read_bytes(), type=Task)
-    rank = TrainerRank(task) if task.role == "trainer" else WorkerRank(task)
-    print(json.dumps({"ok": None}), file=answers, flush=True)
-    for line in sys.stdin:
-        order = json.loads(line)
-        try:
-            answer = {"ok": getattr(rank, order.pop("do"))(**order)}
-        except Exception as e:
-            traceback.print_exc()
-            answer = {"error": f"{type(e).__name__}: {e}"}
-        print(json.dumps(answer), file=answers, flush=True)
+    serve(f"{task.role} {task.joint}", lambda: (TrainerRank if task.role == "trainer" else WorkerRank)(task))
 
 
 if __name__ == "__main__":

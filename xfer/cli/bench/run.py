@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import os
 import secrets
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, Queue
-from threading import Thread
 from typing import Any
 
-import msgspec
 import numpy as np
 
 import xfer
 from xfer.cli.bench.rank import Task
+from xfer.cli.children import Child, on_all
 from xfer.cli.layouts.processes import TracedSide
-from xfer.errors import DeadlineExceeded, EngineLost, XferError
+from xfer.errors import XferError
 from xfer.plan.options import PlanOptions
 from xfer.plan.planner import Drafts
 from xfer.plan.program import row_wire_bytes
@@ -33,8 +27,6 @@ from xfer.rendezvous.client import host_identity
 from xfer.routes import BUCKET_BYTES
 
 ROUTES = {"cpu": ("pull", "gloo", "packed"), "cuda": ("pull", "nccl", "packed")}
-ANSWER_S = 900.0
-"""Most seconds for one order: at full size a worker compares some hundred GB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,74 +114,18 @@ def pair_bytes(job: Job, bucket_bytes: int) -> list[list[int]]:
     return out.tolist()
 
 
-class RankProcess:
-    """One process. Orders are answered one at a time."""
-
-    def __init__(self, task: Task, work: Path, environment: Mapping[str, str]):
-        self.name = f"{task.role} {task.joint}"
-        given = work / f"{task.joint}.task"
-        given.write_bytes(msgspec.msgpack.encode(task))
-        self._log = work / f"{task.joint}.log"
-        with open(self._log, "w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "xfer.cli.bench.rank", str(given)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=log, text=True, env={**os.environ, **environment},
-            )  # fmt: skip
-        self._answers: Queue[dict[str, Any] | None] = Queue()
-        Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        for line in self.process.stdout or ():
-            self._answers.put(json.loads(line))
-        self._answers.put(None)
-
-    def hear(self, seconds: float = ANSWER_S) -> Any:
-        try:
-            answer = self._answers.get(timeout=seconds)
-        except Empty:
-            raise DeadlineExceeded(f"{self.name} gave no answer within {seconds:.0f} s", self._tail()) from None
-        if answer is None:
-            raise EngineLost(f"{self.name} has ended", self._tail())
-        if "error" in answer:
-            raise XferError(f"{self.name}: {answer['error']}", self._tail())
-        return answer["ok"]
-
-    def ask(self, do: str, **how: Any) -> Any:
-        try:
-            if self.process.stdin is not None:
-                self.process.stdin.write(json.dumps({"do": do, **how}) + "\n")
-                self.process.stdin.flush()
-        except OSError:
-            pass  # it has ended, which `hear` tells
-        return self.hear()
-
-    def _tail(self) -> list[str]:
-        return [line[:200] for line in self._log.read_text(errors="replace").splitlines()[-8:]]
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-
-def on_all(children: Sequence[RankProcess], do: str, **how: Any) -> list[Any]:
-    """Give all of them the same order at once. Raises the first error after all have answered."""
-    with ThreadPoolExecutor(len(children)) as pool:
-        return [f.result() for f in [pool.submit(c.ask, do, **how) for c in children]]
-
-
 class EngineOfWorkers:
     """One replica, as `xfer.serve` takes an engine: it hands calls on to the workers' processes. It serves no requests."""
 
-    def __init__(self, workers: Sequence[RankProcess]):
+    def __init__(self, workers: Sequence[Child]):
         self._workers = workers
 
     def get_world_size(self) -> int:
         return len(self._workers)
 
     def init_weight_transfer_engine(self, request: dict[str, Any]) -> None:
-        info = request["init_info"]
-        with ThreadPoolExecutor(len(self._workers)) as pool:
-            list(pool.map(lambda p: p[1].ask("join", info={**info, "index": p[0]}), enumerate(self._workers)))
+        for joined in [w.order("join", info={**request["init_info"], "index": i}) for i, w in enumerate(self._workers)]:
+            joined.result()
 
     def update_weights(self, request: dict[str, Any]) -> None:
         info = request["update_info"]
@@ -230,25 +166,21 @@ def bench(
     secret = {"XFER_TOKEN": secrets.token_hex(16), "OMP_NUM_THREADS": "1"}
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="xfer-bench-")))
-        children: list[RankProcess] = []
+        children: list[Child] = []
         for joint, device in enumerate(devices):
             mine = joint < job.trainers
             inventory = (
                 job.sources.ranks[joint] if mine else job.destinations.ranks[(joint - job.trainers) % job.workers]
             )
-            task = Task(
-                role="trainer" if mine else "worker",
-                joint=joint,
-                device=device,
-                inventory=inventory.to_bytes(),
-                **common,
-            )
-            children.append(RankProcess(task, work, {**secret, **({} if mine else beside)}))
+            role = "trainer" if mine else "worker"
+            task = Task(role=role, joint=joint, device=device, inventory=inventory.to_bytes(), **common)
+            run = [sys.executable, "-m", "xfer.cli.bench.rank"]
+            children.append(Child(f"{role} {joint}", run, task, work, {**secret, **({} if mine else beside)}))
             stack.callback(children[-1].stop)
         try:
             say(f"{route}: starting {job.world} processes")
             for c in children:
-                c.hear()
+                c.ready.result()
             if route != "packed":
                 say(f"{route}: floor")
                 try:
@@ -286,7 +218,7 @@ def bench(
             train(2)
             refit(1, True)
             compare(2)
-            found["explained"] = trainers[0].ask("explain")
+            found["explained"] = trainers[0].order("explain").result()
             on_all(trainers, "close")
             found |= {
                 "bytes": int(first["bytes"]), "carried": _by_route(warm[-1]), "first_s": first["call_s"],

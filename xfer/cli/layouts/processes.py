@@ -14,21 +14,22 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from concurrent.futures import as_completed
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
+from itertools import cycle
 from pathlib import Path
-from queue import Empty, Queue
-from threading import Thread
-from typing import Any
 
 import msgspec
 
+from xfer.cli.children import Child
 from xfer.cli.describe import DescribedEngine, DescribedTrainer
-from xfer.cli.layouts.child import FRAMEWORKS, NAMES, TracedRank, TraceTask
+from xfer.cli.layouts.child import FRAMEWORKS, NAMES, TraceTask
 from xfer.direct.quantized import with_quantized
-from xfer.errors import DeadlineExceeded, ProtocolError, XferError, from_wire
+from xfer.errors import LayoutError, ProtocolError, XferError
 from xfer.mesh.parallel import Parallel, place_of
 from xfer.plan.file_cache import FileCache
 from xfer.plan.inventory import Inventory
@@ -62,18 +63,14 @@ spec = importlib.util.spec_from_file_location("xfer", sys.argv[1] + "/__init__.p
 sys.modules["xfer"] = module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 from xfer.cli.layouts.child import main
-sys.exit(main(sys.argv[2:]))
+main(sys.argv[2])
 """
 """Runs this xfer in the other Python, whatever xfer is installed there. The other Python sees no other package of this
 environment, since its own have other versions, and nothing of the current folder, which may be a framework's checkout."""
-SILENCE_S = 1800.0
-"""Most seconds between two lines of a side's processes. They write one after each rank; the largest ranks take minutes."""
 ASKED_S = 120.0
 KEPT_BYTES = 2 << 30
 SUFFIX = ".xferside"
 _MAGIC = b"xferside\x02"
-Line = tuple[int, dict[str, Any] | None]
-"""Number of a process, and the fields of a line that it wrote; None when the process has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,15 +138,13 @@ class Tracer:
         t, e = trainer.parallel, engine.parallel
         sizes = {k: getattr(t, k) for k in ("world", "tp", "pp", "vpp", "cp", "ep", "etp", "order")}
         names = None if trainer.config.names is None else list(trainer.config.names)
-        for_trainer = TraceTask(
-            "trainer", 0, dict(trainer.config.content), sizes, [], dict(trainer.provider), names=names
-        )
+        for_trainer = TraceTask("trainer", dict(trainer.config.content), sizes, dict(trainer.provider), names=names)
         sizes = {k: v for k, v in asdict(e).items() if k != "pcp"}
         globs = {"keep": list(engine.keep), "drop": list(engine.drop)}
-        for_engine = TraceTask("engine", 0, dict(engine.config.content), sizes, [], dict(engine.args), **globs)
+        for_engine = TraceTask("engine", dict(engine.config.content), sizes, dict(engine.args), **globs)
         with ExitStack() as stack:
             sides = [
-                stack.enter_context(_Processes(self._found.get(task.side, ""), task, classes(p, p.world), self._jobs))
+                stack.enter_context(_Processes(self._found.get(task.side, ""), task, classes(p, p.world)))
                 for task, p in ((for_trainer, t), (for_engine, e))
             ]
             sources = self._layouts(sides[0], None, sides)
@@ -176,64 +171,54 @@ class Tracer:
 
     def _traced(self, of: _Processes, catalog: Catalog | None) -> tuple[Catalog, list[Inventory]]:
         """Reads one side's layouts. The first of its processes has checked the description already."""
-        side, firsts, done = of.task.side, of.firsts, 0
-        names: list[str] = []
-        children = of.start_all()
-        if catalog is not None:
-            of.say_catalog(catalog)
-        else:
-            for c in children:
-                c.say(go=True)
-        waiting, untold = (
-            set(range(len(children))),
-            set(range(len(children))),
-        )  # have not ended; have not told their specs
-        while waiting:
-            state = f"{done} of {len(firsts)} are done; does the framework of {of.python} start at all?"
-            number, line = of.hear(f"the {side}'s ranks are not traced", state)
-            if line is None:
-                if number in waiting:
-                    raise children[number].ended()
-                continue  # a process that is done may end before the others
-            if "unnamed" in line:
-                names = names or self._names(of.task, of.work)
-                children[number].say(names=names)
-            if "rank" in line:
-                done += 1
-                self._progress(side, done, len(firsts))
-            if "specs" in line:
-                untold.discard(number)
-                if not untold:
-                    catalog = _union(side, of.work, len(children), catalog)
-                    of.say_catalog(catalog)
-            if "done" in line:
-                waiting.discard(number)
-        if catalog is None:
-            raise ProtocolError(f"the {side}'s processes were done before they had said what they export")
-        return catalog, [Inventory.from_bytes((of.work / f"{side}.{r}").read_bytes()) for r in firsts]
+        side, task = of.task.side, of.task
+        of.start(self._jobs)
 
-    def _names(self, task: TraceTask, work: Path) -> list[str]:
+        def answers(do: str, told: Callable[[int], None] = lambda done: None, **how: object) -> list[bytes]:
+            """One for each of the different ranks; raises the first error."""
+            orders = [c.order(do, rank=rank, **how) for rank, c in zip(of.firsts, cycle(of.children))]
+            try:
+                for done, order in enumerate(as_completed(orders), 1):
+                    order.result()
+                    told(done)
+            finally:
+                for order in orders:
+                    order.cancel()
+            return [b64decode(order.result()) for order in orders]
+
+        def read(**how: object) -> list[bytes]:
+            return answers("read", lambda done: self._progress(side, done, len(of.firsts)), **how)
+
+        if catalog is not None:
+            read_by = read(catalog=_text(catalog))
+        else:
+            names = task.names or of.children[0].order("names").result() or self._names(of)
+            try:
+                read_by = read(names=names)
+            except LayoutError:
+                # Releases of transformers name a family differently: 5.12 has nemotron_h's embedding as no checkpoint has it.
+                before, names = names, task.names or self._names(of)
+                if names == before:
+                    raise
+                read_by = read(names=names)
+        named = [(f"{side} {rank}", Catalog.from_bytes(some).specs) for rank, some in zip(of.firsts, read_by)]
+        if catalog is None:
+            catalog = Catalog.union(named)
+        else:
+            catalog = catalog.deriving((s.of, s.rule) for _, some in named for s in some)
+        return catalog, [Inventory.from_bytes(i) for i in answers("inventory", catalog=_text(catalog))]
+
+    def _names(self, of: _Processes) -> list[str]:
         """Names of the checkpoint's tensors, by the engine's transformers, which is newer than the trainer's."""
-        said: Queue[Line] = Queue()
-        child = _Child(self._found["engine"], msgspec.structs.replace(task, side=NAMES), work, said)
-        try:
-            while True:
-                _, line = _heard(said, "the checkpoint's tensors are not named", f"asked: {self._found['engine']}")
-                if line is None:
-                    raise child.ended()
-                if "names" in line:
-                    return line["names"]
-        finally:
-            child.stop()
+        task = msgspec.structs.replace(of.task, side=NAMES)
+        return of.child(self._found["engine"], task, NAMES).order("names").result()
 
     # ---- on disk
 
     def _key(self, task: TraceTask, class_of: list[int], catalog: Catalog | None) -> str:
         """Digest of everything that a layout depends on, such as the frameworks' versions, their environment variables and
         xfer's source."""
-        given = {
-            k: v for k, v in _environment(task.side).items() if k in ENVIRONMENT or k.startswith(READ_BY_FRAMEWORKS)
-        }
+        given = {k: v for k, v in os.environ.items() if k.startswith(READ_BY_FRAMEWORKS)} | ENVIRONMENT
         parts = [
             json.dumps(msgspec.to_builtins(task), sort_keys=True),
             json.dumps(
@@ -274,160 +259,50 @@ def cache_folder() -> Path:
 # ---- processes
 
 
-class _Processes(AbstractContextManager):
+class _Processes(ExitStack):
     """The processes of one side, which share one folder and end with the context.
 
     The first rank of each class is read; `class_of` is the class of each rank.
     """
 
-    def __init__(self, python: str, task: TraceTask, class_of: list[int], jobs: int):
+    def __init__(self, python: str, task: TraceTask, class_of: list[int]):
+        super().__init__()
         self.python, self.task, self.class_of = python, task, class_of
         self.firsts = [class_of.index(c) for c in range(max(class_of) + 1)]
-        self._jobs, self._ends = jobs, ExitStack()
-        self._said: Queue[Line] = Queue()
-        self._children: list[_Child] = []
-        self.checked = False
-        self.work = Path(self._ends.enter_context(tempfile.TemporaryDirectory(prefix="xfer-trace-")))
+        self.children: list[Child] = []
+        self._folder = Path(self.enter_context(tempfile.TemporaryDirectory(prefix="xfer-trace-")))
 
-    def __exit__(self, *error: object) -> None:
-        self._ends.close()
+    def start(self, most: int) -> None:
+        """Starts processes until there are so many, or one for each rank that is read. All check the description."""
+        while len(self.children) < min(most, len(self.firsts)):
+            name = f"process {len(self.children)} for the {self.task.side}'s layouts"
+            self.children.append(self.child(self.python, self.task, name))
 
-    def start_one(self) -> None:
-        """Starts the process that checks the description; it reads layouts later, like the others."""
-        if not self._children:
-            self._start()
-
-    def start_all(self) -> list[_Child]:
-        while len(self._children) < min(self._jobs, len(self.firsts)):
-            self._start()
-        return self._children
-
-    def _start(self) -> None:
-        n = len(self._children)
-        mine = msgspec.structs.replace(self.task, number=n, ranks=self.firsts[n :: self._jobs])
-        self._children.append(_Child(self.python, mine, self.work, self._said))
-        self._ends.callback(self._children[-1].stop)
-
-    def wait_for_check(self) -> None:
-        side = self.task.side
-        while True:
-            _, line = self.hear(f"the {side}'s description is not checked", f"asked: {self.python}")
-            if line is None:
-                raise self._children[0].ended()
-            if "checked" in line:
-                self.checked = True
-                return
-
-    def hear(self, what: str, state: str) -> Line:
-        return _heard(self._said, what, state)
-
-    def say_catalog(self, catalog: Catalog) -> None:
-        (self.work / "catalog").write_bytes(catalog.to_bytes())
-        for c in self._children:
-            c.say(catalog=str(self.work / "catalog"))
+    def child(self, python: str, task: TraceTask, name: str) -> Child:
+        child = Child(name, [python, "-c", BOOT, str(ROOT)], task, self._folder, _environment(task.side))
+        self.callback(child.stop)
+        return child
 
 
 def _check(sides: Sequence[_Processes]) -> None:
     """Lets both frameworks check at the same time, since they take seconds to import. Raises the errors of both together."""
     for side in sides:
-        side.start_one()
-    refused = []
-    for side in sides:
-        if not side.checked:
-            try:
-                side.wait_for_check()
-            except XferError as e:
-                refused.append(e)
+        side.start(1)
+    refused = [e for side in sides if (e := side.children[0].ready.exception())]
     if len(refused) > 1:
         raise XferError("both descriptions are refused", [str(e) for e in refused])
     if refused:
         raise refused[0]
 
 
-class _Child:
-    """One process. Its lines arrive in `said` as (number, line), and as (number, None) when the process has ended."""
-
-    def __init__(self, python: str, task: TraceTask, work: Path, said: Queue[Line]):
-        self._task = task
-        job, self._log = work / f"{task.side}{task.number}.job", work / f"{task.side}{task.number}.log"
-        job.write_bytes(msgspec.msgpack.encode(task))
-        with open(self._log, "w") as log:
-            self._process = subprocess.Popen(
-                [python, "-c", BOOT, str(ROOT), str(job)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-                text=True, errors="replace", env=_environment(task.side),
-            )  # fmt: skip
-
-        def read() -> None:
-            for line in self._process.stdout or ():
-                with suppress(ValueError):
-                    said.put((task.number, json.loads(line)))
-            said.put((task.number, None))
-
-        self._reader = Thread(target=read, daemon=True)
-        self._reader.start()
-
-    def say(self, **fields: Any) -> None:
-        pipe = self._process.stdin
-        with suppress(OSError):  # a process that is gone reports its end by itself
-            if pipe is not None:
-                pipe.write(json.dumps(fields) + "\n")
-                pipe.flush()
-
-    def ended(self) -> XferError:
-        with suppress(subprocess.TimeoutExpired):  # it has closed its output, so it is about to end
-            self._process.wait(10)
-        code = self._process.poll()
-        tail = self._log.read_text(errors="replace").splitlines()[-12:]
-        return XferError(
-            f"the process that traces the {self._task.side}'s ranks ended with code {code} before it was done",
-            [line[:200] for line in tail],
-        )
-
-    def stop(self) -> None:
-        """Kills the process. Its results are on disk or no longer needed."""
-        self._process.kill()
-        self._process.wait()
-        self._reader.join(5)
-        for pipe in (self._process.stdin, self._process.stdout):
-            with suppress(OSError):
-                if pipe is not None:
-                    pipe.close()
+def _text(catalog: Catalog) -> str:
+    return b64encode(catalog.to_bytes()).decode()
 
 
 def _environment(side: str) -> dict[str, str]:
     """Environment of this side's processes. Trainers are built on the CPU, so a GPU is hidden from them."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if side == "trainer" else {}
-    return {**os.environ, **ENVIRONMENT, **hidden}
-
-
-def _heard(said: Queue[Line], what: str, state: str) -> Line:
-    """Returns a child's next line as (number, line); line is None when the child has ended.
-
-    Raises:
-        XferError: what the child raised.
-        DeadlineExceeded: no line came in time.
-    """
-    try:
-        number, line = said.get(timeout=SILENCE_S)
-    except Empty:
-        raise DeadlineExceeded(f"{what}: no word for {SILENCE_S:.0f} s", [state]) from None
-    if line is not None and "error" in line:
-        raise from_wire(*line["error"])
-    return number, line
-
-
-def _union(side: str, work: Path, children: int, exported: Catalog | None) -> Catalog:
-    """The catalog of what all ranks of a side name: trainers export it, or engines need it derived from what is `exported`."""
-    parts = []
-    for n in range(children):
-        parts += msgspec.msgpack.decode((work / f"{side}{n}.specs").read_bytes(), type=list[TracedRank])
-    parts.sort(key=lambda t: t.rank)
-    named = [(f"{side} {t.rank}", Catalog.from_bytes(t.specs).specs) for t in parts]
-    return (
-        Catalog.union(named)
-        if exported is None
-        else exported.deriving((s.of, s.rule) for _, some in named for s in some)
-    )
+    return {**ENVIRONMENT, **hidden}
 
 
 def _quantizing(sources: TracedSide, catalog: Catalog) -> TracedSide:
