@@ -22,6 +22,8 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import msgspec
+
 from benchmarks.lib import command
 from benchmarks.lib.layouts import FP8_ROWS, ROWS, Model, engine, trainer
 from xfer.cli.describe import HOST, LOCAL, NIC, NVLINK
@@ -206,7 +208,7 @@ def main() -> None:
         )  # fmt: skip
         print("| " + " | ".join(cells) + " |", flush=True)
         print(f"{name}: {time.process_time() - began:.1f} CPU s", file=sys.stderr, flush=True)
-        found.append(r.to_data())
+        found.append(msgspec.to_builtins(r))
         if a.html:
             Path(a.html).write_text(page(r))
     for name, (published, left, right) in TRACED.items():

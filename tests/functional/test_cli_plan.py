@@ -12,6 +12,7 @@ import shlex
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -71,7 +72,7 @@ def declared(folder: Path, *, fp8: bool = False) -> dict:
     destinations = [layouts.engine(model, EngineParallel(tp=2), r).in_fp8(catalog).engine(catalog, r) for r in range(2)]
     site = Site.packed(Fabric.uniform(2, 8, nvlink=396 * 10**9, nic=48_500_000_000, local=1600 * 10**9), 8, 2, 2)
     plans = make_plans(catalog, sources, destinations, site, bucket_bytes=240 << 20, wave_bytes=WAVE_BYTES["cuda"])
-    return json.loads(json.dumps(make_report(Header("", "", "", ""), catalog, plans, site).to_data()))
+    return msgspec.json.decode(msgspec.json.encode(make_report(Header("", "", "", ""), catalog, plans, site)))
 
 
 def test_a_plan_from_two_descriptions_is_that_of_declared_layouts(folder, monkeypatch, caplog):

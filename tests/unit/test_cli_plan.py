@@ -10,6 +10,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
@@ -269,7 +270,7 @@ def test_what_is_printed_is_what_was_computed(small):
         assert re.search(
             rf"{re.escape(b.name)} +│ +{re.escape(seconds(b.seconds))} │ +{re.escape(size(b.nbytes))}", text
         )
-    assert json.loads(json.dumps(r.to_data()))["nbytes"] == r.nbytes
+    assert json.loads(msgspec.json.encode(r))["nbytes"] == r.nbytes
 
 
 # ---- the page

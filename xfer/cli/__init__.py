@@ -9,21 +9,33 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from xfer.cli.bench.command import HELP as BENCH_HELP
 from xfer.cli.bench.command import bench_refits
 from xfer.cli.doctor.command import HELP as DOCTOR_HELP
 from xfer.cli.doctor.command import check_hosts
-from xfer.cli.plan import HELP, plain, plan_refit, say, write_text, wrong_files
+from xfer.cli.output import (
+    REFUSED,
+    JsonFile,
+    refuse_options,
+    right,
+    say,
+    show_table,
+    told_errors,
+    write_data,
+    write_text,
+    wrong_files,
+)
+from xfer.cli.plan import HELP, plan_refit
 
 if TYPE_CHECKING:
+    from xfer.cli.timelines import Moment, Typical
     from xfer.coordinator import messages as m
 
 _NEEDED = ("torch", "numpy", "msgspec")
@@ -57,40 +69,32 @@ def status(
     token: Annotated[str, typer.Option(envvar="XFER_TOKEN", help="the job's token")],
     watch: Annotated[float, typer.Option(help="repeat every so many seconds; 0: once")] = 0.0,
     timeout: Annotated[float, typer.Option(help="seconds to wait for the rendezvous")] = 10.0,
-    json_: Annotated[
-        str | None, typer.Option("--json", help="write it as data instead, one line each time; - for standard output")
-    ] = None,
+    json_: JsonFile = None,
 ) -> None:
     """Show the connected processes, their state, and the processes that are waited for."""
-    from rich.console import Console
-
     from xfer.arguments import wrong_seconds
     from xfer.coordinator import messages as m
-    from xfer.errors import XferError
     from xfer.rendezvous.client import RendezvousClient
 
-    bad = wrong_seconds("--timeout", timeout) + (wrong_seconds("--watch", watch) if watch else [])
-    bad += wrong_files(json_)
-    if bad:
-        raise typer.BadParameter("; ".join(bad))
+    refuse_options(
+        wrong_seconds("--timeout", timeout) + (wrong_seconds("--watch", watch) if watch else []) + wrong_files(json_)
+    )
     console, client = Console(), None
     try:
-        client = RendezvousClient(rendezvous, token, "observer", deadline_s=timeout)
-        while True:
-            client.send(m.StatusAsk())
-            reply = client.take(time.monotonic() + timeout, "a status", m.StatusReply)
-            if json_ is not None:
-                write_text(json_, json.dumps({"status": _status_data(reply)}), console, Console(stderr=True))
-            else:
-                if watch:
-                    console.clear()
-                _print_status(console, reply)
-            if not watch:
-                break
-            time.sleep(watch)
-    except XferError as e:
-        say(console, str(e), "red")
-        raise typer.Exit(1) from None
+        with told_errors():
+            client = RendezvousClient(rendezvous, token, "observer", deadline_s=timeout)
+            while True:
+                client.send(m.StatusAsk())
+                reply = client.take(time.monotonic() + timeout, "a status", m.StatusReply)
+                if json_ is not None:
+                    write_data(json_, "status", _status_data(reply), indent=None)
+                else:
+                    if watch:
+                        console.clear()
+                    _print_status(console, reply)
+                if not watch:
+                    break
+                time.sleep(watch)
     except KeyboardInterrupt:
         raise typer.Exit(0 if client is not None else 130) from None  # the usual end of --watch
     finally:
@@ -110,19 +114,13 @@ def _status_data(reply: m.StatusReply) -> dict:
     }
 
 
-def _print_status(console, reply) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
+def _print_status(console: Console, reply: m.StatusReply) -> None:
     running = f"refit attempt {reply.attempt}" if reply.attempt else "no refit running"
-    table = Table(title=Text(plain(f"{running}; {reply.state}")), title_justify="left")
-    for c in ("who", "host", "phase", "wave", "bytes"):
-        table.add_column(c)
+    rows = []
     for p in reply.parties:
         done = f"{p.bytes_done:,} of {p.bytes_planned:,}" if p.bytes_planned else ""
-        row = (p.label, p.host, p.phase, str(p.wave) if done else "", done)
-        table.add_row(*(Text(plain(c)) for c in row))
-    console.print(table)
+        rows.append((p.label, p.host, p.phase, str(p.wave) if done else "", done))
+    show_table(console, ("who", "host", "phase", "wave", "bytes"), rows, f"{running}; {reply.state}")
     for w in reply.waiting_for:
         say(console, f"waiting for {w}")
 
@@ -134,71 +132,53 @@ def timeline(
     median: Annotated[bool, typer.Option("--median", help="medians over all refits but the first --skip")] = False,
     skip: Annotated[int, typer.Option(help="with --median: refits at the start that do not count", min=0)] = 2,
     session: Annotated[str | None, typer.Option(help="how its name begins; default: the last one")] = None,
-    json_: Annotated[
-        str | None, typer.Option("--json", help="write the same as data; - for standard output, and no tables")
-    ] = None,
+    json_: JsonFile = None,
     trace: Annotated[
         str | None,
         typer.Option(help="write a Chrome trace for ui.perfetto.dev, of all refits of the session or of --attempt"),
     ] = None,
 ) -> None:
     """Show the time of each step of a refit. Run every process with XFER_TIMELINE=FOLDER, refit, then call this."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     from xfer.cli import timelines
-    from xfer.errors import XferError
+    from xfer.logs import counted
 
-    if bad := wrong_files(json_, trace):
-        raise typer.BadParameter("; ".join(bad))
-    if median and attempt is not None:
-        raise typer.BadParameter("--attempt is of one refit and --median of all: give one of the two")
-    console, err = Console(), Console(stderr=True)
-    data_only = "-" in (json_, trace)
-    note = partial(say, err if data_only else console)
-    try:
+    both = ["--attempt is of one refit and --median of all: give one of the two"]
+    refuse_options(wrong_files(json_, trace) + both * (median and attempt is not None))
+    console, data_only = Console(), "-" in (json_, trace)
+    with told_errors():
+        note = partial(say, Console(stderr=data_only))
         moments, sessions = timelines.of_session(timelines.read(folder, note), session)
-    except XferError as e:
-        say(console, str(e), "red")
-        raise typer.Exit(1) from None
-    hosts: Mapping[str, Sequence[timelines.Moment | timelines.Typical]]
-    hosts = timelines.typical(moments, skip) if median else timelines.of_attempt(moments, attempt)
+    hosts: dict[str, list[Moment] | list[Typical]]
+    hosts = {**(timelines.typical(moments, skip) if median else timelines.of_attempt(moments, attempt))}
     if not hosts:
         refits = len({x.attempt for x in moments})
         if median and refits:
-            some = "1 refit is" if refits == 1 else f"{refits} refits are"
+            some = f"{counted(refits, 'refit')} {'is' if refits == 1 else 'are'}"
             say(console, f"{some} there, --skip {skip} leaves none of them for --median", "red")
-            raise typer.Exit(1)
+            raise typer.Exit(REFUSED)
         say(console, "no moments of such a refit are there: was XFER_TIMELINE set for trainers and engines?", "red")
         if sessions:
             say(console, "\n  ".join(("sessions in this folder:", *sessions)))
-        raise typer.Exit(1)
+        raise typer.Exit(REFUSED)
     if trace is not None:
         chosen = [x for x in moments if attempt in (None, x.attempt)]
-        write_text(trace, json.dumps(timelines.chrome_trace(chosen)), console, err)
-    if json_ is not None:
-        data = timelines.TimelineData(moments[0].session, sessions, timelines.by_host(hosts))
-        write_text(json_, json.dumps({"timeline": asdict(data)}, indent=1), console, err)
+        write_text(trace, json.dumps(timelines.chrome_trace(chosen)))
+    by_host = [{"host": host, "moments": found} for host, found in hosts.items()]
+    write_data(json_, "timeline", {"session": moments[0].session, "sessions": sessions, "hosts": by_host})
     if data_only:
         return
+    columns = [right(c) for c in ("ms", "since the last", *(("least", "most", "refits") if median else ()))]
     for host, found in hosts.items():
-        first = found[0]
-        title = f"refit {first.attempt} on {host}" if isinstance(first, timelines.Moment) else f"medians on {host}"
-        table = Table(title=Text(plain(title)), title_justify="left")
-        numbers = ("ms", "since the last", *(("least", "most", "refits") if median else ()))
-        for name in numbers:
-            table.add_column(name, justify="right")
-        for name in ("who", "what"):
-            table.add_column(name)
-        before = first
+        first = before = found[0]
+        rows = []
         for x in found:
             row = [f"{(x.at - first.at) * 1e3:.2f}", f"{(x.at - before.at) * 1e3:.2f}"]
             if isinstance(x, timelines.Typical):
                 row += [f"{x.least * 1e3:.2f}", f"{x.most * 1e3:.2f}", str(x.count)]
-            table.add_row(*row, *(Text(plain(c)) for c in (x.who, x.what)))
+            rows.append((*row, x.who, x.what))
             before = x
-        console.print(table)
+        title = f"refit {first.attempt} on {host}" if isinstance(first, timelines.Moment) else f"medians on {host}"
+        show_table(console, (*columns, "who", "what"), rows, title)
     if len(sessions) > 1:
         say(console, "\n  ".join((f"of session {moments[0].session}; there are {len(sessions)}:", *sessions)))
 

@@ -6,27 +6,37 @@ plan_report.py computes the numbers, and html.py draws the page.
 
 from __future__ import annotations
 
-import json
-import os
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 from rich.markup import escape
+from rich.table import Column
 
 from xfer.cli.examples import FOLDER, MODELS
+from xfer.cli.output import (
+    WRONG,
+    Cache,
+    EnginePython,
+    JsonFile,
+    TrainerPython,
+    counting,
+    say,
+    show_table,
+    told_errors,
+    write_data,
+    write_text,
+    wrong_files,
+)
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Task
+    from collections.abc import Callable
 
     from xfer.cli.describe import Described
     from xfer.cli.layouts.processes import TracedSide
     from xfer.cli.plan_report import Report
 
-WRONG, REFUSED = 2, 1
-"""Exit codes: mistakes in the description or an option; a refit that is refused."""
 MOST_LINKS = 8
 PREDICTED = (
     "All seconds are predicted. Those of traffic between hosts (NICs, rails, waves) were never compared with a measurement; inside one "
@@ -60,134 +70,107 @@ def plan_refit(
     engine: Annotated[str | None, typer.Option(help='"CONFIG tp=… replicas=N"')] = None,
     fabric: Annotated[str | None, typer.Option(help="TOML or JSON of hosts, links and, if wanted, places")] = None,
     html: Annotated[str | None, typer.Option(help="write a page to look at: timeline, links, traffic")] = None,
-    json_: Annotated[
-        str | None, typer.Option("--json", help="write the same as data; - for standard output, and no tables")
-    ] = None,
+    json_: JsonFile = None,
     bucket_mib: Annotated[
         int, typer.Option(help="largest message; sessions use 240 on GPUs, 64 on CPUs", min=1, max=1 << 40)
     ] = 240,
     relay: Annotated[
         bool, typer.Option("--relay", help="replicas on the same hosts hand bytes on, as with Direct(relay=True)")
     ] = False,
-    trainer_python: Annotated[str | None, typer.Option(help="Python with Megatron-Bridge; default: this one")] = None,
-    engine_python: Annotated[str | None, typer.Option(help="Python with vLLM; default: this one")] = None,
+    trainer_python: TrainerPython = None,
+    engine_python: EnginePython = None,
     jobs: Annotated[int, typer.Option(help="processes that trace ranks, per side", min=1, max=64)] = 1,
-    cache: Annotated[
-        str | None,
-        typer.Option(help='folder of layouts traced before; "" for none; default: in $XFER_CACHE or ~/.cache/xfer'),
-    ] = None,
+    cache: Cache = None,
 ) -> None:
     """Runs `xfer plan`; HELP describes it."""
-    from rich.console import Console
-
-    from xfer.cli.describe import describe
-    from xfer.errors import XferError
+    from xfer.cli.plan_report import Header, make_plans, make_report
+    from xfer.transport.p2p import WAVE_BYTES
 
     out, err = Console(), Console(stderr=True)
-    bad = wrong_files(html, json_)
-    try:
-        told = describe(trainer, engine, fabric, job)
-    except XferError as e:
-        bad = [*e.violations, *bad]
-    if bad:
-        say(err, str(XferError("this cannot be planned as described", bad)))
-        raise typer.Exit(WRONG)
-    pythons = {"trainer": trainer_python, "engine": engine_python}
-    try:
-        report = _plan(told, pythons, jobs, cache, bucket_mib << 20, relay, err)
-    except XferError as e:
-        if json_ is not None:
-            refused = {"kind": type(e).__name__, "message": e.message, "violations": e.violations, "where": e.where}
-            write_text(json_, json.dumps({"refused": refused}, indent=1), out, err)
-        say(err, f"refused: {type(e).__name__}: {e}")
-        raise typer.Exit(REFUSED) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    told = described("this cannot be planned as described", wrong_files(html, json_), trainer, engine, fabric, job)
+    bucket = bucket_mib << 20
+    with told_errors(json_=json_, refused=True):
+        with counting(err) as count:
+            sources, destinations = traced(
+                told, {"trainer": trainer_python, "engine": engine_python}, cache, count, jobs
+            )
+            plans = make_plans(
+                sources.catalog,
+                sources.ranks,
+                destinations.ranks,
+                told.site,
+                bucket_bytes=bucket,
+                wave_bytes=max(WAVE_BYTES["cuda"], bucket),  # as sessions on GPUs have it
+                drop=told.engine.drop,
+                narrow=told.engine.narrow,
+                relay=relay,
+                told=lambda done: count("replicas planned", done, told.engine.replicas),
+            )
+        header = Header(
+            told.trainer.config.title,
+            str(told.trainer),
+            str(told.engine),
+            told.fabric,
+            (
+                f"Layouts traced by the frameworks' own code: {sources.classes} different trainer ranks, {destinations.classes} "
+                f"different workers. Messages of at most {bucket_mib} MiB.",
+                PREDICTED,
+                *["Replicas on the same hosts hand bytes on to each other."] * relay,
+                *_quantized(sources),
+            ),
+        )
+        report = make_report(header, sources.catalog, plans, told.site, relay=relay)
     if json_ != "-":
         show(report, out)
-    if json_ is not None:
-        write_text(json_, json.dumps({"plan": report.to_data()}, indent=1), out, err)
+    write_data(json_, "plan", report)
     if html is not None:
         from xfer.cli.html import page
 
-        write_text(html, page(report), out, err)
+        write_text(html, page(report))
         if json_ != "-":
             say(out, f"page: {html}")
 
 
-def _plan(
+def described(
+    wrong: str,
+    bad: list[str],
+    trainer: str | None,
+    engine: str | None,
+    fabric: str | None = None,
+    job: str | None = None,
+) -> Described:
+    """Reads the description. Its mistakes, and those of options in `bad`, are printed under `wrong` and end the command."""
+    from xfer.cli.describe import describe
+    from xfer.errors import XferError
+
+    with told_errors(WRONG):
+        try:
+            told = describe(trainer, engine, fabric, job)
+        except XferError as e:
+            raise XferError(wrong, [*e.violations, *bad]) from None
+        if bad:
+            raise XferError(wrong, bad)
+    return told
+
+
+def traced(
     told: Described,
     pythons: dict[str, str | None],
-    jobs: int,
     cache: str | None,
-    bucket: int,
-    relay: bool,
-    err: Console,
-) -> Report:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-
-    from xfer import logs
+    count: Callable[[str, int, int], None],
+    jobs: int = 1,
+) -> tuple[TracedSide, TracedSide]:
+    """Layouts of both sides. A Python that was not found ends the command."""
     from xfer.cli.layouts.processes import Tracer, cache_folder
-    from xfer.cli.plan_report import Header, make_plans, make_report
-    from xfer.errors import XferError
-    from xfer.transport.p2p import WAVE_BYTES
+
+    def progress(side: str, done: int, of: int) -> None:
+        count(f"{side}: different ranks traced", done, of)
 
     folder = cache_folder() if cache is None else Path(cache) if cache else None
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with ExitStack() as stack:
-        bar = stack.enter_context(Progress(*columns, console=err, transient=True, disable=not err.is_terminal))
-        lines: dict[str, TaskID] = {}
-        if not err.is_terminal:  # a line from time to time in a bar's place
-            logs.show()
-            stack.enter_context(
-                logs.while_waiting(lambda: ", ".join(map(_line, bar.tasks)) or "starting the frameworks")
-            )
-
-        def count(text: str, done: int, of: int) -> None:
-            if text not in lines:
-                lines[text] = bar.add_task(text, total=of)
-            bar.update(lines[text], completed=done, total=of)
-
-        def progress(side: str, done: int, of: int) -> None:
-            count(f"{side}: different ranks traced", done, of)
-
-        tracer = Tracer(pythons, jobs=jobs, cache=folder, progress=progress)
-        try:
-            tracer.look()
-        except XferError as e:
-            say(err, str(e))
-            raise typer.Exit(WRONG) from None
-        sources, destinations = tracer.trace(told.trainer, told.engine)
-        plans = make_plans(
-            sources.catalog,
-            sources.ranks,
-            destinations.ranks,
-            told.site,
-            bucket_bytes=bucket,
-            wave_bytes=max(WAVE_BYTES["cuda"], bucket),  # as sessions on GPUs have it
-            drop=told.engine.drop,
-            narrow=told.engine.narrow,
-            relay=relay,
-            told=lambda done: count("replicas planned", done, told.engine.replicas),
-        )
-    header = Header(
-        told.trainer.config.title,
-        str(told.trainer),
-        str(told.engine),
-        told.fabric,
-        (
-            f"Layouts traced by the frameworks' own code: {sources.classes} different trainer ranks, {destinations.classes} "
-            f"different workers. Messages of at most {bucket >> 20} MiB.",
-            PREDICTED,
-            *["Replicas on the same hosts hand bytes on to each other."] * relay,
-            *_quantized(sources),
-        ),
-    )
-    return make_report(header, sources.catalog, plans, told.site, relay=relay)
-
-
-def _line(task: Task) -> str:
-    return f"{task.description} {task.completed:.0f}/{task.total:.0f}"
+    tracer = Tracer(pythons, jobs=jobs, cache=folder, progress=progress)
+    with told_errors(WRONG):
+        tracer.look()
+    return tracer.trace(told.trainer, told.engine)
 
 
 def _quantized(sources: TracedSide) -> list[str]:
@@ -205,9 +188,6 @@ def _quantized(sources: TracedSide) -> list[str]:
 
 def show(r: Report, console: Console) -> None:
     """Prints the tables of a report."""
-    from rich.table import Table
-    from rich.text import Text
-
     from xfer.cli.html import seconds
     from xfer.plan.explain import size
 
@@ -223,14 +203,9 @@ def show(r: Report, console: Console) -> None:
         say(console, note)
 
     def table(title: str, rows: list[tuple[str, str, str]]) -> None:
-        t = Table(title=title, title_justify="left", show_header=False, title_style="bold")
-        t.add_column(overflow="fold")
-        t.add_column(justify="right", no_wrap=True)
-        t.add_column(overflow="fold", style="dim")
-        for row in rows:
-            t.add_row(*(Text(plain(c)) for c in row))
+        columns = Column(overflow="fold"), Column(justify="right", no_wrap=True), Column(overflow="fold", style="dim")
         console.print()
-        console.print(t)
+        show_table(console, columns, rows, title, show_header=False, title_style="bold")
 
     def times(part: int) -> str:
         return f"{part / r.nbytes:.1f}x" if r.nbytes else "-"
@@ -264,43 +239,3 @@ def show(r: Report, console: Console) -> None:
         ("floor", seconds(r.floor_s), "the busiest link alone: no schedule of these bytes is faster"),
     ])  # fmt: skip
     table("busiest links", [(b.name, seconds(b.seconds), size(b.nbytes)) for b in r.busiest[:MOST_LINKS]])
-
-
-def plain(text: str) -> str:
-    """`text` without control characters."""
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
-
-
-def say(console: Console, text: str, style: str = "") -> None:
-    """Prints text literally: neither markup nor control characters in it have an effect."""
-    from rich.text import Text
-
-    console.print(Text(plain(text), style=style), soft_wrap=True)
-
-
-def wrong_files(*paths: str | None) -> list[str]:
-    """One line for each path at which no file can be written; - is standard output."""
-    return [f"{p} cannot be written: {why}" for p in paths if p not in (None, "-") and (why := _closed(Path(p)))]
-
-
-def _closed(path: Path) -> str:
-    """Why no file can be written there; "" if one can. Asked before a plan is made, which may take minutes."""
-    try:
-        if path.is_dir():
-            return "it is a folder"
-        if not path.parent.is_dir():
-            return f"there is no folder {path.parent}"
-        return "" if os.access(path if path.exists() else path.parent, os.W_OK) else "permission denied"
-    except OSError as e:
-        return str(e.strerror)
-
-
-def write_text(path: str, text: str, out: Console, err: Console) -> None:
-    if path == "-":
-        typer.echo(text)
-        return
-    try:
-        Path(path).write_text(text)
-    except OSError as e:
-        say(err, f"{path} cannot be written: {e.strerror}")
-        raise typer.Exit(WRONG) from None

@@ -6,9 +6,8 @@ The numbers are sums over sub-plans, and a prediction. plan.py prints them, html
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -123,10 +122,6 @@ class Report:
     kinds: tuple[Kind, ...]
     matrix: Matrix
     timeline: tuple[Wave, ...]
-
-    def to_data(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
 
 
 def make_plans(

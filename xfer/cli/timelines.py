@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from xfer.coordinator.messages import FIRST_COPIES
 from xfer.errors import XferError
@@ -49,35 +50,33 @@ def read(folder: Path, note: Callable[[str], None] = _log.warning) -> Iterator[M
         XferError: A file, or a line of it, is not from `write`; it names them.
     """
     for file in sorted(folder.glob("*.jsonl")):
+        move = f"move it out of {folder}"
         try:
-            lines = file.read_bytes().decode().split("\n")
-        except (OSError, UnicodeDecodeError) as e:
-            why = e.strerror if isinstance(e, OSError) else "it is no text"
-            raise XferError(f"{file.name} is no timeline: {why}; move it out of {folder}") from None
+            lines = file.read_bytes().split(b"\n")
+        except OSError as e:
+            raise XferError(f"{file.name} is no timeline: {e.strerror}; {move}") from None
         for number, line in enumerate(lines, 1):
             if not line and number == len(lines):
                 continue
+            where = f"{file.name}, line {number},"
             try:
-                yield from _moments_in(json.loads(line))
-            except json.JSONDecodeError as e:
-                if number < len(lines):
-                    raise _no_timeline(file, number, e) from None
-                note(
-                    f"{file.name}, line {number}, is there in part only and left out: it is being written, or was never finished"
-                )
-            except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as e:
-                raise _no_timeline(file, number, e) from None
+                entry = msgspec.json.decode(line, type=_TimelineLine)
+            except (msgspec.MsgspecError, UnicodeError) as e:
+                if number < len(lines) or isinstance(e, msgspec.ValidationError):
+                    raise XferError(f"{where} is no timeline: {type(e).__name__}: {e}; {move}") from None
+                note(f"{where} is there in part only and left out: it is being written, or was never finished")
+                continue
+            for at, who, what in entry.moments:
+                yield Moment(at, who, what, entry.host, entry.attempt, entry.session)
 
 
-def _moments_in(entry: Any) -> list[Moment]:
-    host, attempt, session = str(entry["host"]), int(entry["attempt"]), str(entry.get("session", ""))
-    return [Moment(float(at), str(who), str(what), host, attempt, session) for at, who, what in entry["moments"]]
+class _TimelineLine(msgspec.Struct):
+    """A line of such a file."""
 
-
-def _no_timeline(file: Path, line: int, e: Exception) -> XferError:
-    return XferError(
-        f"{file.name}, line {line}, is no timeline: {type(e).__name__}: {e}; move that file out of {file.parent}"
-    )
+    host: str
+    attempt: int
+    moments: list[tuple[float, str, str]]
+    session: str = ""
 
 
 def of_session(moments: Iterable[Moment], session: str | None = None) -> tuple[list[Moment], list[str]]:
@@ -147,27 +146,6 @@ def of_attempt(moments: Iterable[Moment], attempt: int | None = None) -> dict[st
         if x.attempt == attempt:
             out.setdefault(x.host, []).append(x)
     return out
-
-
-@dataclass(frozen=True, slots=True)
-class HostTimeline:
-    """What happened on one host, in order. `at` of the moments: seconds of its own clock, or after the first one for medians."""
-
-    host: str
-    moments: tuple[Moment | Typical, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TimelineData:
-    """The JSON of `xfer timeline`. `sessions`: names of all sessions in the folder."""
-
-    session: str
-    sessions: Sequence[str]
-    hosts: tuple[HostTimeline, ...]
-
-
-def by_host(hosts: Mapping[str, Sequence[Moment | Typical]]) -> tuple[HostTimeline, ...]:
-    return tuple(HostTimeline(host, tuple(found)) for host, found in hosts.items())
 
 
 def chrome_trace(moments: Iterable[Moment]) -> dict[str, Any]:

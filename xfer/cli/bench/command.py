@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import platform
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
-from xfer.cli.plan import REFUSED, WRONG, say, write_text, wrong_files
+from xfer.cli.output import (
+    REFUSED,
+    Cache,
+    EnginePython,
+    JsonFile,
+    TrainerPython,
+    counting,
+    right,
+    say,
+    show_table,
+    told_errors,
+    write_data,
+    wrong_files,
+)
+from xfer.cli.plan import described, traced
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from xfer.cli.bench.run import Job, RouteResult
 
 WIDTH = 100
@@ -44,26 +54,17 @@ def bench_refits(
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where torch has a GPU")] = None,
     repeats: Annotated[int, typer.Option(help="timed refits, after two that are not", min=1, max=10_000)] = 10,
     deadline: Annotated[float, typer.Option(help="seconds to connect, and for each refit")] = 300.0,
-    json_: Annotated[
-        str | None, typer.Option("--json", help="write all of it as data; - for standard output, and no table")
-    ] = None,
-    trainer_python: Annotated[str | None, typer.Option(help="Python with Megatron-Bridge; default: this one")] = None,
-    engine_python: Annotated[str | None, typer.Option(help="Python with vLLM; default: this one")] = None,
-    cache: Annotated[
-        str | None,
-        typer.Option(help='folder of layouts traced before; "" for none; default: in $XFER_CACHE or ~/.cache/xfer'),
-    ] = None,
+    json_: JsonFile = None,
+    trainer_python: TrainerPython = None,
+    engine_python: EnginePython = None,
+    cache: Cache = None,
 ) -> None:
     """Runs `xfer bench`; HELP describes it."""
     import torch
-    from rich.console import Console
 
     from xfer.arguments import wrong_seconds
-    from xfer.cli.bench.run import ROUTES, bench
-    from xfer.cli.describe import describe
-    from xfer.errors import XferError
+    from xfer.cli.bench.run import ROUTES, Job, bench
 
-    logging.getLogger("xfer").setLevel(logging.WARNING)  # controllers are in this process, and log each refit
     out, err = Console(), Console(stderr=True)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = device or ("cuda" if gpus else "cpu")
@@ -74,52 +75,22 @@ def bench_refits(
         bad.append("--device cuda: torch sees no GPU")
     can = ROUTES.get(device, ())
     bad += [f"--route {r}: on this device {', '.join(can)}" for r in route or () if can and r not in can]
-    try:
-        told = describe(trainer, engine)
-    except XferError as e:
-        bad = [*e.violations, *bad]
-    if bad:
-        say(err, str(XferError("this cannot be measured as described", bad)))
-        raise typer.Exit(WRONG)
-    try:
-        job = _traced(told, {"trainer": trainer_python, "engine": engine_python}, cache, err)
+    told = described("this cannot be measured as described", bad, trainer, engine)
+    with told_errors(json_=json_, refused=True):
+        say(err, "layouts: both frameworks read them, which takes seconds to minutes the first time")
+        with counting(err) as count:
+            sides = traced(told, {"trainer": trainer_python, "engine": engine_python}, cache, count)
+        logging.getLogger("xfer").setLevel(logging.WARNING)  # controllers are in this process, and log each refit
+        job = Job(*sides, told.engine.replicas, told.engine.drop, told.engine.narrow)
         devices = [f"cuda:{i % gpus}" if device == "cuda" else "cpu" for i in range(job.world)]
         results = [bench(job, r, devices, repeats, deadline, lambda text: say(err, text)) for r in route or can]
-    except XferError as e:
-        say(err, f"refused: {type(e).__name__}: {e}")
-        raise typer.Exit(REFUSED) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
     title = f"{told.trainer.config.title}: {told.trainer} -> {job.replicas} x {told.engine}"
     if json_ != "-":
         show(title, job, devices, results, out)
-    if json_ is not None:
-        data = {
-            "title": title,
-            "repeats": repeats,
-            "devices": devices,
-            **_machine(),
-            "routes": [asdict(r) for r in results],
-        }
-        write_text(json_, json.dumps({"bench": data}, indent=1), out, err)
+    data = {"title": title, "repeats": repeats, "devices": devices, **_machine(), "routes": results}
+    write_data(json_, "bench", data)
     if any(r.error or r.wrong for r in results):
         raise typer.Exit(REFUSED)
-
-
-def _traced(told: Any, pythons: dict[str, str | None], cache: str | None, err: Console) -> Job:
-    from xfer.cli.bench.run import Job
-    from xfer.cli.layouts.processes import Tracer, cache_folder
-    from xfer.errors import XferError
-
-    say(err, "layouts: both frameworks read them, which takes seconds to minutes the first time")
-    tracer = Tracer(pythons, cache=cache_folder() if cache is None else Path(cache) if cache else None)
-    try:
-        tracer.look()
-    except XferError as e:
-        say(err, str(e))
-        raise typer.Exit(WRONG) from None
-    of = told.engine
-    return Job(*tracer.trace(told.trainer, of), of.replicas, of.drop, of.narrow)
 
 
 def _machine() -> dict[str, Any]:
@@ -142,33 +113,26 @@ def _machine() -> dict[str, Any]:
 def show(title: str, job: Job, devices: Sequence[str], results: Sequence[RouteResult], console: Console) -> None:
     """Prints the table of medians, in milliseconds."""
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
     from xfer.plan.explain import size
 
     say(console, title, "bold")
     say(console, f"trainers on {', '.join(devices[: job.trainers])}; workers on {', '.join(devices[job.trainers :])}")
-    table = Table(title="medians, ms", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    columns = ("route", "bytes", "floor", "refit", "/ floor", "GB/s", "verified", "call", "first", "bits")
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("route", "bits") else "right", no_wrap=True)
 
     def ms(values: Sequence[float]) -> str:
         return f"{1e3 * statistics.median(values):.2f}" if values else "-"
 
+    columns = ("bytes", "floor", "refit", "/ floor", "GB/s", "verified", "call", "first")
+    rows = []
     for r in results:
-        if r.error:
-            table.add_row(r.route, *["-"] * (len(columns) - 2), "failed")
-            continue
-        ratio = statistics.median(r.transfer_s) / statistics.median(r.floor_s) if r.floor_s else 0.0
+        ratio = statistics.median(r.transfer_s) / statistics.median(r.floor_s) if r.floor_s and r.transfer_s else 0.0
         cells = (
-            r.route, size(r.bytes), ms(r.floor_s), ms(r.transfer_s), f"{ratio:.2f}" if ratio else "-", f"{r.gb_per_s:.3g}",
+            size(r.bytes), ms(r.floor_s), ms(r.transfer_s), f"{ratio:.2f}" if ratio else "-", f"{r.gb_per_s:.3g}",
             ms(r.verified_s), ms(r.call_s), ms([r.first_s]), "all equal" if not r.wrong else f"{r.wrong:,} wrong",
         )  # fmt: skip
-        table.add_row(*(Text(c) for c in cells))
-    Console(file=console.file, width=max(console.width, WIDTH)).print(table)
+        rows.append((r.route, *(["-"] * len(columns) + ["failed"] if r.error else cells)))
+    wide = Console(file=console.file, width=max(console.width, WIDTH))
+    show_table(wide, ("route", *map(right, columns), "bits"), rows, "medians, ms", box=SIMPLE_HEAD, pad_edge=False)
     for r in results:
         for text in (r.error, r.floor_error and f"no floor: {r.floor_error}", *(f"wrong: {x}" for x in r.examples)):
             if text:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
-from xfer.cli.plan import say, write_text, wrong_files
+from xfer.cli.output import REFUSED, JsonFile, refuse_options, say, write_data, wrong_files
 
 if TYPE_CHECKING:
     from xfer.cli.doctor.facts import Checkup
 
-UNFIT = 1
-"""Exit code: there are problems."""
 HELP = "\n\n".join([
     "Check this machine, and the network between several, before a job. Prints one page; exit code 1 if there are problems.",
     "[bold]One machine:[/bold] xfer doctor. Interfaces and what names resolve to, RDMA ports, limits, /dev/shm, GPUs and which of them "
@@ -39,20 +38,15 @@ def check_hosts(
     seconds: Annotated[
         float, typer.Option(help="seconds for which each rate is measured; 0: none", min=0, max=30)
     ] = 0.5,
-    json_: Annotated[
-        str | None, typer.Option("--json", help="write all of it as data; - for standard output, and no page")
-    ] = None,
+    json_: JsonFile = None,
 ) -> None:
     """Runs `xfer doctor`; HELP describes it."""
-    from rich.console import Console
-
     from xfer.arguments import wrong_seconds
     from xfer.cli.doctor.checks import examine
     from xfer.cli.doctor.page import make_doctor_report, show
     from xfer.errors import XferError
     from xfer.rendezvous.channel import check_token, parse_address
 
-    out, err = Console(), Console(stderr=True)
     bad = wrong_seconds("--timeout", timeout) + wrong_files(json_)
     if rendezvous is None and listen:
         bad.append("--listen goes with --rendezvous")
@@ -62,26 +56,17 @@ def check_hosts(
             check_token(token or "")
     except XferError as e:
         bad.append(e.message if token else f"{e.message}: set XFER_TOKEN")
-    if bad:
-        raise typer.BadParameter("; ".join(bad))
-    try:
-        checkup = _checkup(rendezvous, token or "", size, timeout, seconds, listen, err)
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    refuse_options(bad)
+    checkup = _checkup(rendezvous, token or "", size, timeout, seconds, listen)
     report = make_doctor_report(checkup, examine(checkup))
     if json_ != "-":
-        show(report, out)
-    if json_ is not None:
-        import msgspec
-
-        write_text(json_, msgspec.json.format(msgspec.json.encode({"doctor": report})).decode(), out, err)
+        show(report, Console())
+    write_data(json_, "doctor", report)
     if report.problems:
-        raise typer.Exit(UNFIT)
+        raise typer.Exit(REFUSED)
 
 
-def _checkup(
-    rendezvous: str | None, token: str, size: int, timeout: float, seconds: float, listen: bool, err
-) -> Checkup:
+def _checkup(rendezvous: str | None, token: str, size: int, timeout: float, seconds: float, listen: bool) -> Checkup:
     from xfer.cli.doctor.facts import Checkup, problem
     from xfer.cli.doctor.look import look
     from xfer.cli.doctor.meeting import Terms, attend
@@ -91,7 +76,7 @@ def _checkup(
     if rendezvous is None:
         return Checkup((look(),))
     facts = look(parse_address(rendezvous)[0])
-    say(err, f"waiting for {size} processes at {rendezvous}, {timeout:g} s at most")
+    say(Console(stderr=True), f"waiting for {size} processes at {rendezvous}, {timeout:g} s at most")
     try:
         return attend(Terms(rendezvous, token, size, timeout, seconds, listen), facts)
     except XferError as e:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
 
 from xfer.cli.doctor.addresses import gloo_addresses, interface_of, nccl_interfaces, uses_nccl
 from xfer.cli.doctor.facts import Checkup, Finding, HostFacts, Level, MemoryRead, NetworkPath
-from xfer.cli.plan import plain, say
+from xfer.cli.output import plain, right, say, show_table
 from xfer.errors import by_kind
 from xfer.logs import counted
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 MOST_PATHS = 30
 """Rows of the table of paths. More of them are summed up; `--json` has all."""
@@ -54,8 +53,6 @@ def show(report: DoctorReport, console: Console) -> None:
 
 def _findings(findings: Sequence[Finding], console: Console) -> None:
     """Findings of one level, those that say the same in one line."""
-    from rich.text import Text
-
     same: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for f in findings:
         same[f.topic, f.advice, f.said].append(f.where)
@@ -72,18 +69,6 @@ def _findings(findings: Sequence[Finding], console: Console) -> None:
             say(console, f"{'':9}{advice}")
 
 
-def _table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table()
-    for name in columns:
-        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(plain(c)) for c in row))
-    console.print(table)
-
-
 def _hosts(hosts: Sequence[HostFacts], console: Console) -> None:
     rows = []
     for f in hosts:
@@ -93,7 +78,8 @@ def _hosts(hosts: Sequence[HostFacts], console: Console) -> None:
         rows.append(
             (f.label, str(f.pid), gloo, nccl, kinds or "none", *(f.versions.get(n, "-") for n in ("torch", "NCCL")))
         )
-    _table(console, ("host", "pid", "gloo listens at", "NCCL listens at", "GPUs", "torch", "NCCL"), rows, ("pid",))
+    columns = ("host", right("pid"), "gloo listens at", "NCCL listens at", "GPUs", "torch", "NCCL")
+    show_table(console, columns, rows)
 
 
 def _paths(measured: Sequence[NetworkPath], console: Console) -> None:
@@ -112,7 +98,7 @@ def _paths(measured: Sequence[NetworkPath], console: Console) -> None:
         )
         for m in some
     ]  # fmt: skip
-    columns = ("from", "to", "address", "of", "round trip, us", "path MTU", "GB/s by TCP")
-    _table(console, columns, rows, columns[4:])
+    numbers = map(right, ("round trip, us", "path MTU", "GB/s by TCP"))
+    show_table(console, ("from", "to", "address", "of", *numbers), rows)
     if len(some) < len(measured):
         say(console, f"the slowest {len(some)} of {len(measured)} paths; --json has all")
