@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
 import subprocess
@@ -13,7 +15,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks.lib.layouts import Model, engine, trainer
@@ -251,9 +252,10 @@ def test_numbers_are_those_of_all_rows(small):
 
 
 def printed(r: Report) -> str:
-    console = Console(width=160, record=True, file=open("/dev/null", "w"), color_system=None)
-    plan_command.show(r, console)
-    return console.export_text()
+    with pytest.MonkeyPatch.context() as m, contextlib.redirect_stdout(io.StringIO()) as out:
+        m.setenv("COLUMNS", "160")
+        plan_command.show(r)
+    return out.getvalue()
 
 
 def test_what_is_printed_is_what_was_computed(small):

@@ -4,7 +4,6 @@ printed."""
 from __future__ import annotations
 
 import contextlib
-import io
 import socket
 import threading
 import time
@@ -14,7 +13,6 @@ from itertools import combinations
 
 import msgspec
 import pytest
-from rich.console import Console
 
 from xfer.cli.doctor import visits
 from xfer.cli.doctor.addresses import Chosen, chosen, gloo_addresses, nccl_interfaces
@@ -302,22 +300,23 @@ def test_this_machine_is_read_as_the_kernel_has_it():
 ODD = "[a] of [/b] [red]\x1b[31m"
 
 
-def test_a_page_prints_what_others_say_to_the_letter_and_without_control_characters():
-    checkup = Checkup(
-        (facts(ODD, own_name=Resolved(ODD, ("10.0.0.1",))), B),
-        (path(ODD, error=ODD),),
-        failures=(problem(ODD, ODD, ODD, ODD),),
+def printed(monkeypatch, capsys, checkup: Checkup) -> str:
+    monkeypatch.setenv("COLUMNS", "300")
+    show(make_doctor_report(checkup, examine(checkup)))
+    return capsys.readouterr().out
+
+
+def test_a_page_prints_what_others_say_to_the_letter_and_without_control_characters(monkeypatch, capsys):
+    hosts = facts(ODD, own_name=Resolved(ODD, ("10.0.0.1",))), B
+    text = printed(
+        monkeypatch, capsys, Checkup(hosts, (path(ODD, error=ODD),), failures=(problem(ODD, ODD, ODD, ODD),))
     )
-    report, out = make_doctor_report(checkup, examine(checkup)), io.StringIO()
-    show(report, Console(file=out, width=300))
-    assert ODD.replace("\x1b", "?") in out.getvalue() and "\x1b" not in out.getvalue()
+    assert ODD.replace("\x1b", "?") in text and "\x1b" not in text
 
 
-def test_the_same_finding_of_many_machines_is_one_line():
-    hosts = [facts(f"h{i}", open_files=1024) for i in range(30)]
-    checkup, out = Checkup(tuple(hosts)), io.StringIO()
-    show(make_doctor_report(checkup, examine(checkup)), Console(file=out, width=300))
-    (line,) = (x for x in out.getvalue().splitlines() if "1024 open files" in x)
+def test_the_same_finding_of_many_machines_is_one_line(monkeypatch, capsys):
+    text = printed(monkeypatch, capsys, Checkup(tuple(facts(f"h{i}", open_files=1024) for i in range(30))))
+    (line,) = (x for x in text.splitlines() if "1024 open files" in x)
     assert line.startswith("warning  limits: h0, h1,") and "and 22 more" in line
 
 

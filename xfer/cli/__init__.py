@@ -16,22 +16,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from xfer.cli import output
 from xfer.cli.bench.command import HELP as BENCH_HELP
 from xfer.cli.bench.command import bench_refits
 from xfer.cli.doctor.command import HELP as DOCTOR_HELP
 from xfer.cli.doctor.command import check_hosts
-from xfer.cli.output import (
-    REFUSED,
-    JsonFile,
-    refuse_options,
-    right,
-    say,
-    show_table,
-    told_errors,
-    write_data,
-    write_text,
-    wrong_files,
-)
 from xfer.cli.plan import HELP, plan_refit
 
 if TYPE_CHECKING:
@@ -69,29 +58,31 @@ def status(
     token: Annotated[str, typer.Option(envvar="XFER_TOKEN", help="the job's token")],
     watch: Annotated[float, typer.Option(help="repeat every so many seconds; 0: once")] = 0.0,
     timeout: Annotated[float, typer.Option(help="seconds to wait for the rendezvous")] = 10.0,
-    json_: JsonFile = None,
+    json_: output.JsonFile = None,
 ) -> None:
     """Show the connected processes, their state, and the processes that are waited for."""
     from xfer.arguments import wrong_seconds
     from xfer.coordinator import messages as m
     from xfer.rendezvous.client import RendezvousClient
 
-    refuse_options(
-        wrong_seconds("--timeout", timeout) + (wrong_seconds("--watch", watch) if watch else []) + wrong_files(json_)
+    output.refuse_options(
+        wrong_seconds("--timeout", timeout)
+        + (wrong_seconds("--watch", watch) if watch else [])
+        + output.wrong_files(json_)
     )
-    console, client = Console(), None
+    client = None
     try:
-        with told_errors():
+        with output.told_errors():
             client = RendezvousClient(rendezvous, token, "observer", deadline_s=timeout)
             while True:
                 client.send(m.StatusAsk())
                 reply = client.take(time.monotonic() + timeout, "a status", m.StatusReply)
                 if json_ is not None:
-                    write_data(json_, "status", _status_data(reply), indent=None)
+                    output.write_data(json_, "status", _status_data(reply), indent=None)
                 else:
                     if watch:
-                        console.clear()
-                    _print_status(console, reply)
+                        Console().clear()
+                    _print_status(reply)
                 if not watch:
                     break
                 time.sleep(watch)
@@ -114,15 +105,15 @@ def _status_data(reply: m.StatusReply) -> dict:
     }
 
 
-def _print_status(console: Console, reply: m.StatusReply) -> None:
+def _print_status(reply: m.StatusReply) -> None:
     running = f"refit attempt {reply.attempt}" if reply.attempt else "no refit running"
     rows = []
     for p in reply.parties:
         done = f"{p.bytes_done:,} of {p.bytes_planned:,}" if p.bytes_planned else ""
         rows.append((p.label, p.host, p.phase, str(p.wave) if done else "", done))
-    show_table(console, ("who", "host", "phase", "wave", "bytes"), rows, f"{running}; {reply.state}")
+    output.show_table(("who", "host", "phase", "wave", "bytes"), rows, f"{running}; {reply.state}")
     for w in reply.waiting_for:
-        say(console, f"waiting for {w}")
+        output.say(f"waiting for {w}")
 
 
 @app.command()
@@ -132,7 +123,7 @@ def timeline(
     median: Annotated[bool, typer.Option("--median", help="medians over all refits but the first --skip")] = False,
     skip: Annotated[int, typer.Option(help="with --median: refits at the start that do not count", min=0)] = 2,
     session: Annotated[str | None, typer.Option(help="how its name begins; default: the last one")] = None,
-    json_: JsonFile = None,
+    json_: output.JsonFile = None,
     trace: Annotated[
         str | None,
         typer.Option(help="write a Chrome trace for ui.perfetto.dev, of all refits of the session or of --attempt"),
@@ -143,10 +134,10 @@ def timeline(
     from xfer.logs import counted
 
     both = ["--attempt is of one refit and --median of all: give one of the two"]
-    refuse_options(wrong_files(json_, trace) + both * (median and attempt is not None))
-    console, data_only = Console(), "-" in (json_, trace)
-    with told_errors():
-        note = partial(say, Console(stderr=data_only))
+    output.refuse_options(output.wrong_files(json_, trace) + both * (median and attempt is not None))
+    data_only = "-" in (json_, trace)
+    with output.told_errors():
+        note = partial(output.say, err=data_only)
         moments, sessions = timelines.of_session(timelines.read(folder, note), session)
     hosts: dict[str, list[Moment] | list[Typical]]
     hosts = {**(timelines.typical(moments, skip) if median else timelines.of_attempt(moments, attempt))}
@@ -154,20 +145,20 @@ def timeline(
         refits = len({x.attempt for x in moments})
         if median and refits:
             some = f"{counted(refits, 'refit')} {'is' if refits == 1 else 'are'}"
-            say(console, f"{some} there, --skip {skip} leaves none of them for --median", "red")
-            raise typer.Exit(REFUSED)
-        say(console, "no moments of such a refit are there: was XFER_TIMELINE set for trainers and engines?", "red")
+            output.say(f"{some} there, --skip {skip} leaves none of them for --median", "red")
+            raise typer.Exit(output.REFUSED)
+        output.say("no moments of such a refit are there: was XFER_TIMELINE set for trainers and engines?", "red")
         if sessions:
-            say(console, "\n  ".join(("sessions in this folder:", *sessions)))
-        raise typer.Exit(REFUSED)
+            output.say("\n  ".join(("sessions in this folder:", *sessions)))
+        raise typer.Exit(output.REFUSED)
     if trace is not None:
         chosen = [x for x in moments if attempt in (None, x.attempt)]
-        write_text(trace, json.dumps(timelines.chrome_trace(chosen)))
+        output.write_text(trace, json.dumps(timelines.chrome_trace(chosen)))
     by_host = [{"host": host, "moments": found} for host, found in hosts.items()]
-    write_data(json_, "timeline", {"session": moments[0].session, "sessions": sessions, "hosts": by_host})
+    output.write_data(json_, "timeline", {"session": moments[0].session, "sessions": sessions, "hosts": by_host})
     if data_only:
         return
-    columns = [right(c) for c in ("ms", "since the last", *(("least", "most", "refits") if median else ()))]
+    columns = [output.right(c) for c in ("ms", "since the last", *(("least", "most", "refits") if median else ()))]
     for host, found in hosts.items():
         first = before = found[0]
         rows = []
@@ -178,9 +169,9 @@ def timeline(
             rows.append((*row, x.who, x.what))
             before = x
         title = f"refit {first.attempt} on {host}" if isinstance(first, timelines.Moment) else f"medians on {host}"
-        show_table(console, (*columns, "who", "what"), rows, title)
+        output.show_table((*columns, "who", "what"), rows, title)
     if len(sessions) > 1:
-        say(console, "\n  ".join((f"of session {moments[0].session}; there are {len(sessions)}:", *sessions)))
+        output.say("\n  ".join((f"of session {moments[0].session}; there are {len(sessions)}:", *sessions)))
 
 
 app.command("plan", help=HELP)(plan_refit)

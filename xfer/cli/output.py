@@ -32,9 +32,10 @@ def plain(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
-def say(console: Console, text: str, style: str = "") -> None:
-    """Prints text literally: neither markup nor control characters in it have an effect."""
-    console.print(Text(plain(text), style=style), soft_wrap=True)
+def say(text: str, style: str = "", *, err: bool = False, head: str = "") -> None:
+    """Prints text literally: neither markup nor control characters in it have an effect. head: styled in the text's place."""
+    shown = Text(head, style).append(plain(text), "default") if head else Text(plain(text), style)
+    Console(stderr=err).print(shown, soft_wrap=True)
 
 
 def right(name: str) -> Column:
@@ -42,18 +43,18 @@ def right(name: str) -> Column:
 
 
 def show_table(
-    console: Console, columns: Iterable[str | Column], rows: Iterable[Sequence[str]], title: str = "", **more: Any
+    columns: Iterable[str | Column], rows: Iterable[Sequence[str]], title: str = "", least: int = 0, **more: Any
 ) -> None:
-    """Prints literal cells. more: as for rich's Table."""
+    """Prints literal cells, at least `least` columns of text wide. more: as for rich's Table."""
     columns = (c if isinstance(c, Column) else Column(c, overflow="fold") for c in columns)
     table = Table(*columns, title=Text(plain(title)) if title else None, title_justify="left", **more)
     for row in rows:
         table.add_row(*(Text(plain(c)) for c in row))
-    console.print(table)
+    Console(width=max(Console().width, least)).print(table)
 
 
 @contextmanager
-def counting(err: Console) -> Iterator[Callable[[str, int, int], None]]:
+def counting() -> Iterator[Callable[[str, int, int], None]]:
     """Yields a function that shows how far something is: (what, done, of). Where no terminal is, the log has a line from time to time."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
@@ -71,6 +72,7 @@ def counting(err: Console) -> Iterator[Callable[[str, int, int], None]]:
             tasks[what] = bar.add_task(what, total=of)
         bar.update(tasks[what], completed=done, total=of)
 
+    err = Console(stderr=True)
     if not err.is_terminal:
         logs.show()
     with (
@@ -104,7 +106,7 @@ def write_text(path: str, text: str) -> None:
     try:
         Path(path).write_text(text)
     except OSError as e:
-        say(Console(stderr=True), f"{path} cannot be written: {e.strerror}")
+        say(f"{path} cannot be written: {e.strerror}", err=True)
         raise typer.Exit(WRONG) from None
 
 
@@ -133,5 +135,5 @@ def told_errors(code: int = REFUSED, json_: str | None = None, refused: bool = F
         if refused:
             what = {"kind": name, "message": e.message, "violations": e.violations, "where": e.where}
             write_data(json_, "refused", what)
-        say(Console(stderr=True), f"refused: {name}: {e}" if refused else str(e), "red")
+        say(f"refused: {name}: {e}" if refused else str(e), "red", err=True)
         raise typer.Exit(code) from None

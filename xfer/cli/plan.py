@@ -10,25 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Column
 
+from xfer.cli import output
 from xfer.cli.examples import FOLDER, MODELS
-from xfer.cli.output import (
-    WRONG,
-    Cache,
-    EnginePython,
-    JsonFile,
-    TrainerPython,
-    counting,
-    say,
-    show_table,
-    told_errors,
-    write_data,
-    write_text,
-    wrong_files,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,27 +56,28 @@ def plan_refit(
     engine: Annotated[str | None, typer.Option(help='"CONFIG tp=… replicas=N"')] = None,
     fabric: Annotated[str | None, typer.Option(help="TOML or JSON of hosts, links and, if wanted, places")] = None,
     html: Annotated[str | None, typer.Option(help="write a page to look at: timeline, links, traffic")] = None,
-    json_: JsonFile = None,
+    json_: output.JsonFile = None,
     bucket_mib: Annotated[
         int, typer.Option(help="largest message; sessions use 240 on GPUs, 64 on CPUs", min=1, max=1 << 40)
     ] = 240,
     relay: Annotated[
         bool, typer.Option("--relay", help="replicas on the same hosts hand bytes on, as with Direct(relay=True)")
     ] = False,
-    trainer_python: TrainerPython = None,
-    engine_python: EnginePython = None,
+    trainer_python: output.TrainerPython = None,
+    engine_python: output.EnginePython = None,
     jobs: Annotated[int, typer.Option(help="processes that trace ranks, per side", min=1, max=64)] = 1,
-    cache: Cache = None,
+    cache: output.Cache = None,
 ) -> None:
     """Runs `xfer plan`; HELP describes it."""
     from xfer.cli.plan_report import Header, make_plans, make_report
     from xfer.transport.p2p import WAVE_BYTES
 
-    out, err = Console(), Console(stderr=True)
-    told = described("this cannot be planned as described", wrong_files(html, json_), trainer, engine, fabric, job)
+    told = described(
+        "this cannot be planned as described", output.wrong_files(html, json_), trainer, engine, fabric, job
+    )
     bucket = bucket_mib << 20
-    with told_errors(json_=json_, refused=True):
-        with counting(err) as count:
+    with output.told_errors(json_=json_, refused=True):
+        with output.counting() as count:
             sources, destinations = traced(
                 told, {"trainer": trainer_python, "engine": engine_python}, cache, count, jobs
             )
@@ -121,14 +108,14 @@ def plan_refit(
         )
         report = make_report(header, sources.catalog, plans, told.site, relay=relay)
     if json_ != "-":
-        show(report, out)
-    write_data(json_, "plan", report)
+        show(report)
+    output.write_data(json_, "plan", report)
     if html is not None:
         from xfer.cli.html import page
 
-        write_text(html, page(report))
+        output.write_text(html, page(report))
         if json_ != "-":
-            say(out, f"page: {html}")
+            output.say(f"page: {html}")
 
 
 def described(
@@ -143,7 +130,7 @@ def described(
     from xfer.cli.describe import describe
     from xfer.errors import XferError
 
-    with told_errors(WRONG):
+    with output.told_errors(output.WRONG):
         try:
             told = describe(trainer, engine, fabric, job)
         except XferError as e:
@@ -168,7 +155,7 @@ def traced(
 
     folder = cache_folder() if cache is None else Path(cache) if cache else None
     tracer = Tracer(pythons, jobs=jobs, cache=folder, progress=progress)
-    with told_errors(WRONG):
+    with output.told_errors(output.WRONG):
         tracer.look()
     return tracer.trace(told.trainer, told.engine)
 
@@ -186,26 +173,25 @@ def _quantized(sources: TracedSide) -> list[str]:
     ] * bool(matrices)
 
 
-def show(r: Report, console: Console) -> None:
+def show(r: Report) -> None:
     """Prints the tables of a report."""
     from xfer.cli.html import seconds
     from xfer.plan.explain import size
 
     h = r.header
-    say(console, h.model, "bold")
-    say(console, f"{r.tensors:,} tensors, {size(r.model_bytes)}")
-    say(
-        console,
+    output.say(h.model, "bold")
+    output.say(f"{r.tensors:,} tensors, {size(r.model_bytes)}")
+    output.say(
         f"{r.trainers} trainers ({h.trainer}) -> {r.replicas} x {r.workers} engine workers ({h.engine}), {r.hosts} hosts",
     )
-    say(console, f"fabric: {h.fabric}")
+    output.say(f"fabric: {h.fabric}")
     for note in h.notes:
-        say(console, note)
+        output.say(note)
 
     def table(title: str, rows: list[tuple[str, str, str]]) -> None:
         columns = Column(overflow="fold"), Column(justify="right", no_wrap=True), Column(overflow="fold", style="dim")
-        console.print()
-        show_table(console, columns, rows, title, show_header=False, title_style="bold")
+        output.say("")
+        output.show_table(columns, rows, title, show_header=False, title_style="bold")
 
     def times(part: int) -> str:
         return f"{part / r.nbytes:.1f}x" if r.nbytes else "-"

@@ -7,25 +7,12 @@ import os
 import platform
 import statistics
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
-from xfer.cli.output import (
-    REFUSED,
-    Cache,
-    EnginePython,
-    JsonFile,
-    TrainerPython,
-    counting,
-    right,
-    say,
-    show_table,
-    told_errors,
-    write_data,
-    wrong_files,
-)
+from xfer.cli import output
 from xfer.cli.plan import described, traced
 
 if TYPE_CHECKING:
@@ -54,10 +41,10 @@ def bench_refits(
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where torch has a GPU")] = None,
     repeats: Annotated[int, typer.Option(help="timed refits, after two that are not", min=1, max=10_000)] = 10,
     deadline: Annotated[float, typer.Option(help="seconds to connect, and for each refit")] = 300.0,
-    json_: JsonFile = None,
-    trainer_python: TrainerPython = None,
-    engine_python: EnginePython = None,
-    cache: Cache = None,
+    json_: output.JsonFile = None,
+    trainer_python: output.TrainerPython = None,
+    engine_python: output.EnginePython = None,
+    cache: output.Cache = None,
 ) -> None:
     """Runs `xfer bench`; HELP describes it."""
     import torch
@@ -65,10 +52,9 @@ def bench_refits(
     from xfer.arguments import wrong_seconds
     from xfer.cli.bench.run import ROUTES, Job, bench
 
-    out, err = Console(), Console(stderr=True)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = device or ("cuda" if gpus else "cpu")
-    bad = wrong_files(json_) + wrong_seconds("--deadline", deadline)
+    bad = output.wrong_files(json_) + wrong_seconds("--deadline", deadline)
     if device not in ROUTES:
         bad.append(f"--device {device}: cuda or cpu")
     elif device == "cuda" and not gpus:
@@ -76,21 +62,21 @@ def bench_refits(
     can = ROUTES.get(device, ())
     bad += [f"--route {r}: on this device {', '.join(can)}" for r in route or () if can and r not in can]
     told = described("this cannot be measured as described", bad, trainer, engine)
-    with told_errors(json_=json_, refused=True):
-        say(err, "layouts: both frameworks read them, which takes seconds to minutes the first time")
-        with counting(err) as count:
+    with output.told_errors(json_=json_, refused=True):
+        output.say("layouts: both frameworks read them, which takes seconds to minutes the first time", err=True)
+        with output.counting() as count:
             sides = traced(told, {"trainer": trainer_python, "engine": engine_python}, cache, count)
         logging.getLogger("xfer").setLevel(logging.WARNING)  # controllers are in this process, and log each refit
         job = Job(*sides, told.engine.replicas, told.engine.drop, told.engine.narrow)
         devices = [f"cuda:{i % gpus}" if device == "cuda" else "cpu" for i in range(job.world)]
-        results = [bench(job, r, devices, repeats, deadline, lambda text: say(err, text)) for r in route or can]
+        results = [bench(job, r, devices, repeats, deadline, partial(output.say, err=True)) for r in route or can]
     title = f"{told.trainer.config.title}: {told.trainer} -> {job.replicas} x {told.engine}"
     if json_ != "-":
-        show(title, job, devices, results, out)
+        show(title, job, devices, results)
     data = {"title": title, "repeats": repeats, "devices": devices, **_machine(), "routes": results}
-    write_data(json_, "bench", data)
+    output.write_data(json_, "bench", data)
     if any(r.error or r.wrong for r in results):
-        raise typer.Exit(REFUSED)
+        raise typer.Exit(output.REFUSED)
 
 
 def _machine() -> dict[str, Any]:
@@ -110,14 +96,14 @@ def _machine() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def show(title: str, job: Job, devices: Sequence[str], results: Sequence[RouteResult], console: Console) -> None:
+def show(title: str, job: Job, devices: Sequence[str], results: Sequence[RouteResult]) -> None:
     """Prints the table of medians, in milliseconds."""
     from rich.box import SIMPLE_HEAD
 
     from xfer.plan.explain import size
 
-    say(console, title, "bold")
-    say(console, f"trainers on {', '.join(devices[: job.trainers])}; workers on {', '.join(devices[job.trainers :])}")
+    output.say(title, "bold")
+    output.say(f"trainers on {', '.join(devices[: job.trainers])}; workers on {', '.join(devices[job.trainers :])}")
 
     def ms(values: Sequence[float]) -> str:
         return f"{1e3 * statistics.median(values):.2f}" if values else "-"
@@ -131,14 +117,15 @@ def show(title: str, job: Job, devices: Sequence[str], results: Sequence[RouteRe
             ms(r.verified_s), ms(r.call_s), ms([r.first_s]), "all equal" if not r.wrong else f"{r.wrong:,} wrong",
         )  # fmt: skip
         rows.append((r.route, *(["-"] * len(columns) + ["failed"] if r.error else cells)))
-    wide = Console(file=console.file, width=max(console.width, WIDTH))
-    show_table(wide, ("route", *map(right, columns), "bits"), rows, "medians, ms", box=SIMPLE_HEAD, pad_edge=False)
+    output.show_table(
+        ("route", *map(output.right, columns), "bits"), rows, "medians, ms", WIDTH, box=SIMPLE_HEAD, pad_edge=False
+    )
     for r in results:
         for text in (r.error, r.floor_error and f"no floor: {r.floor_error}", *(f"wrong: {x}" for x in r.examples)):
             if text:
-                say(console, f"{r.route}: {text}", "red")
+                output.say(f"{r.route}: {text}", "red")
         carried = r.carried or {}
         if carried and r.route != "packed" and {r.route} != {{"peer": "pull"}.get(c, c) for c in carried}:
             how = ", ".join(f"{size(n)} by {name}" for name, n in carried.items())
             why = [line.strip() for line in r.explained.splitlines() if "not pulled" in line]
-            say(console, "\n  ".join((f"{r.route}: carried {how}", *why[:4])))
+            output.say("\n  ".join((f"{r.route}: carried {how}", *why[:4])))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from xfer.cli.output import REFUSED, JsonFile, refuse_options, say, write_data, wrong_files
+from xfer.cli import output
 
 if TYPE_CHECKING:
     from xfer.cli.doctor.facts import Checkup
@@ -38,7 +37,7 @@ def check_hosts(
     seconds: Annotated[
         float, typer.Option(help="seconds for which each rate is measured; 0: none", min=0, max=30)
     ] = 0.5,
-    json_: JsonFile = None,
+    json_: output.JsonFile = None,
 ) -> None:
     """Runs `xfer doctor`; HELP describes it."""
     from xfer.arguments import wrong_seconds
@@ -47,7 +46,7 @@ def check_hosts(
     from xfer.errors import XferError
     from xfer.rendezvous.channel import check_token, parse_address
 
-    bad = wrong_seconds("--timeout", timeout) + wrong_files(json_)
+    bad = wrong_seconds("--timeout", timeout) + output.wrong_files(json_)
     if rendezvous is None and listen:
         bad.append("--listen goes with --rendezvous")
     try:
@@ -56,14 +55,14 @@ def check_hosts(
             check_token(token or "")
     except XferError as e:
         bad.append(e.message if token else f"{e.message}: set XFER_TOKEN")
-    refuse_options(bad)
+    output.refuse_options(bad)
     checkup = _checkup(rendezvous, token or "", size, timeout, seconds, listen)
     report = make_doctor_report(checkup, examine(checkup))
     if json_ != "-":
-        show(report, Console())
-    write_data(json_, "doctor", report)
+        show(report)
+    output.write_data(json_, "doctor", report)
     if report.problems:
-        raise typer.Exit(REFUSED)
+        raise typer.Exit(output.REFUSED)
 
 
 def _checkup(rendezvous: str | None, token: str, size: int, timeout: float, seconds: float, listen: bool) -> Checkup:
@@ -76,7 +75,7 @@ def _checkup(rendezvous: str | None, token: str, size: int, timeout: float, seco
     if rendezvous is None:
         return Checkup((look(),))
     facts = look(parse_address(rendezvous)[0])
-    say(Console(stderr=True), f"waiting for {size} processes at {rendezvous}, {timeout:g} s at most")
+    output.say(f"waiting for {size} processes at {rendezvous}, {timeout:g} s at most", err=True)
     try:
         return attend(Terms(rendezvous, token, size, timeout, seconds, listen), facts)
     except XferError as e:

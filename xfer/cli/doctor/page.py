@@ -6,12 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
-from rich.text import Text
-
 from xfer.cli.doctor.addresses import gloo_addresses, interface_of, nccl_interfaces, uses_nccl
 from xfer.cli.doctor.facts import Checkup, Finding, HostFacts, Level, MemoryRead, NetworkPath
-from xfer.cli.output import plain, right, say, show_table
+from xfer.cli.output import right, say, show_table
 from xfer.errors import by_kind
 from xfer.logs import counted
 
@@ -41,17 +38,17 @@ def make_doctor_report(checkup: Checkup, findings: Sequence[Finding]) -> DoctorR
     return DoctorReport(problems, warnings, tuple(findings), checkup.hosts, checkup.paths, checkup.memory)
 
 
-def show(report: DoctorReport, console: Console) -> None:
-    _hosts(report.hosts, console)
-    _paths(report.paths, console)
+def show(report: DoctorReport) -> None:
+    _hosts(report.hosts)
+    _paths(report.paths)
     for level in STYLES:
-        _findings([f for f in report.findings if f.level is level], console)
+        _findings(level, [f for f in report.findings if f.level is level])
     style = STYLES[Level.PROBLEM if report.problems else Level.WARNING if report.warnings else Level.OK]
     processes = "1 process" if len(report.hosts) == 1 else f"{len(report.hosts)} processes"
-    say(console, f"{processes}: {counted(report.problems, 'problem')}, {counted(report.warnings, 'warning')}", style)
+    say(f"{processes}: {counted(report.problems, 'problem')}, {counted(report.warnings, 'warning')}", style)
 
 
-def _findings(findings: Sequence[Finding], console: Console) -> None:
+def _findings(level: Level, findings: Sequence[Finding]) -> None:
     """Findings of one level, those that say the same in one line."""
     same: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for f in findings:
@@ -62,14 +59,12 @@ def _findings(findings: Sequence[Finding], console: Console) -> None:
         grouped[topic, advice].append(f"{', '.join(wheres[:SHOWN])}{more}: {said}")
     for (topic, advice), lines in grouped.items():
         for line in by_kind(lines):
-            level = findings[0].level
-            head = Text(f"{level.value:8} ", style=STYLES[level])
-            console.print(head.append(plain(f"{topic}: {line}"), style="default"), soft_wrap=True)
+            say(f"{topic}: {line}", STYLES[level], head=f"{level.value:8} ")
         if advice:
-            say(console, f"{'':9}{advice}")
+            say(f"{'':9}{advice}")
 
 
-def _hosts(hosts: Sequence[HostFacts], console: Console) -> None:
+def _hosts(hosts: Sequence[HostFacts]) -> None:
     rows = []
     for f in hosts:
         gloo = ", ".join(f"{a} {i.name}" if (i := interface_of(f, a)) else a for a in gloo_addresses(f))
@@ -79,10 +74,10 @@ def _hosts(hosts: Sequence[HostFacts], console: Console) -> None:
             (f.label, str(f.pid), gloo, nccl, kinds or "none", *(f.versions.get(n, "-") for n in ("torch", "NCCL")))
         )
     columns = ("host", right("pid"), "gloo listens at", "NCCL listens at", "GPUs", "torch", "NCCL")
-    show_table(console, columns, rows)
+    show_table(columns, rows)
 
 
-def _paths(measured: Sequence[NetworkPath], console: Console) -> None:
+def _paths(measured: Sequence[NetworkPath]) -> None:
     if not measured:
         return
     # The slowest paths, and those that do not work, first where not all are shown.
@@ -99,6 +94,6 @@ def _paths(measured: Sequence[NetworkPath], console: Console) -> None:
         for m in some
     ]  # fmt: skip
     numbers = map(right, ("round trip, us", "path MTU", "GB/s by TCP"))
-    show_table(console, ("from", "to", "address", "of", *numbers), rows)
+    show_table(("from", "to", "address", "of", *numbers), rows)
     if len(some) < len(measured):
-        say(console, f"the slowest {len(some)} of {len(measured)} paths; --json has all")
+        say(f"the slowest {len(some)} of {len(measured)} paths; --json has all")
