@@ -26,7 +26,7 @@ from xfer.cli.doctor.facts import Checkup
 from xfer.cli.doctor.line import Line
 from xfer.cli.doctor.look import look
 from xfer.cli.doctor.meeting import Begin, Join, Leader, Result, Terms, attend
-from xfer.cli.doctor.visits import Offers, open_door, visit
+from xfer.cli.doctor.visits import open_door, visit
 from xfer.coordinator.state import Options
 from xfer.errors import HandshakeError, PeerLost
 from xfer.rendezvous.channel import dial_socket, listen
@@ -185,7 +185,7 @@ def soon() -> float:
 def test_a_member_that_leaves_is_named_and_the_others_measure():
     terms = Terms(here(), TOKEN, 3, 20 * PATIENCE, 0.05)
     two, leaver = [start(terms) for _ in range(2)], join(terms)
-    leaver.send(Join(look(), 3, Offers()), soon())
+    leaver.send(Join(look(), 3, {}), soon())
     leaver.take(soon(), Begin)
     leaver.close()
     for thread, _ in two:
@@ -204,9 +204,9 @@ def test_one_that_comes_when_all_have_come_is_told_so():
     leader = Leader(listen(terms.rendezvous, TOKEN), terms)
     first, second, late = (join(terms) for _ in range(3))
     for line in (first, second):
-        line.send(Join(look(), 2, Offers()), soon())
+        line.send(Join(look(), 2, {}), soon())
     first.take(soon(), Begin)
-    late.send(Join(look(), 2, Offers()), soon())
+    late.send(Join(look(), 2, {}), soon())
     until = soon()
     while leader._joined.empty():
         assert time.monotonic() < until

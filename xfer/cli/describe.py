@@ -24,9 +24,10 @@ from xfer.plan.plain_data import TOO_DEEP, unfit
 MOST_RANKS = 1 << 14
 """Most ranks of a side. A larger mesh would take long to build, only to be refused."""
 SIZES = {"trainer": ("world", "tp", "pp", "vpp", "cp", "dp", "ep", "etp"), "engine": ("tp", "pp", "dp", "replicas")}
+GLOBS = ("keep", "drop", "narrow")
 KEYS = {
     "trainer": ("config", *SIZES["trainer"], "order", "provider"),
-    "engine": ("config", *SIZES["engine"], "ep", "keep", "drop", "narrow", "args"),
+    "engine": ("config", *SIZES["engine"], "ep", *GLOBS, "args"),
 }
 THEIR_NAMES = {
     "trainer": {
@@ -41,6 +42,7 @@ THEIR_NAMES = {
 }  # fmt: skip
 """Megatron-Core's and vLLM's names of the same sizes."""
 HOST, NVLINK, NIC, LOCAL = 8, 396 * 10**9, 48_500_000_000, 1600 * 10**9
+WRONG = "this cannot be planned as described"
 ASSUMED = f"assumed, as none was given: hosts of {HOST} GPUs, NVLink {NVLINK / 1e9:g} GB/s, one NIC of {NIC / 1e9:g} GB/s per GPU"
 
 
@@ -129,52 +131,33 @@ def describe(
         XferError: every mistake in all of them.
     """
     bad: list[str] = []
-    whole: Mapping[str, Any] = {}
-    base = Path()
-    if file is not None:
-        base = Path(file).parent
-        whole = _load(Path(file), bad)
-        if "model_type" in whole:
-            bad.append(f'{file} is a model\'s config; give it as --trainer "{file} world=…"')
-            raise XferError("this cannot be planned as described", bad)
-        bad += [
-            f"{file}: unknown key {k!r}; known: engine, fabric, trainer"
-            for k in whole
-            if k not in ("trainer", "engine", "fabric")
-        ]
-    given = {"trainer": trainer, "engine": engine}
+    whole, base = ({}, Path()) if file is None else (_load(Path(file), bad), Path(file).parent)
+    if "model_type" in whole:
+        raise XferError(WRONG, [f'{file} is a model\'s config; give it as --trainer "{file} world=…"'])
+    parts = ("engine", "fabric", "trainer")
+    bad += [f"{file}: unknown key {k!r}; known: {', '.join(parts)}" for k in whole if k not in parts]
     tables, bases = {}, {}
-    for side, text in given.items():
-        tables[side] = _text(text, side, bad) if text is not None else whole.get(side, {})
-        bases[side] = Path() if text is not None else base
-        if not isinstance(tables[side], Mapping):
+    for side, text in (("trainer", trainer), ("engine", engine)):
+        table = whole.get(side, {}) if text is None else _text(text, side, bad)
+        if not isinstance(table, Mapping):
             bad.append(f"{side}: a table is needed, [{side}]")
-            tables[side] = {}
+            table = {}
         if text is None and side not in whole:
             bad.append(f'{side}: not described; give --{side} "CONFIG tp=…", or a file with [{side}]')
-        tables[side] = _in_our_names(tables[side], side, bad)
-    configs = _configs(tables, bases, bad)
-    of = _trainer(tables["trainer"], bad)
-    replica, replicas = _engine(tables["engine"], bad)
-    source, at = (fabric, Path()) if fabric is not None else (whole.get("fabric"), base)
-    links, ranks, words = _fabric(source, at, bad)
-    site = None
-    if of is not None and replica is not None and (links is not None or source is None):
-        site = _site(links, ranks, words, (of.world, replicas, replica.world), bad)
-    if bad or of is None or replica is None or site is None:
-        raise XferError("this cannot be planned as described", bad)
+        tables[side], bases[side] = _in_our_names(table, side, bad), base if text is None else Path()
     t, e = tables["trainer"], tables["engine"]
+    configs = _configs(tables, bases, bad)
+    of = _trainer(t, bad)
+    replica, replicas = _engine(e, bad)
+    sizes = None if of is None or replica is None else (of.world, replicas, replica.world)
+    source, at = (whole.get("fabric"), base) if fabric is None else (fabric, Path())
+    site, words = _site(source, at, sizes, bad)
+    if bad or of is None or replica is None or site is None:
+        raise XferError(WRONG, bad)
+    globs = {key: _globs(e, key) for key in GLOBS}
     return Described(
         DescribedTrainer(configs["trainer"], of, dict(t.get("provider", {}))),
-        DescribedEngine(
-            configs["engine"],
-            replica,
-            replicas,
-            keep=_globs(e, "keep"),
-            drop=_globs(e, "drop"),
-            narrow=_globs(e, "narrow"),
-            args=dict(e.get("args", {})),
-        ),
+        DescribedEngine(configs["engine"], replica, replicas, **globs, args=dict(e.get("args", {}))),
         site,
         words,
     )
@@ -233,39 +216,27 @@ def _in_our_names(table: Mapping[str, Any], side: str, bad: list[str]) -> dict[s
     return out
 
 
-def _known(table: Mapping[str, Any], side: str, bad: list[str]) -> None:
+def _sizes(table: Mapping[str, Any], side: str, bad: list[str]) -> dict[str, int]:
+    """The sizes in the table that are valid, once its keys are known to be."""
     theirs = THEIR_NAMES[side]
     known = f"known: {', '.join(KEYS[side])}, and {', '.join(theirs)}"
     bad += [f"{side}: unknown key {k!r}; {known}" for k in table if k not in KEYS[side]]
-    for group in ("provider", "args"):
-        if group not in table or group not in KEYS[side]:
-            continue
-        if not isinstance(table[group], Mapping):
-            bad.append(f"{side}: {group}: names and values are needed, as in {group}.NAME=VALUE")
-            continue
-        bad += [
-            f"{side}: {group}.{k}: write {k}=…, by which ranks are counted, too" for k in table[group] if k in theirs
-        ]
-
-
-def _sizes(table: Mapping[str, Any], side: str, bad: list[str]) -> dict[str, int]:
-    """The sizes in the table that are valid."""
-    out = {}
-    for key in SIZES[side]:
-        if key not in table:
-            continue
-        n = table[key]
-        if isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= MOST_RANKS:
-            out[key] = n
-        else:
-            bad.append(f"{side}: {key}={n}: an integer from 1 to {MOST_RANKS} is needed")
+    group = {"trainer": "provider", "engine": "args"}[side]
+    more = table.get(group, {})
+    if isinstance(more, Mapping):
+        bad += [f"{side}: {group}.{k}: write {k}=…, by which ranks are counted, too" for k in more if k in theirs]
+    else:
+        bad.append(f"{side}: {group}: names and values are needed, as in {group}.NAME=VALUE")
+    out = {k: table[k] for k in SIZES[side] if k in table}
+    for key, n in list(out.items()):
+        if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MOST_RANKS:
+            bad.append(f"{side}: {key}={out.pop(key)}: an integer from 1 to {MOST_RANKS} is needed")
     return out
 
 
 def _trainer(table: Mapping[str, Any], bad: list[str]) -> TrainerParallel | None:
     """Returns None after a mistake. Valid sizes are still checked against each other."""
     known = len(bad)
-    _known(table, "trainer", bad)
     sizes = _sizes(table, "trainer", bad)
     if table and "world" not in table:
         bad.append("trainer: world=… is needed: how many ranks train")
@@ -282,12 +253,11 @@ def _trainer(table: Mapping[str, Any], bad: list[str]) -> TrainerParallel | None
 
 def _engine(table: Mapping[str, Any], bad: list[str]) -> tuple[EngineParallel | None, int]:
     known = len(bad)
-    _known(table, "engine", bad)
     sizes = _sizes(table, "engine", bad)
     ep = table.get("ep", False)
     if not isinstance(ep, bool):
         bad.append(f"engine: ep={ep}: true or false is needed (vLLM's enable_expert_parallel); its size is dp*tp")
-    for key in ("keep", "drop", "narrow"):
+    for key in GLOBS:
         value = table.get(key, "")
         if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(v, str) for v in value)):
             bad.append(f"engine: {key}={value!r}: a list of names or patterns is needed")
@@ -309,34 +279,25 @@ def _globs(table: Mapping[str, Any], key: str) -> tuple[str, ...]:
 # ---- configs
 
 
-def _configs(tables: Mapping[str, Mapping], bases: Mapping[str, Path], bad: list[str]) -> dict[str, Config]:
-    """Config of each side. A side without one uses the other's."""
-    paths = {}
+def _configs(tables: Mapping[str, Mapping], bases: Mapping[str, Path], bad: list[str]) -> dict[str, Any]:
+    """Config of each side. A side without one uses the other's. One that has mistakes is None."""
+    read: dict[Path, Config | None] = {}
+    found: dict[str, Config | None] = {}
+    if not any("config" in t for t in tables.values()):
+        bad.append('no config: begin a description with one, as in --trainer "path/to/config.json world=8"')
     for side, table in tables.items():
         value = table.get("config")
-        if value is None:
-            continue
         if isinstance(value, str) and value:
             path = _path(bases[side], value, side, bad)
-            if path is not None:
-                paths[side] = FOLDER / f"{value}.json" if value in MODELS and not os.path.exists(path) else path
-        else:
+            if path is not None and value in MODELS and not os.path.exists(path):
+                path = FOLDER / f"{value}.json"
+            if path is not None and path not in read:
+                read[path] = _config(path, side, bad)
+            found[side] = read[path] if path is not None else None
+        elif value is not None:
             bad.append(f"{side}: config={value!r}: the path of a config.json, or of its folder, is needed")
-    if not paths:
-        if not any("config" in t for t in tables.values()):
-            bad.append('no config: begin a description with one, as in --trainer "path/to/config.json world=8"')
-        return {}
-    named_by: dict[Path, str] = {}  # the first side that names it
-    for side, path in paths.items():
-        named_by.setdefault(path, side)
-    read: dict[Path, Config] = {}
-    for path, side in named_by.items():
-        if (config := _config(path, side, bad)) is not None:
-            read[path] = config
-    if len(read) < len(named_by):
-        return {}
-    other = next(iter(paths.values()))
-    return {side: read[paths.get(side, other)] for side in tables}
+    other = next(iter(found.values()), None)
+    return {side: found.get(side, other) for side in tables}
 
 
 def _config(path: Path, side: str, bad: list[str]) -> Config | None:
@@ -381,47 +342,38 @@ def _names(folder: Path, side: str, bad: list[str]) -> tuple[str, ...] | None:
 # ---- the fabric
 
 
-Ranks = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
-"""GPUs of the trainers, and of the workers of each replica."""
+def _site(source: Any, base: Path, sizes: tuple[int, int, int] | None, bad: list[str]) -> tuple[Site | None, str]:
+    """The fabric of `source` with the ranks on it, and its source in words. No site after a mistake.
 
-
-def _fabric(source: Any, base: Path, bad: list[str]) -> tuple[Fabric | None, Ranks | None, str]:
-    """Returns links, places and their source; no links if none are given, or after a mistake."""
-    if source is None:
-        return None, None, ASSUMED
-    known = len(bad)
+    Args:
+        source: A path, a table, or None for the assumed fabric.
+        sizes: Trainers, replicas, workers of one; None if there are mistakes in them.
+    """
+    known, words, fabric, ranks = len(bad), ASSUMED, None, None
     if isinstance(source, str):
         path = _path(base, source, "fabric", bad)
-        data, words = {} if path is None else _load(path, bad), source
-    else:
-        data, words = source, "the job's file"
-    if len(bad) == known:
-        try:
-            return *parse(data if isinstance(data, Mapping) else {"": data}, words), words
-        except XferError as e:
-            bad += [f"fabric ({words}): {v}" for v in (e.violations or [e.message])]
-    return None, None, words
-
-
-def _site(
-    fabric: Fabric | None, ranks: Ranks | None, words: str, sizes: tuple[int, int, int], bad: list[str]
-) -> Site | None:
-    """`sizes`: trainers, replicas, workers of one."""
-    trainers, replicas, workers = sizes
-    if fabric is None:
-        hosts = -(-trainers // HOST) + -(-workers * replicas // HOST)
-        fabric = Fabric.uniform(hosts, HOST, nvlink=NVLINK, nic=NIC, local=LOCAL)
+        source, words = {} if path is None else _load(path, bad), source
+    elif source is not None:
+        words = "the job's file"
     try:
+        if source is not None and len(bad) == known:
+            fabric, ranks = parse(source if isinstance(source, Mapping) else {"": source}, words)
+        if sizes is None or len(bad) > known:
+            return None, words
+        trainers, replicas, workers = sizes
+        if fabric is None:
+            hosts = -(-trainers // HOST) + -(-workers * replicas // HOST)
+            fabric = Fabric.uniform(hosts, HOST, nvlink=NVLINK, nic=NIC, local=LOCAL)
         site = Site.packed(fabric, trainers, replicas, workers) if ranks is None else Site(fabric, *ranks)
     except XferError as e:
-        bad += [f"fabric ({words}): {v}" for v in e.violations]
-        return None
+        bad += [f"fabric ({words}): {v}" for v in (e.violations or [e.message])]
+        return None, words
     placed = [len(r) for r in site.replicas]
     if len(site.trainers) != trainers:
         bad.append(f"fabric ({words}): [ranks] places {len(site.trainers)} trainers, there are world={trainers}")
     if placed != [workers] * replicas:
         bad.append(f"fabric ({words}): [ranks] places replicas of {placed} workers, there are {replicas} of {workers}")
-    return site
+    return site, words
 
 
 def _path(base: Path, text: str, what: str, bad: list[str]) -> Path | None:

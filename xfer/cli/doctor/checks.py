@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 from xfer.cli.doctor.addresses import (
@@ -17,17 +18,7 @@ from xfer.cli.doctor.addresses import (
     nccl_interfaces,
     uses_nccl,
 )
-from xfer.cli.doctor.facts import (
-    Checkup,
-    Finding,
-    HostFacts,
-    Interface,
-    Level,
-    NetworkPath,
-    ok,
-    problem,
-    warning,
-)
+from xfer.cli.doctor.facts import Checkup, Finding, HostFacts, Interface, Level, NetworkPath, ok, problem, warning
 from xfer.plan.explain import size
 
 SHM_LEAST, SHM_DOCKER = 1 << 30, 64 << 20
@@ -44,14 +35,15 @@ def examine(checkup: Checkup) -> tuple[Finding, ...]:
     found = [*checkup.failures]
     for facts in checkup.hosts:
         others = bool(checkup.failures) or not all(f.shares_network(facts) for f in checkup.hosts)
-        found += names(facts, others)
-        for check in BY_HOST:
-            found += check(facts)
-    for together in TOGETHER:
-        found += together(checkup.hosts)
-    found += [*paths(checkup), *rates(checkup), *clocks(checkup), *memory(checkup)]
-    order = [Level.PROBLEM, Level.WARNING, Level.OK]
-    return tuple(sorted(found, key=lambda f: order.index(f.level)))
+        found += [*names(facts, others), *interfaces(facts), *rdma(facts), *limits(facts), *gpus(facts)]
+    found += [
+        *settings(checkup.hosts),
+        *versions(checkup.hosts),
+        *identities(checkup.hosts),
+        *neighbours(checkup.hosts),
+    ]
+    found += [*mtus(checkup.hosts), *paths(checkup), *rates(checkup), *clocks(checkup), *memory(checkup)]
+    return tuple(sorted(found, key=lambda f: [Level.PROBLEM, Level.WARNING, Level.OK].index(f.level)))
 
 
 # ---- one process
@@ -139,22 +131,28 @@ def rdma(facts: HostFacts) -> Iterator[Finding]:
 
 
 def limits(facts: HostFacts) -> Iterator[Finding]:
+    """Those of this process, and settings of its kernel."""
+    label = facts.label
     if 0 <= facts.open_files < OPEN_FILES_LEAST:
         said = f"at most {facts.open_files} open files; every pair of ranks takes some, and trainer 0 one per process"
-        yield warning("limits", facts.label, said, "ulimit -n 65536")
+        yield warning("limits", label, said, "ulimit -n 65536")
     else:
         files = "any number of" if facts.open_files < 0 else f"{facts.open_files:,}"
-        yield ok("limits", facts.label, f"{files} open files")
-
-
-def shared_memory(facts: HostFacts) -> Iterator[Finding]:
-    docker = facts.shm_bytes <= SHM_DOCKER and len(facts.gpus) > 1
+        yield ok("limits", label, f"{files} open files")
     if facts.shm_bytes < SHM_LEAST:
         said = f"/dev/shm has {size(facts.shm_bytes)}; NCCL inside a machine and vLLM's workers share buffers there"
-        level = Level.PROBLEM if docker else Level.WARNING
-        yield Finding(level, "/dev/shm", facts.label, said, "start the container with --ipc=host or --shm-size=16g")
+        level = Level.PROBLEM if facts.shm_bytes <= SHM_DOCKER and len(facts.gpus) > 1 else Level.WARNING
+        yield Finding(level, "/dev/shm", label, said, "start the container with --ipc=host or --shm-size=16g")
     else:
-        yield ok("/dev/shm", facts.label, size(facts.shm_bytes))
+        yield ok("/dev/shm", label, size(facts.shm_bytes))
+    if facts.ptrace_scope >= 2:
+        said = f"ptrace_scope is {facts.ptrace_scope}: no process reads another's memory, as host_pull=True does"
+        yield warning("host memory", label, said, "sysctl kernel.yama.ptrace_scope=1, or leave host_pull off")
+    if (
+        facts.congestion == "bbr"
+    ):  # on emulated hosts, four that send to four reached 70 % of the rate with it, and all with Reno
+        said = "TCP's congestion control is bbr, which leaves a link idle that many connections share"
+        yield warning("TCP", label, said, "sysctl net.ipv4.tcp_congestion_control=cubic, if refits go over gloo")
 
 
 def gpus(facts: HostFacts) -> Iterator[Finding]:
@@ -166,7 +164,7 @@ def gpus(facts: HostFacts) -> Iterator[Finding]:
     elif not some:
         yield ok("GPUs", label, "none visible: weights in host memory travel by gloo")
     else:
-        kinds = ", ".join(f"{sum(g.name == n for g in some)} x {n}" for n in dict.fromkeys(g.name for g in some))
+        kinds = facts.gpu_kinds
         pairs = [(a, b) for a, b in combinations(some, 2) if b.number not in a.peers or a.number not in b.peers]
         apart = [f"{a.number} and {b.number}" for a, b in pairs]
         if apart:
@@ -175,24 +173,6 @@ def gpus(facts: HostFacts) -> Iterator[Finding]:
             yield warning("GPUs", label, said, advice)
         else:
             yield ok("GPUs", label, kinds + (", each reads all others" if len(some) > 1 else ""))
-
-
-def tracing(facts: HostFacts) -> Iterator[Finding]:
-    if facts.ptrace_scope >= 2:
-        said = f"ptrace_scope is {facts.ptrace_scope}: no process reads another's memory, as host_pull=True does"
-        yield warning("host memory", facts.label, said, "sysctl kernel.yama.ptrace_scope=1, or leave host_pull off")
-
-
-def congestion(facts: HostFacts) -> Iterator[Finding]:
-    """On emulated hosts, four that send to four reached 70 % of the rate with BBR, and all of it with Reno."""
-    if facts.congestion == "bbr":
-        said = "TCP's congestion control is bbr, which leaves a link idle that many connections share"
-        yield warning("TCP", facts.label, said, "sysctl net.ipv4.tcp_congestion_control=cubic, if refits go over gloo")
-
-
-BY_HOST: tuple[Callable[[HostFacts], Iterator[Finding]], ...] = (
-    interfaces, rdma, limits, shared_memory, gpus, tracing, congestion,
-)  # fmt: skip
 
 
 def _shown(i: Interface | None) -> str:
@@ -218,11 +198,10 @@ def settings(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
     for name in sorted({k for f in hosts for k in f.settings}):
         if name in PER_HOST or name.startswith("NCCL_DEBUG"):
             continue
-        values = _by_value({f.label: f.settings.get(name, "not set") for f in hosts})
-        if len(values) < 2:
+        said = _differences({f.label: f.settings.get(name, "not set") for f in hosts})
+        if not said:
             continue
-        differ = True
-        said, where = _told(values), ", ".join(f.label for f in hosts)
+        differ, where = True, ", ".join(f.label for f in hosts)
         if name in OFTEN_DIFFER:
             advice = "right if these machines name their devices differently"
             yield warning("environment", where, f"{name}: {said}", advice)
@@ -263,15 +242,15 @@ def versions(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
     where, on_gpus = ", ".join(f.label for f in hosts), any(f.gpus for f in hosts)
     alike = True
     for name in (*MUST_AGREE, *SHOULD_AGREE):
-        values = _by_value({f.label: _release(name, f.versions.get(name, "none")) for f in hosts})
-        if len(values) < 2 or name == "torch" and not on_gpus:
+        said = _differences({f.label: _release(name, f.versions.get(name, "none")) for f in hosts})
+        if not said or name == "torch" and not on_gpus:
             continue
         alike = False
         if name in MUST_AGREE:
-            yield problem("versions", where, f"{name}: {_told(values)}", MUST_AGREE[name])
+            yield problem("versions", where, f"{name}: {said}", MUST_AGREE[name])
         else:
             advice = "some pairs of versions hang or are slow; one version is safer"
-            yield warning("versions", where, f"{name}: {_told(values)}", advice)
+            yield warning("versions", where, f"{name}: {said}", advice)
     if alike and hosts:
         have = {n: dict.fromkeys(f.versions[n] for f in hosts if n in f.versions) for n in SHOWN_VERSIONS}
         yield ok("versions", _all(hosts), ", ".join(f"{n} {' or '.join(v)}" for n, v in have.items() if v))
@@ -322,32 +301,17 @@ def mtus(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
     used = {
         f.label: i.mtu for f in hosts for a in gloo_addresses(f)[:1] if (i := interface_of(f, a)) and not i.loopback
     }
-    values = _by_value({label: str(mtu) for label, mtu in used.items()})
-    if len(values) > 1:
-        said = f"MTU of the interfaces that gloo uses: {_told(values)}"
+    if said := _differences({label: str(mtu) for label, mtu in used.items()}):
         advice = "give the data network one MTU: large packets may be lost in silence"
-        yield warning("MTU", ", ".join(used), said, advice)
+        yield warning("MTU", ", ".join(used), f"MTU of the interfaces that gloo uses: {said}", advice)
 
 
-TOGETHER: tuple[Callable[[Sequence[HostFacts]], Iterator[Finding]], ...] = (
-    settings,
-    versions,
-    identities,
-    neighbours,
-    mtus,
-)
-
-
-def _by_value(of: dict[str, str]) -> dict[str, list[str]]:
-    out: dict[str, list[str]] = {}
-    for label, value in of.items():
-        out.setdefault(value, []).append(label)
-    return out
-
-
-def _told(values: dict[str, list[str]]) -> str:
-    """ "Simple on a, c; not set on b" """
-    return "; ".join(f"{value} on {', '.join(labels)}" for value, labels in values.items())
+def _differences(values: dict[str, str]) -> str:
+    """ "Simple on a, c; not set on b", by label; "" if all are equal."""
+    by_value: dict[str, list[str]] = defaultdict(list)
+    for label, value in values.items():
+        by_value[value].append(label)
+    return "; ".join(f"{v} on {', '.join(labels)}" for v, labels in by_value.items()) if len(by_value) > 1 else ""
 
 
 def _all(hosts: Sequence[HostFacts]) -> str:
@@ -391,12 +355,11 @@ def _advice(m: NetworkPath, hosts: dict[str, HostFacts], works: set[tuple[str, s
 def rates(checkup: Checkup) -> Iterator[Finding]:
     """Paths that are much slower than the fastest of their kind: inside one machine, or between two."""
     hosts = {f.label: f for f in checkup.hosts}
-    inside: list[NetworkPath] = []
-    between: list[NetworkPath] = []
-    for m in checkup.paths:
-        if m.nbytes and not m.error:
-            (inside if hosts[m.source].shares_network(hosts[m.destination]) else between).append(m)
-    for some, kind in ((between, "between machines"), (inside, "inside a machine")):
+    for kind, near in (("between machines", False), ("inside a machine", True)):
+        some = [
+            m for m in checkup.paths
+            if m.nbytes and not m.error and hosts[m.source].shares_network(hosts[m.destination]) == near
+        ]  # fmt: skip
         if not some:
             continue
         fastest = max(m.gb_per_s for m in some)
@@ -406,9 +369,8 @@ def rates(checkup: Checkup) -> Iterator[Finding]:
             advice = "look at the interface's errors and speed, at duplex, cables and other traffic on this path"
             yield warning("rate", f"{m.source} -> {m.destination}", said, advice)
         if not slow:
-            said = (
-                f"TCP {kind} {_rate(min(m.gb_per_s for m in some))} to {_rate(fastest)}; NCCL over RDMA is not measured"
-            )
+            slowest = min(m.gb_per_s for m in some)
+            said = f"TCP {kind} {_rate(slowest)} to {_rate(fastest)}; NCCL over RDMA is not measured"
             yield ok("rate", _all(checkup.hosts), said)
 
 
@@ -421,10 +383,7 @@ def clocks(checkup: Checkup) -> Iterator[Finding]:
     if not checkup.paths:
         return
     first = checkup.hosts[0].label
-    ahead: dict[str, NetworkPath] = {}
-    for m in checkup.paths:
-        if not m.error and m.source == first:
-            ahead.setdefault(m.destination, m)
+    ahead = {m.destination: m for m in reversed(checkup.paths) if not m.error and m.source == first}
     wrong = {d: m for d, m in ahead.items() if abs(m.clock_ahead_s) > CLOCKS_S + m.round_trip_s}
     for destination, m in wrong.items():
         said = f"the clock is {abs(m.clock_ahead_s):.1f} s {'ahead of' if m.clock_ahead_s > 0 else 'behind'} that of {first}"

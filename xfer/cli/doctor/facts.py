@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -105,6 +106,11 @@ class HostFacts:
     open_files: int = -1
     ptrace_scope: int = -1
     congestion: str = ""
+
+    @property
+    def gpu_kinds(self) -> str:
+        """Such as "8 x H200"."""
+        return ", ".join(f"{n} x {name}" for name, n in Counter(g.name for g in self.gpus).items())
 
     def shares_machine(self, other: HostFacts) -> bool:
         return self.machine == other.machine

@@ -6,13 +6,13 @@ unpickled. Every wait has a deadline.
 
 from __future__ import annotations
 
-import select
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar, Union
+from contextlib import suppress
+from typing import Any, Union
 
 import msgspec
 from msgspec import Struct
@@ -21,17 +21,12 @@ from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolErro
 from xfer.rendezvous.channel import accept_handshake, prepare, read_exactly
 
 MAX_FRAME = 64 << 20
-GREETERS = 64
-"""Callers that may be in the middle of their proof. One more is sent away, and tries again."""
 GREET_S = 5.0
 """Seconds that a caller has for its proof, and again for its first message."""
 
 
 class Note(Struct, frozen=True, tag=True):
     """Base of the messages between doctors."""
-
-
-N = TypeVar("N", bound=Note)
 
 
 class Line:
@@ -41,17 +36,18 @@ class Line:
         prepare(sock)
         self.sock, self.label = sock, label
 
-    def send(self, note: Note, until: float) -> None:
+    def send(self, note: Note, until: float) -> bool:
         body = msgspec.msgpack.encode(note)
         try:
             self.sock.settimeout(max(0.001, until - time.monotonic()))
             self.sock.sendall(struct.pack("<I", len(body)) + body)
+            return True
         except TimeoutError:
             raise DeadlineExceeded(f"{self.label} does not read") from None
         except OSError as e:
             raise PeerLost(f"{self.label} is gone: {e}") from None
 
-    def take(self, until: float, *kinds: type[N]) -> N:
+    def take(self, until: float, *kinds: type[Note]) -> Any:
         """The next message, which must be of one of `kinds`.
 
         Raises:
@@ -88,31 +84,20 @@ class Door:
         welcome: Callable[[socket.socket, str], None],
         rejected: Callable[[str], None] = lambda line: None,
     ):
-        self._listeners, self._token, self._welcome, self._rejected = listeners, token, welcome, rejected
-        self._closed, self._greeters = threading.Event(), threading.BoundedSemaphore(GREETERS)
-        self._thread = threading.Thread(target=self._accept, name="xfer-doctor-door", daemon=True)
-        self._thread.start()
+        self._token, self._welcome, self._rejected = token, welcome, rejected
+        self._closed = threading.Event()
+        self._threads = [threading.Thread(target=self._accept, args=(s,), daemon=True) for s in listeners]
+        for t in self._threads:
+            t.start()
 
-    def _accept(self) -> None:
-        poll = select.poll()
-        for sock in self._listeners:
-            sock.setblocking(False)
-            poll.register(sock, select.POLLIN)
-        while not self._closed.is_set():
-            if not poll.poll(100):
-                continue
-            for listener in self._listeners:
-                try:
+    def _accept(self, listener: socket.socket) -> None:
+        listener.settimeout(0.1)
+        with listener:
+            while not self._closed.is_set():
+                with suppress(OSError):  # mostly a TimeoutError
                     sock, peer = listener.accept()
-                except OSError:
-                    continue
-                if self._greeters.acquire(blocking=False):
-                    greet = threading.Thread(target=self._greet, args=(sock, _plain(peer[0])), daemon=True)
-                    greet.start()
-                else:
-                    sock.close()
-        for sock in self._listeners:
-            sock.close()
+                    address = peer[0].removeprefix("::ffff:")  # an IPv4 address that came to an IPv6 socket, as itself
+                    threading.Thread(target=self._greet, args=(sock, address), daemon=True).start()
 
     def _greet(self, sock: socket.socket, address: str) -> None:
         try:
@@ -121,8 +106,6 @@ class Door:
             sock.close()
             self._rejected(f"{e.message}, from {address}")
             return
-        finally:
-            self._greeters.release()
         try:
             self._welcome(sock, address)
         except (XferError, OSError):
@@ -130,9 +113,5 @@ class Door:
 
     def close(self) -> None:
         self._closed.set()
-        self._thread.join(2.0)
-
-
-def _plain(address: str) -> str:
-    """An IPv4 address that came to an IPv6 socket, as itself."""
-    return address.removeprefix("::ffff:")
+        for t in self._threads:
+            t.join(2.0)

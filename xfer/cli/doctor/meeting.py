@@ -19,27 +19,18 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Any
 
 from msgspec import Meta
 
-from xfer.cli.doctor.addresses import chosen, is_loopback
+from xfer.cli.doctor import visits
+from xfer.cli.doctor.addresses import is_loopback
 from xfer.cli.doctor.facts import Checkup, Finding, HostFacts, MemoryRead, NetworkPath, problem
 from xfer.cli.doctor.line import GREET_S, Door, Line, Note
-from xfer.cli.doctor.visits import (
-    CONNECT_S,
-    PINGS_S,
-    STREAM_S,
-    STREAMS,
-    WARM_S,
-    Offers,
-    offer_probes,
-    open_door,
-    read_probes,
-    visit,
-)
 from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolError, XferError
 from xfer.rendezvous.channel import dial_socket, listen
 
@@ -72,7 +63,7 @@ class Join(Note, frozen=True):
 
     facts: HostFacts
     size: int
-    offers: Offers
+    offers: dict[str, bytes]
 
 
 class Begin(Note, frozen=True):
@@ -82,7 +73,7 @@ class Begin(Note, frozen=True):
     you: int
     hosts: tuple[HostFacts, ...]
     seen: tuple[str, ...]
-    offers: tuple[Offers, ...]
+    offers: tuple[dict[str, bytes], ...]
     lasts_s: float
 
 
@@ -170,11 +161,9 @@ class Leader:
         terms = self._terms
         came: list[tuple[Line, Join, str]] = []
         until = time.monotonic() + terms.timeout_s
-        while len(came) < terms.size and (left := until - time.monotonic()) > 0:
-            try:
-                came.append(self._joined.get(timeout=left))
-            except queue.Empty:
-                break
+        with suppress(queue.Empty):
+            while len(came) < terms.size:
+                came.append(self._joined.get(timeout=max(0.0, until - time.monotonic())))
         came.sort(key=lambda c: (c[1].facts.host, c[1].facts.machine, c[1].facts.pid))
         if len(came) < terms.size:
             here = ", ".join(j.facts.host for _, j, _ in came)
@@ -196,7 +185,7 @@ class Leader:
         far = any(not hosts[0].shares_network(f) for f in hosts)
         seen = tuple("" if far and is_loopback(a) else a for a in addresses)
         steps = [step for pairs in rounds(len(hosts)) for step in (pairs, [(b, a) for a, b in pairs])]
-        bound = [self._longest(f, s) for f, s in zip(hosts, seen)]
+        bound = [visits.longest_s(f, s, self._terms.stream_s) + SLACK_S for f, s in zip(hosts, seen)]
         lasts = [max((bound[b] for _, b in step), default=0.0) for step in steps]
         offers = tuple(j.offers for j in joins)
         for i, line in enumerate(lines):
@@ -208,39 +197,27 @@ class Leader:
             told = [a for a, b in step if not {lines[a], lines[b]} & self._gone]
             told = [a for a in told if self._tell(lines[a], Visit(dict(step)[a], self._terms.stream_s), until)]
             for a in told:
-                if found := self._hear(lines[a], until):
+                if found := self._tried(lines[a], partial(lines[a].take, until, Visited)):
                     measured += found.paths
                     memory += found.memory
         result = Result(Checkup(hosts, tuple(measured), tuple(memory), tuple(self.failures)))
         for line in lines:
             self._tell(line, result, time.monotonic() + SLACK_S)
 
-    def _longest(self, facts: HostFacts, seen: str) -> float:
-        """Seconds that a visit of this process may take."""
-        per_path = (2 + STREAMS) * CONNECT_S + PINGS_S + WARM_S + self._terms.stream_s + STREAM_S
-        return len(chosen(facts, seen)) * per_path + SLACK_S
-
     def _tell(self, line: Line, note: Note, until: float) -> bool:
+        return bool(self._tried(line, lambda: line.send(note, until)))
+
+    def _tried(self, line: Line, act: Callable[[], Any]) -> Any:
+        """What `act` returns; None if that member is gone, or is now."""
         if line in self._gone:
-            return False
-        try:
-            line.send(note, until)
-            return True
-        except XferError as e:
-            self._lost(line, e)
-            return False
-
-    def _hear(self, line: Line, until: float) -> Visited | None:
-        try:
-            return line.take(until, Visited)
-        except XferError as e:
-            self._lost(line, e)
             return None
-
-    def _lost(self, line: Line, e: XferError) -> None:
-        self._gone.add(line)
-        self._fail(line.label, f"left during the measurements: {e.message}", "look at its output")
-        line.close()
+        try:
+            return act()
+        except XferError as e:
+            self._gone.add(line)
+            self._fail(line.label, f"left during the measurements: {e.message}", "look at its output")
+            line.close()
+            return None
 
     def _fail(self, where: str, said: str, advice: str) -> None:
         self.failures.append(problem("meeting", where, said, advice))
@@ -265,14 +242,14 @@ def attend(terms: Terms, facts: HostFacts) -> Checkup:
     Raises:
         XferError: This process could not take part. Its violations say what to do.
     """
-    door, port = open_door(facts.identity, terms.token)
+    door, port = visits.open_door(facts.identity, terms.token)
     leader, why = None, ""
     try:
         listeners, why = _listeners(terms)
         at = terms.rendezvous
         if listeners:
             leader, at = Leader(listeners, terms), _own(listeners[0])
-        offers, kept = offer_probes(facts)
+        offers, kept = visits.offer_probes(facts)
         line = Line(dial_socket(at, terms.token, terms.timeout_s), "the doctor that listens")
         try:
             return _take_part(line, terms, replace(facts, port=port), offers)
@@ -307,20 +284,14 @@ def _own(listener: socket.socket) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def _take_part(line: Line, terms: Terms, facts: HostFacts, offers: Offers) -> Checkup:
+def _take_part(line: Line, terms: Terms, facts: HostFacts, offers: dict[str, bytes]) -> Checkup:
     line.send(Join(facts, terms.size, offers), time.monotonic() + SLACK_S)
-    met = line.take(time.monotonic() + terms.timeout_s + SLACK_S, Begin, Result)
-    if isinstance(met, Result):
-        return met.checkup
-    if not isinstance(met, Begin):
-        raise ProtocolError(f"{type(met).__name__} came before the beginning")
-    until = time.monotonic() + met.lasts_s + 2 * SLACK_S
-    while True:
-        note = line.take(until, Visit, Result)
-        if isinstance(note, Result):
-            return note.checkup
-        if isinstance(note, Visit):
+    note = line.take(time.monotonic() + terms.timeout_s + SLACK_S, Begin, Result)
+    if isinstance(note, Begin):
+        met, until = note, time.monotonic() + note.lasts_s + 2 * SLACK_S
+        while isinstance(note := line.take(until, Visit, Result), Visit):
             line.send(_visited(note, met, terms.token), until)
+    return note.checkup
 
 
 def _visited(told: Visit, met: Begin, token: str) -> Visited:
@@ -328,6 +299,6 @@ def _visited(told: Visit, met: Begin, token: str) -> Visited:
         raise ProtocolError(f"process {told.destination} of {len(met.hosts)} is to be visited")
     me, other = met.hosts[met.you], met.hosts[told.destination]
     names = {f.identity: f.label for f in met.hosts}
-    found = visit(me, other, met.seen[told.destination], token, told.stream_s, names)
-    memory = read_probes(me, other, met.offers[told.destination]) if me.shares_machine(other) else ()
+    found = visits.visit(me, other, met.seen[told.destination], token, told.stream_s, names)
+    memory = visits.read_probes(me, other, met.offers[told.destination]) if me.shares_machine(other) else ()
     return Visited(tuple(found), tuple(memory))

@@ -69,9 +69,15 @@ def _hosts(hosts: Sequence[HostFacts]) -> None:
     for f in hosts:
         gloo = ", ".join(f"{a} {i.name}" if (i := interface_of(f, a)) else a for a in gloo_addresses(f))
         nccl = ", ".join(f"{i.addresses[0]} {i.name}" for i in nccl_interfaces(f)) if uses_nccl(f) else "no GPU"
-        kinds = ", ".join(f"{sum(g.name == n for g in f.gpus)} x {n}" for n in dict.fromkeys(g.name for g in f.gpus))
         rows.append(
-            (f.label, str(f.pid), gloo, nccl, kinds or "none", *(f.versions.get(n, "-") for n in ("torch", "NCCL")))
+            (
+                f.label,
+                str(f.pid),
+                gloo,
+                nccl,
+                f.gpu_kinds or "none",
+                *(f.versions.get(n, "-") for n in ("torch", "NCCL")),
+            )
         )
     columns = ("host", right("pid"), "gloo listens at", "NCCL listens at", "GPUs", "torch", "NCCL")
     show_table(columns, rows)
@@ -81,11 +87,8 @@ def _paths(measured: Sequence[NetworkPath]) -> None:
     if not measured:
         return
     # The slowest paths, and those that do not work, first where not all are shown.
-    some = (
-        measured
-        if len(measured) <= MOST_PATHS
-        else sorted(measured, key=lambda m: (not m.error, m.gb_per_s))[:MOST_PATHS]
-    )
+    few = len(measured) <= MOST_PATHS
+    some = measured if few else sorted(measured, key=lambda m: (not m.error, m.gb_per_s))[:MOST_PATHS]
     rows = [
         (
             m.source, m.destination, m.address, ", ".join(m.users), f"{m.round_trip_s * 1e6:,.0f}" if m.round_trip_s else "-",

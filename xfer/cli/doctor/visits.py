@@ -1,8 +1,4 @@
-"""Measures between two processes: reachability, round trips, clocks, a rate, and whether one reads the other's memory.
-
-A visit goes to each address that gloo, NCCL or the rendezvous use of a process. It finds out whether that process is reached there and
-no other. On one machine the visitor also reads a probe in the other's memory, as a session would.
-"""
+"""Measures between two processes: reachability, round trips, clocks, a rate, and whether one reads the other's memory."""
 
 from __future__ import annotations
 
@@ -11,11 +7,13 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from types import ModuleType
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from xfer.cli.doctor.addresses import chosen
 from xfer.cli.doctor.facts import HostFacts, MemoryRead, NetworkPath
@@ -48,24 +46,15 @@ class Here(Note, frozen=True):
     identity: str
 
 
-class Offers(Struct, frozen=True):
-    """Offers of a probe (transport/peer_host.py, transport/peer.py) in host memory and in that of GPU 0; empty for none."""
-
-    host: bytes = b""
-    gpu: bytes = b""
-
-
 # ---- the visited side
 
 
 def open_door(identity: str, token: str) -> tuple[Door, int]:
     """Answers visitors, on every interface. Returns the door and its port."""
-    dual = socket.has_dualstack_ipv6()
     try:
-        listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True) if dual else None
-    except OSError:
-        listener = None
-    listener = listener or socket.create_server(("", 0))
+        listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    except (OSError, ValueError):  # no IPv6, or none that takes IPv4 too
+        listener = socket.create_server(("", 0))
 
     def welcome(sock: socket.socket, address: str) -> None:
         line = Line(sock, address)
@@ -111,6 +100,11 @@ def _count(sock: socket.socket, stream_s: float, until: float) -> None:
 
 
 # ---- the visiting side
+
+
+def longest_s(other: HostFacts, seen: str, stream_s: float) -> float:
+    """Most seconds that a visit of that process takes."""
+    return len(chosen(other, seen)) * ((2 + STREAMS) * CONNECT_S + PINGS_S + WARM_S + stream_s + STREAM_S)
 
 
 def visit(
@@ -225,37 +219,35 @@ def _send(streams: Sequence[socket.socket], until: float) -> int:
     return sum(arrived)
 
 
-def offer_probes(facts: HostFacts) -> tuple[Offers, list[object]]:
-    """Offers of this process, and what has to be kept for as long as others may read it."""
-    import torch
-
+def _memories(facts: HostFacts) -> list[tuple[str, ModuleType, str]]:
+    """What can be read: its name, the module of a session that reads it (transport/), its device."""
     from xfer.transport import peer, peer_host
 
-    host = peer_host.Export(0, (), torch.device("cpu"))
-    if not facts.gpus:
-        return Offers(host.to_bytes()), [host]
-    try:
-        gpu = peer.Export(0, (), torch.device("cuda", 0))
-    except RuntimeError:  # out of memory, say; then there is nothing to read
-        return Offers(host.to_bytes()), [host]
-    return Offers(host.to_bytes(), gpu.to_bytes()), [host, gpu]
+    return [("host memory", peer_host, "cpu"), ("GPU memory", peer, "cuda:0")][: 2 if facts.gpus else 1]
 
 
-def read_probes(me: HostFacts, other: HostFacts, offers: Offers) -> Iterator[MemoryRead]:
+def offer_probes(facts: HostFacts) -> tuple[dict[str, bytes], list[object]]:
+    """Offers of a probe in each memory of this process, and what has to be kept for as long as others may read it."""
+    import torch
+
+    offers, kept = {}, []
+    for memory, route, device in _memories(facts):
+        with suppress(RuntimeError):  # out of memory, say; then there is nothing to read
+            kept.append(route.Export(0, (), torch.device(device)))
+            offers[memory] = kept[-1].to_bytes()
+    return offers, kept
+
+
+def read_probes(me: HostFacts, other: HostFacts, offers: Mapping[str, bytes]) -> Iterator[MemoryRead]:
     """Reads the probes of another process of this machine, as a worker that pulls would."""
     import torch
 
-    from xfer.transport import peer, peer_host
-
-    kinds = [("host memory", offers.host, peer_host, torch.device("cpu"))]
-    if me.gpus:
-        kinds.append(("GPU memory", offers.gpu, peer, torch.device("cuda", 0)))
-    for memory, offer, route, device in kinds:
-        if not offer:
+    for memory, route, device in _memories(me):
+        if memory not in offers:
             continue
-        mapping = route.Mapping(1, device)
+        mapping = route.Mapping(1, torch.device(device))
         try:
-            mapping.open(offer, 0, ())
+            mapping.open(offers[memory], 0, ())
             why = mapping.why(0)
         except (XferError, RuntimeError) as e:
             why = str(e)
