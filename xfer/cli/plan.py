@@ -176,6 +176,7 @@ def _quantized(sources: TracedSide) -> list[str]:
 def show(r: Report) -> None:
     """Prints the tables of a report."""
     from xfer.cli.html import seconds
+    from xfer.cli.plan_report import byte_rows
     from xfer.plan.explain import size
 
     h = r.header
@@ -193,24 +194,7 @@ def show(r: Report) -> None:
         output.say("")
         output.show_table(columns, rows, title, show_header=False, title_style="bold")
 
-    def times(part: int) -> str:
-        return f"{part / r.nbytes:.1f}x" if r.nbytes else "-"
-
-    c, low, high = r.byte_classes, min(r.bytes_per_replica), max(r.bytes_per_replica)
-    table("bytes", [
-        ("a replica", size(high) if low == high else f"{size(low)} to {size(high)}", ""),
-        ("all replicas", size(r.nbytes), f"{size(r.between_hosts)} between hosts, {size(r.pulled_bytes)} inside NVLink islands"),
-        ("a full broadcast", size(r.broadcast_bytes), f"{times(r.broadcast_bytes)} of that"),
-        ("most sent by a rank", size(r.most_out.nbytes), f"{r.most_out.rank}; mean {size(round(r.most_out.mean))}"),
-        ("most received by a rank", size(r.most_in.nbytes), f"{r.most_in.rank}; mean {size(round(r.most_in.mean))}"),
-        ("straight into place", size(c["written"]), f"{r.pieces_direct:,} pieces"),
-        ("staged, then computed", size(c["staged"]), f"{r.pieces_staged:,} pieces through {size(c['scratch'])} of scratch"),
-        ("filled", size(c["filled"]), f"{r.fills:,} constant regions"),
-        ("kept", size(c["kept"]), "; ".join(map(str, r.kept))),
-        ("messages", f"{r.messages:,}", f"in {r.waves:,} waves, the largest {size(r.largest_message)}"),
-        *(("cast", "", x) for x in r.casts),
-        *([("dropped, as asked", f"{len(r.dropped):,}", ", ".join(r.dropped[:4]))] if r.dropped else []),
-    ])  # fmt: skip
+    table("bytes", byte_rows(r))
     said = {
         "control": "ready to first byte, last byte to decision",
         "pull": "inside NVLink islands, beside pack, wire and unpack",

@@ -124,6 +124,26 @@ class Report:
     timeline: tuple[Wave, ...]
 
 
+def byte_rows(r: Report) -> list[tuple[str, str, str]]:
+    """What is printed and drawn of a plan's bytes: (what, bytes, more)."""
+    c, low, high = r.byte_classes, min(r.bytes_per_replica), max(r.bytes_per_replica)
+    times = f"{r.broadcast_bytes / r.nbytes:.1f}x of that" if r.nbytes else ""
+    return [
+        ("a replica", size(high) if low == high else f"{size(low)} to {size(high)}", f"live bytes of all: {size(c['footprint'])}"),
+        ("all replicas", size(r.nbytes), f"{size(r.between_hosts)} between hosts, {size(r.pulled_bytes)} inside NVLink islands"),
+        ("a full broadcast", size(r.broadcast_bytes), times),
+        ("most sent by a rank", size(r.most_out.nbytes), f"{r.most_out.rank}; mean {size(round(r.most_out.mean))}"),
+        ("most received by a rank", size(r.most_in.nbytes), f"{r.most_in.rank}; mean {size(round(r.most_in.mean))}"),
+        ("straight into place", size(c["written"]), f"{r.pieces_direct:,} pieces"),
+        ("staged, then computed", size(c["staged"]), f"{r.pieces_staged:,} pieces through {size(c['scratch'])} of scratch"),
+        ("filled", size(c["filled"]), f"{r.fills:,} constant regions"),
+        ("kept", size(c["kept"]), "; ".join(map(str, r.kept))),
+        ("messages", f"{r.messages:,}", f"in {r.waves:,} waves, the largest {size(r.largest_message)}"),
+        *(("cast", "", x) for x in r.casts),
+        *([("dropped, as asked", f"{len(r.dropped):,}", ", ".join(r.dropped[:8]))] if r.dropped else []),
+    ]  # fmt: skip
+
+
 def make_plans(
     catalog: Catalog,
     sources: Sequence[Inventory],

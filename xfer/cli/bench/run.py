@@ -7,6 +7,7 @@ import socket
 import statistics
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -131,15 +132,9 @@ class EngineOfWorkers:
         info = request["update_info"]
         on_all(self._workers, "receive", attempt=info["attempt"], deadline_s=info["deadline_s"])
 
-    def start_weight_update(self) -> None: ...
+    def _nothing(self) -> None: ...
 
-    def finish_weight_update(self) -> None: ...
-
-    def pause_generation(self) -> None: ...
-
-    def resume_generation(self) -> None: ...
-
-    def reset_prefix_cache(self) -> None: ...
+    start_weight_update = finish_weight_update = pause_generation = resume_generation = reset_prefix_cache = _nothing
 
 
 def bench(
@@ -196,47 +191,31 @@ def bench(
                 stack.enter_context(serving)
             say(f"{route}: connecting")
             on_all(trainers, "connect", rendezvous=rendezvous, deadline_s=deadline_s)
-            wrong: dict[str, int] = {}
 
             def refit(times: int, verify: bool = False) -> list[dict[str, float]]:
                 return [on_all(trainers, "refit", verify=verify)[0] for _ in range(times)]
 
-            def train(seed: int) -> None:
-                on_all(trainers, "train", seed=seed)
-
-            def compare(seed: int) -> None:
-                for one in on_all(workers, "wrong", seed=seed):
-                    for name, n in one.items():
-                        wrong[name] = wrong.get(name, 0) + n
-
-            train(1)
-            first = refit(1)[0]
+            on_all(trainers, "train", seed=1)
+            (first,) = refit(1)
             say(f"{route}: every element is compared")
-            compare(1)
+            wrong = sum(map(Counter, on_all(workers, "wrong", seed=1)), Counter[str]())
             say(f"{route}: {repeats} refits, and {repeats} verified")
             warm, verified = refit(repeats + 2)[2:], refit(repeats + 2, True)[2:]
-            train(2)
+            on_all(trainers, "train", seed=2)
             refit(1, True)
-            compare(2)
+            wrong = sum(map(Counter, on_all(workers, "wrong", seed=2)), wrong)
             found["explained"] = trainers[0].order("explain").result()
             on_all(trainers, "close")
+            routes = {k: int(n) for k, n in warm[-1].items() if k.startswith("route/") and k.endswith("_bytes")}
+            carried = {k.removeprefix("route/").removesuffix("_bytes"): n for k, n in routes.items()}
             found |= {
-                "bytes": int(first["bytes"]), "carried": _by_route(warm[-1]), "first_s": first["call_s"],
+                "bytes": int(first["bytes"]), "carried": carried, "first_s": first["call_s"],
                 **{k: [x[k] for x in warm] for k in ("transfer_s", "outage_s", "call_s")},
                 "verified_s": [x["transfer_s"] for x in verified], "wrong": sum(wrong.values()), "examples": sorted(wrong)[:8],
             }  # fmt: skip
         except XferError as e:
             found["error"] = str(e)
     return RouteResult(**found)
-
-
-def _by_route(flat: Mapping[str, float]) -> dict[str, int]:
-    """Bytes by route, from a report's scalars."""
-    return {
-        k.removeprefix("route/").removesuffix("_bytes"): int(v)
-        for k, v in flat.items()
-        if k.startswith("route/") and k.endswith("_bytes")
-    }
 
 
 def free_port() -> int:

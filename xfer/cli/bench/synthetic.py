@@ -183,18 +183,14 @@ class SyntheticWorker:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def engage_lock(self) -> None: ...
+    def _nothing(self, *_: object) -> None: ...
 
-    def release_lock(self) -> None: ...
-
-    def run_recipes(self) -> None: ...
+    engage_lock = release_lock = run_recipes = _nothing
 
     # ---- the packed route
 
     def loader(self) -> SyntheticWorker:
         return self
-
-    def accept(self, catalog: Catalog) -> None: ...
 
     def begin(self, specs: object) -> None:
         for fill in self.layout.inventory.fills:
@@ -207,6 +203,4 @@ class SyntheticWorker:
                 live = self.layout.region(f)
                 live.copy_(t[f.index].to(getattr(torch, f.dtype)).view(live.dtype))
 
-    def finish(self) -> None: ...
-
-    def abandon(self) -> None: ...
+    accept = finish = abandon = _nothing

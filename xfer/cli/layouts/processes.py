@@ -17,7 +17,7 @@ import tempfile
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Sequence
 from concurrent.futures import as_completed
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from itertools import cycle
@@ -123,7 +123,7 @@ class Tracer:
                 self._found[side] = _python(side, self._given.get(side))
                 self._versions[side] = _versions(self._found[side], side)
             except XferError as e:
-                bad += e.violations
+                bad.append(e.message)
         if bad:
             raise XferError("layouts are read by the frameworks' own code, and it was not found", bad)
 
@@ -156,14 +156,18 @@ class Tracer:
 
         The engine's side needs the trainers' `catalog`.
         """
-        key = self._key(of.task, of.class_of, catalog)
-        found = self._kept(key)
+        key, found = self._key(of.task, of.class_of, catalog), None
+        if self._cache is not None and (body := self._cache.get(key)) is not None:
+            with suppress(msgspec.MsgspecError, ProtocolError):  # damaged, then read anew
+                encoded, kept = msgspec.msgpack.decode(body, type=tuple[bytes, list[bytes]])
+                found = Catalog.from_bytes(encoded), [Inventory.from_bytes(i) for i in kept]
         if found is None:
             for side in unchecked:
                 self._progress(side.task.side, 0, len(side.firsts))
             _check(unchecked)
             found = self._traced(of, catalog)
-            self._keep(key, *found)
+            if self._cache is not None:
+                self._cache.put(key, msgspec.msgpack.encode((found[0].to_bytes(), [i.to_bytes() for i in found[1]])))
         catalog, inventories = found
         self._progress(of.task.side, len(inventories), len(inventories))
         ranks = tuple(inventories[c].at(rank) for rank, c in enumerate(of.class_of))
@@ -213,36 +217,13 @@ class Tracer:
         task = msgspec.structs.replace(of.task, side=NAMES)
         return of.child(self._found["engine"], task, NAMES).order("names").result()
 
-    # ---- on disk
-
     def _key(self, task: TraceTask, class_of: list[int], catalog: Catalog | None) -> str:
         """Digest of everything that a layout depends on, such as the frameworks' versions, their environment variables and
         xfer's source."""
         given = {k: v for k, v in os.environ.items() if k.startswith(READ_BY_FRAMEWORKS)} | ENVIRONMENT
-        parts = [
-            json.dumps(msgspec.to_builtins(task), sort_keys=True),
-            json.dumps(
-                [class_of, self._versions if task.names is None else self._versions[task.side], READERS, given, BOOT],
-                sort_keys=True,
-            ),
-            "" if catalog is None else catalog.digest(),
-        ]
-        return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
-
-    def _kept(self, key: str) -> tuple[Catalog, list[Inventory]] | None:
-        """What an earlier call read; None if it is not there or cannot be decoded."""
-        body = self._cache.get(key) if self._cache is not None else None
-        if body is None:
-            return None
-        try:
-            catalog, ranks = msgspec.msgpack.decode(body, type=tuple[bytes, list[bytes]])
-            return Catalog.from_bytes(catalog), [Inventory.from_bytes(r) for r in ranks]
-        except (msgspec.MsgspecError, ProtocolError):
-            return None
-
-    def _keep(self, key: str, catalog: Catalog, inventories: Sequence[Inventory]) -> None:
-        if self._cache is not None:
-            self._cache.put(key, msgspec.msgpack.encode((catalog.to_bytes(), [i.to_bytes() for i in inventories])))
+        versions = self._versions if task.names is None else self._versions[task.side]
+        parts = msgspec.to_builtins(task), class_of, versions, READERS, given, BOOT, catalog and catalog.digest()
+        return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def classes(parallel: Parallel, ranks: int) -> list[int]:
@@ -322,55 +303,46 @@ def _quantizing(sources: TracedSide, catalog: Catalog) -> TracedSide:
 def _python(side: str, given: str | None) -> str:
     """Finds a side's interpreter. Raises XferError that tells which option to pass."""
     if given is not None:
-        found = shutil.which(given)
-        if found is None:
-            raise XferError("", [f"--{side}-python {given}: there is no such program"])
-        return found
-    try:
+        if found := shutil.which(given):
+            return found
+        raise XferError(f"--{side}-python {given}: there is no such program")
+    with suppress(ImportError, ValueError):
         if find_spec(MODULES[side]) is not None:
             return sys.executable
-    except (ImportError, ValueError):
-        pass
     beside = Path(f".venvs/{side}/bin/python")  # where xfer's own setup puts it
     if beside.is_file():
         return str(beside)
-    missing = (
-        f"{FRAMEWORKS[side]}: not in {sys.executable}; pass --{side}-python, the Python of an environment that has it"
-    )
-    raise XferError("", [missing])
+    need = f"pass --{side}-python, the Python of an environment that has it"
+    raise XferError(f"{FRAMEWORKS[side]}: not in {sys.executable}; {need}")
+
+
+ASK = """
+import importlib.metadata as md, importlib.util as u, json, sys
+sys.path[:] = [p for p in sys.path if p]
+def v(n):
+    try: return md.version(n)
+    except md.PackageNotFoundError: return ""
+try: there = u.find_spec(sys.argv[1]) is not None
+except ImportError: there = False
+print(json.dumps({"there": there, "python": sys.version, **{n: v(n) for n in sys.argv[2:]}}))
+"""
 
 
 def _versions(python: str, side: str) -> dict[str, str]:
-    code = (
-        "import importlib.metadata as md, importlib.util as u, json, sys\n"
-        "sys.path[:] = [p for p in sys.path if p]\n"
-        "def v(n):\n try: return md.version(n)\n except md.PackageNotFoundError: return ''\n"
-        "try: there = u.find_spec(sys.argv[1]) is not None\n"
-        "except ImportError: there = False\n"
-        "print(json.dumps([there, [v(n) for n in sys.argv[2:]], sys.version]))"
-    )
+    """Versions of that Python and of the packages that a side's layouts depend on."""
+    run, who = [python, "-c", ASK, MODULES[side], *PACKAGES[side]], f"--{side}-python {python}"
     try:
-        done = subprocess.run(
-            [python, "-c", code, MODULES[side], *PACKAGES[side]],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=ASKED_S,
-        )
+        done = subprocess.run(run, capture_output=True, text=True, errors="replace", timeout=ASKED_S)
     except (OSError, subprocess.TimeoutExpired) as e:
         why = e.strerror if isinstance(e, OSError) else f"it gave no answer within {ASKED_S:.0f} s"
-        raise XferError("", [f"--{side}-python {python} cannot be run: {why}"]) from None
-    try:
-        there, found, version = json.loads(done.stdout)
-        answered = done.returncode == 0
-    except (ValueError, TypeError):
-        answered = False
-    if not answered:
+        raise XferError(f"{who} cannot be run: {why}") from None
+    found = None
+    with suppress(ValueError):
+        found = json.loads(done.stdout)
+    if done.returncode or not isinstance(found, dict):
         last = "".join(f"\n    {line[:200]}" for line in (done.stderr or done.stdout).splitlines()[-6:])
         how = f"ended with code {done.returncode}" if done.returncode else "does not answer as Python does"
-        raise XferError(
-            "", [f"--{side}-python {python} {how}{': ' + last if last else ', and said nothing'}"]
-        ) from None
-    if not there:
-        raise XferError("", [f"--{side}-python {python} has no {MODULES[side]}"])
-    return {"python": version, **dict(zip(PACKAGES[side], found))}
+        raise XferError(f"{who} {how}{': ' + last if last else ', and said nothing'}")
+    if not found.pop("there"):
+        raise XferError(f"{who} has no {MODULES[side]}")
+    return found
