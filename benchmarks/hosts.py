@@ -40,9 +40,9 @@ from benchmarks.lib.host_ranks import Mapping, MappingWorld, first_fit, nbytes
 from benchmarks.lib.layouts import ROWS
 from examples.common.ports import free_port
 from tests.support.hosts import Cluster, missing
-from xfer.cli.plan_report import make_plans
 from xfer.plan.fabric import Site
 from xfer.plan.fabric_file import read_site
+from xfer.plan.planner import plan_replicas
 from xfer.plan.predict import Costs, Prediction, own, predict, sources
 from xfer.plan.subplan import SubPlan
 
@@ -90,7 +90,7 @@ def plans_of(mapping: Mapping, site: Site, bucket: int, relay: bool) -> list[Sub
     catalog = mapping.catalog
     sources = [mapping.trainer(r).trainer(catalog, r) for r in range(mapping.of.world)]
     destinations = [mapping.engine(r).engine(catalog, r) for r in range(mapping.workers)]
-    return make_plans(catalog, sources, destinations, site, bucket_bytes=bucket, relay=relay)
+    return plan_replicas(catalog, sources, destinations, site, bucket_bytes=bucket, relay=relay)
 
 
 def predicted(plans: list[SubPlan], site: Site, how: str, costs: Costs | None = None) -> Prediction:

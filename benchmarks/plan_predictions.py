@@ -29,12 +29,13 @@ from benchmarks.lib.layouts import FP8_ROWS, ROWS, Model, engine, trainer
 from xfer.cli.describe import HOST, LOCAL, NIC, NVLINK
 from xfer.cli.html import page, seconds
 from xfer.cli.layouts.processes import classes
-from xfer.cli.plan_report import Header, Report, make_plans, make_report
+from xfer.cli.plan_report import Header, Report, make_report
 from xfer.mesh.box import Box
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 from xfer.plan.explain import size
 from xfer.plan.fabric import Fabric, Host, Nic, Site
 from xfer.plan.inventory import Inventory
+from xfer.plan.planner import plan_replicas
 from xfer.plan.predict import predict
 from xfer.plan.program import ITEM
 from xfer.trace.catalog import Catalog
@@ -113,7 +114,7 @@ def reports(name: str, buckets: Sequence[int] = BUCKETS, *, gpus_of_nic: int = 1
     for bucket in buckets:
         wave = max(WAVE_BYTES["cuda"], bucket << 20)
         how = dict(bucket_bytes=bucket << 20, wave_bytes=wave, relay=relay)
-        plans = make_plans(catalog, sources, destinations, site, **how)
+        plans = plan_replicas(catalog, sources, destinations, site, **how)
         note = f"Declared layouts, none was traced. Messages of at most {bucket} MiB."
         header = Header(name, left.split()[-1], right, words, (note,))
         out.append(make_report(header, catalog, plans, site, relay=relay))
@@ -156,7 +157,7 @@ def into_hosts(some: Sequence[str]) -> None:
         of = {group: distinct(destinations[w] for w in sorted(group)) for group in set(workers.values())}
         cells = []
         for relay in (False, True):
-            plans = make_plans(catalog, sources, destinations, site, bucket_bytes=BUCKETS[0] << 20, relay=relay)
+            plans = plan_replicas(catalog, sources, destinations, site, bucket_bytes=BUCKETS[0] << 20, relay=relay)
             moved = predict(plans, site, relay=relay).host_bytes
             both = [(int(moved[:, h].sum() - moved[h, h]), of[group]) for h, group in workers.items()]
             came, needed = max(both, key=lambda x: x[0] / x[1])

@@ -58,7 +58,8 @@ def folder(tmp_path_factory) -> Path:
 
 def declared(folder: Path, *, fp8: bool = False) -> dict:
     """The same refit from declared layouts."""
-    from xfer.cli.plan_report import Header, make_plans, make_report
+    from xfer.cli.plan_report import Header, make_report
+    from xfer.plan.planner import plan_replicas
 
     configs = layouts.CONFIGS
     try:
@@ -71,7 +72,7 @@ def declared(folder: Path, *, fp8: bool = False) -> dict:
     sources = [layouts.trainer(model, of, r, folded=False).trainer(catalog, r) for r in range(of.world)]
     destinations = [layouts.engine(model, EngineParallel(tp=2), r).in_fp8(catalog).engine(catalog, r) for r in range(2)]
     site = Site.packed(Fabric.uniform(2, 8, nvlink=396 * 10**9, nic=48_500_000_000, local=1600 * 10**9), 8, 2, 2)
-    plans = make_plans(catalog, sources, destinations, site, bucket_bytes=240 << 20, wave_bytes=WAVE_BYTES["cuda"])
+    plans = plan_replicas(catalog, sources, destinations, site, bucket_bytes=240 << 20, wave_bytes=WAVE_BYTES["cuda"])
     return msgspec.json.decode(msgspec.json.encode(make_report(Header("", "", "", ""), catalog, plans, site)))
 
 

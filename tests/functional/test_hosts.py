@@ -24,11 +24,11 @@ from tests.support.marks import BOTH
 from tests.support.proc import PATIENCE, ROOT
 from tests.support.refit_job import Job
 from tests.support.world import ToyTaker, specs_of, until_true
-from xfer.cli.plan_report import make_plans
 from xfer.coordinator.deadlines import CALL_GRACE_S
 from xfer.plan.fabric import Site
 from xfer.plan.fabric_file import read_site
 from xfer.plan.inventory import engine_inventory, trainer_inventory
+from xfer.plan.planner import plan_replicas
 from xfer.plan.predict import predict
 from xfer.trace.catalog import Catalog
 
@@ -95,7 +95,7 @@ def planned_bytes(site: Site) -> dict[str, int]:
         catalog, rank=0, host="", roots=taken.roots, fragments=taken.traced.fragments, fills=taken.traced.fills,
         footprint=taken.footprint, reads=taken.traced.reads,
     )  # fmt: skip
-    p = predict(make_plans(catalog, sources, [destination], site, bucket_bytes=BUCKET), site)
+    p = predict(plan_replicas(catalog, sources, [destination], site, bucket_bytes=BUCKET), site)
     return dict(zip(p.links.names, p.link_bytes.tolist()))
 
 

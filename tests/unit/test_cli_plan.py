@@ -26,11 +26,12 @@ from xfer.cli.html import page, seconds, ticks
 from xfer.cli.layouts import processes as tracing
 from xfer.cli.layouts.child import TraceTask
 from xfer.cli.layouts.processes import Tracer, _Processes, classes
-from xfer.cli.plan_report import Header, KeptTotal, Report, make_plans, make_report
+from xfer.cli.plan_report import Header, KeptTotal, Report, make_report
 from xfer.errors import DeadlineExceeded, XferError
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 from xfer.plan.explain import size
 from xfer.plan.fabric import Fabric, Site
+from xfer.plan.planner import plan_replicas
 from xfer.plan.predict import predict
 from xfer.plan.program import Op, row_wire_bytes
 
@@ -202,7 +203,7 @@ def job(workers: int = 2, replicas: int = 2, world: int = 8, gpus: int = 4, **si
 
 def reported(name: str = "a model", **sizes: int) -> tuple[Report, list, Site]:
     catalog, sources, destinations, site = job(**sizes)
-    plans = make_plans(catalog, sources, destinations, site, bucket_bytes=4 << 20)
+    plans = plan_replicas(catalog, sources, destinations, site, bucket_bytes=4 << 20)
     header = Header(name, "TP2", "TP2", "a fabric", ("a note",))
     return make_report(header, catalog, plans, site), plans, site
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from tests.support.links import G, fabrics
 from tests.support.plan_worlds import dense, destination, quick, source, worlds
-from xfer.cli.plan_report import make_plans
 from xfer.plan.fabric import Fabric, Site
-from xfer.plan.planner import PlanOptions, plan_replica
+from xfer.plan.planner import PlanOptions, plan_replica, plan_replicas
 from xfer.plan.predict import Costs, predict
 from xfer.plan.program import Op, row_wire_bytes
 from xfer.trace.catalog import Catalog
@@ -115,7 +114,7 @@ def test_a_relay_ring_brings_a_replica_into_each_host_once_through_all_its_cards
     fabric = Fabric.uniform(3, 6, nvlink=1 << 32, nic=1 << 30)
     site = Site(fabric, (0, 1), ((6, 7), (12, 13), (8, 9), (14, 15), (10, 11)))
     assert site.together(range(5)) == [[0, 2, 4], [1, 3]] * 2 + [[0, 2, 4]]
-    plans = make_plans(catalog, sources, destinations, site, bucket_bytes=1 << 20, relay=True)
+    plans = plan_replicas(catalog, sources, destinations, site, bucket_bytes=1 << 20, relay=True)
     assert plans[0] is plans[2] is plans[4] and plans[1] is plans[3]
     p, first = predict(plans, site, costs=FREE, relay=True), predict(plans[:2], site, replicas=[0, 1], costs=FREE)
     assert p.host_bytes.tolist() == [[0, 16 << 20, 16 << 20], [0, 32 << 20, 0], [0, 0, 16 << 20]]
@@ -132,7 +131,7 @@ def test_a_relay_ring_brings_a_replica_into_each_host_once_through_all_its_cards
 def test_replicas_on_the_trainers_host_form_a_chain_whose_members_end_one_part_after_the_other():
     catalog, sources, destinations = job(4096, 2, 2)
     site = Site(Fabric.uniform(1, 8, nvlink=1 << 32, nic=1 << 30), (0, 1), ((2, 3), (4, 5), (6, 7)))
-    plans = make_plans(catalog, sources, destinations, site, bucket_bytes=1 << 20, relay=True)
+    plans = plan_replicas(catalog, sources, destinations, site, bucket_bytes=1 << 20, relay=True)
     p, first = predict(plans, site, costs=FREE, relay=True), predict(plans[:1], site, replicas=[0], costs=FREE)
     assert (p.nbytes, p.pulled_bytes) == (48 << 20, 48 << 20)
     assert p.relay_s == pytest.approx(2 * 2**20 / 2**32)

@@ -69,7 +69,8 @@ def plan_refit(
     cache: output.Cache = None,
 ) -> None:
     """Runs `xfer plan`; HELP describes it."""
-    from xfer.cli.plan_report import Header, make_plans, make_report
+    from xfer.cli.plan_report import Header, make_report
+    from xfer.plan.planner import plan_replicas
     from xfer.transport.p2p import WAVE_BYTES
 
     told = described(
@@ -81,7 +82,7 @@ def plan_refit(
             sources, destinations = traced(
                 told, {"trainer": trainer_python, "engine": engine_python}, cache, count, jobs
             )
-            plans = make_plans(
+            plans = plan_replicas(
                 sources.catalog,
                 sources.ranks,
                 destinations.ranks,

@@ -5,17 +5,14 @@ The numbers are sums over sub-plans, and a prediction. plan.py prints them, html
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 
 from xfer.plan.explain import size
-from xfer.plan.fabric import Links, Site
-from xfer.plan.inventory import Inventory
-from xfer.plan.options import PlanOptions
-from xfer.plan.planner import Drafts
+from xfer.plan.fabric import Site
 from xfer.plan.predict import LinkLoad, Prediction, own, predict, sources
 from xfer.plan.program import ITEMSIZE
 from xfer.plan.subplan import SubPlan
@@ -144,50 +141,10 @@ def byte_rows(r: Report) -> list[tuple[str, str, str]]:
     ]  # fmt: skip
 
 
-def make_plans(
-    catalog: Catalog,
-    sources: Sequence[Inventory],
-    destinations: Sequence[Inventory],
-    site: Site,
-    *,
-    bucket_bytes: int,
-    wave_bytes: int = 0,
-    drop: Sequence[str] = (),
-    narrow: Sequence[str] = (),
-    relay: bool = False,
-    told: Callable[[int], None] = lambda done: None,
-) -> list[SubPlan]:
-    """Plans each replica of the site with the options that a session would give.
-
-    Args:
-        relay: Replicas on the same hosts hand bytes on to each other. They have one plan, and the sources are chosen for the first of
-            them only.
-        told: called with the number of replicas planned so far.
-
-    Raises:
-        XferError: as plan_replica.
-    """
-    drafts, plans = Drafts(), list[SubPlan]()
-    every = range(len(site.replicas))
-    first = [some[0] if relay else i for i, some in enumerate(site.together(every))]
-    planned = replace(site, replicas=tuple(site.replicas[i] for i in every if first[i] == i))
-    number = 0
-    for i in every:
-        if first[i] == i:
-            options = PlanOptions(
-                bucket_bytes=bucket_bytes, wave_bytes=wave_bytes, rotation=number, rotations=len(planned.replicas),
-                site=planned, replica=number, drop=tuple(drop), narrow=tuple(narrow),
-            )  # fmt: skip
-            number += 1
-        plans.append(drafts.plan(catalog, sources, destinations, options) if first[i] == i else plans[first[i]])
-        told(len(plans))
-    return plans
-
-
 def make_report(
     header: Header, catalog: Catalog, plans: Sequence[SubPlan], site: Site, *, relay: bool = False
 ) -> Report:
-    """Computes the report of one refit of all replicas at once. `relay`: as of `make_plans`."""
+    """Computes the report of one refit of all replicas at once. `relay`: as of `plan_replicas`."""
     p, summaries = predict(plans, site, relay=relay), [x.summary for x in plans]
     every = range(len(plans))
     # Replicas that hand bytes on take those of one plan from trainers, whoever of them takes which.
@@ -248,33 +205,13 @@ def _kept(plans: Sequence[SubPlan]) -> tuple[KeptTotal, ...]:
 
 def _kinds(p: Prediction) -> tuple[Kind, ...]:
     """Links by kind, in the order of Links; kinds that carry no byte are left out."""
-    out = []
-    for name, begin, end in _ranges(p.links):
-        if p.link_bytes[begin:end].any():
-            cut = slice(begin, end)
-            out.append(
-                Kind(
-                    name,
-                    tuple(p.links.names[cut]),
-                    tuple(p.link_seconds[cut].tolist()),
-                    tuple(p.link_bytes[cut].tolist()),
-                )  # fmt: skip
-            )
-    return tuple(out)
-
-
-def _ranges(links: Links) -> list[tuple[str, int, int]]:
-    gpus, islands, nics = len(links.host), int(links.island.max()) + 1, int(links.nic.max(initial=-1)) + 1
-    rails = (len(links) - 3 * gpus - 2 * islands - 2 * nics) // 2
-    kinds = (
-        ("GPU to NVLink", gpus), ("NVLink to GPU", gpus), ("GPU memory", gpus), ("island out", islands),
-        ("island in", islands), ("NIC out", nics), ("NIC in", nics), ("rail up", rails), ("rail down", rails),
-    )  # fmt: skip
     out, at = [], 0
-    for name, n in kinds:
-        out.append((name, at, at + n))
-        at += n
-    return out
+    for name, n in p.links.kinds:
+        cut, at = slice(at, at + n), at + n
+        if p.link_bytes[cut].any():
+            loads = (tuple(x[cut].tolist()) for x in (p.link_seconds, p.link_bytes))
+            out.append(Kind(name, p.links.names[cut], *loads))
+    return tuple(out)
 
 
 def _matrix(plans: Sequence[SubPlan], site: Site, p: Prediction, shares: Sequence[tuple[int, int]]) -> Matrix:

@@ -177,6 +177,7 @@ class Links:
     relay_gpu: np.ndarray  # int64 [islands, rails]: the island's first GPU whose NIC is on that rail, -1: none
     cross_nvlink: bool
     names: tuple[str, ...] = field(repr=False)
+    kinds: tuple[tuple[str, int], ...]  # name and number of the links of each kind, in order
 
     @classmethod
     def of(cls, f: Fabric) -> Links:
@@ -207,17 +208,18 @@ class Links:
         relay = np.full((len(bridge), max(1, len(rails))), -1, np.int64)
         backwards = np.flatnonzero(rail >= 0)[::-1]  # of several GPUs the first is written last, and stays
         relay[island[backwards], rail[backwards]] = backwards
-        rate = np.array(
-            [*port, *port, *local, *bridge, *bridge, *nic_rate, *nic_rate, *[f.spine] * 2 * len(rails)], np.int64
-        )
         gpu, isle, card = names
-        text = (
-            *(f"{n} out" for n in gpu), *(f"{n} in" for n in gpu), *(f"{n} memory" for n in gpu),
-            *(f"{n} out" for n in isle), *(f"{n} in" for n in isle),
-            *(f"{n} out" for n in card), *(f"{n} in" for n in card),
-            *(f"rail {r} up" for r in rails), *(f"rail {r} down" for r in rails),
+        spine = [f.spine] * len(rails)
+        kinds = (
+            ("GPU to NVLink", port, [f"{n} out" for n in gpu]), ("NVLink to GPU", port, [f"{n} in" for n in gpu]),
+            ("GPU memory", local, [f"{n} memory" for n in gpu]), ("island out", bridge, [f"{n} out" for n in isle]),
+            ("island in", bridge, [f"{n} in" for n in isle]), ("NIC out", nic_rate, [f"{n} out" for n in card]),
+            ("NIC in", nic_rate, [f"{n} in" for n in card]), ("rail up", spine, [f"rail {r} up" for r in rails]),
+            ("rail down", spine, [f"rail {r} down" for r in rails]),
         )  # fmt: skip
-        return cls(rate, host, island, nic, rail, relay, f.cross_rail == "nvlink", text)
+        rate = np.array([x for _, rates, _ in kinds for x in rates], np.int64)
+        text, numbers = tuple(n for *_, some in kinds for n in some), tuple((k, len(some)) for k, _, some in kinds)
+        return cls(rate, host, island, nic, rail, relay, f.cross_rail == "nvlink", text, numbers)
 
     def __len__(self) -> int:
         return len(self.rate)

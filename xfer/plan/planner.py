@@ -7,8 +7,8 @@ or the order of a dict. What replicas of one layout share is draft.py's, the tab
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +18,7 @@ from xfer.plan import columns as col
 from xfer.plan.balance import Demand, SourceShare, balance
 from xfer.plan.draft import Draft, make_draft
 from xfer.plan.explain import PlanSummary
+from xfer.plan.fabric import Site
 from xfer.plan.flow import Flow
 from xfer.plan.inventory import Inventory
 from xfer.plan.options import PlanOptions
@@ -27,7 +28,7 @@ from xfer.plan.subplan import PLANNER, SubPlan, Tables
 if TYPE_CHECKING:
     from xfer.trace.catalog import Catalog
 
-__all__ = ["Drafts", "PlanOptions", "PlanSummary", "SubPlan", "key_of", "plan_key", "plan_replica"]
+__all__ = ["Drafts", "PlanOptions", "PlanSummary", "SubPlan", "key_of", "plan_key", "plan_replica", "plan_replicas"]
 
 
 def key_of(catalog: str, sources: Sequence[str], destinations: Sequence[str], options: PlanOptions) -> str:
@@ -87,6 +88,46 @@ class Drafts:
                 self._deal = deal_key, Deal(self._draft[1], options)
             draft, deal = self._draft[1], self._deal[1]
         return finish(draft, deal, key_of(catalog.digest(), *sides, options), options)
+
+
+def plan_replicas(
+    catalog: Catalog,
+    sources: Sequence[Inventory],
+    destinations: Sequence[Inventory],
+    site: Site,
+    *,
+    bucket_bytes: int,
+    wave_bytes: int = 0,
+    drop: Sequence[str] = (),
+    narrow: Sequence[str] = (),
+    relay: bool = False,
+    told: Callable[[int], None] = lambda done: None,
+) -> list[SubPlan]:
+    """Plans each replica of the site with the options that a session would give.
+
+    Args:
+        relay: Replicas on the same hosts hand bytes on to each other. They have one plan, and the sources are chosen for the first of
+            them only.
+        told: called with the number of replicas planned so far.
+
+    Raises:
+        XferError: as plan_replica.
+    """
+    drafts, plans = Drafts(), list[SubPlan]()
+    every = range(len(site.replicas))
+    first = [some[0] if relay else i for i, some in enumerate(site.together(every))]
+    planned = replace(site, replicas=tuple(site.replicas[i] for i in every if first[i] == i))
+    number = 0
+    for i in every:
+        if first[i] == i:
+            options = PlanOptions(
+                bucket_bytes=bucket_bytes, wave_bytes=wave_bytes, rotation=number, rotations=len(planned.replicas),
+                site=planned, replica=number, drop=tuple(drop), narrow=tuple(narrow),
+            )  # fmt: skip
+            number += 1
+        plans.append(drafts.plan(catalog, sources, destinations, options) if first[i] == i else plans[first[i]])
+        told(len(plans))
+    return plans
 
 
 def _refuse_misplaced(trainers: int, workers: int, options: PlanOptions) -> None:
