@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,10 @@ import typer
 
 from tests.support.marks import BOTH
 from tests.support.proc import PATIENCE, ROOT
-from xfer.cli import app
+from xfer.cli import app, plan
+from xfer.cli.bench import command as bench
+from xfer.cli.describe import describe
+from xfer.cli.doctor import command as doctor
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks/RESULTS.md"]
 STARTS = r"(xfer|python|torchrun|pip|export|srun|docker|kubectl|bash|pre-commit|\S*\.venvs/\S+|(scripts|examples|tests)/\S+\.sh)"
@@ -100,11 +104,12 @@ def plain(command: str) -> list[str]:
     return words
 
 
+HELP = "\n\n".join((plan.HELP, doctor.HELP, bench.HELP))
+HELPED = re.findall(r"(?<=Example:\[/bold\] )xfer .*|^xfer doctor.*", HELP, flags=re.M)
 COMMANDS = sorted(
     {
         (command, plain(command)[0])
-        for page in PAGES
-        for line in shown(page)
+        for line in chain(HELPED, *map(shown, PAGES))
         for command in line.split(" && ")
         if not YOURS.match(command)
     }
@@ -174,6 +179,9 @@ def test_commands_of_xfer_have_options_that_exist(words, monkeypatch, tmp_path):
     assert [w for w in given if w.startswith("--") and w not in options] == []
     if any(not w.startswith("-") for w in given):  # more than the mention of an option
         known.make_context(name, [str(tmp_path) if w.startswith("/tmp/") else w for w in given])
+    if "--trainer" in given:
+        monkeypatch.chdir(ROOT)
+        describe(given[given.index("--trainer") + 1], given[given.index("--engine") + 1])
 
 
 SCRIPTS = sorted({p.relative_to(ROOT).as_posix() for p in ROOT.glob("scripts/*.sh")} | {"examples/grpo/run.sh"})

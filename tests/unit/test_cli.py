@@ -5,24 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from xfer.cli import app
-from xfer.cli.describe import describe
 from xfer.cli.doctor import look
-from xfer.cli.doctor.command import HELP as DOCTOR_HELP
 from xfer.cli.doctor.facts import HostFacts, Interface, Resolved
 from xfer.cli.examples import FOLDER
 from xfer.cli.layouts import processes
-from xfer.cli.plan import HELP
 from xfer.coordinator import messages as m
 from xfer.errors import HandshakeError, XferError
 from xfer.plan.fabric_file import read_site
@@ -117,12 +112,6 @@ def test_status_can_be_interrupted_at_any_time(monkeypatch):
     assert xfer("status", WHERE).exit_code == 130
 
 
-@pytest.mark.parametrize("odd", "--timeout=nan --timeout=0 --timeout=-1 --watch=-1 --watch=inf --watch=nan".split())
-def test_seconds_that_are_none_are_refused(monkeypatch, odd):
-    done, _ = status(monkeypatch, odd, end=AssertionError("it was called"))
-    assert done.exit_code == 2 and odd in done.output, done.output
-
-
 def test_a_timeline_prints_what_it_reads_to_the_letter(tmp_path):
     kept = [dict(attempt=1, session=s, host=ODD, moments=[[1.0, ODD, ODD]]) for s in ("s" + ODD, "t" + ODD)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, kept)))
@@ -142,23 +131,6 @@ def test_the_command_is_a_module_and_says_its_version():
 # ---- xfer doctor
 
 
-@pytest.mark.parametrize(
-    "said, options",
-    [
-        ("is not of the form tcp://HOST:PORT", ["--rendezvous", "10.0.0.1"]),
-        ("at least 8 characters", ["--rendezvous", WHERE, "--token", "short"]),
-        ("--timeout=nan", ["--rendezvous", WHERE, "--timeout", "nan"]),
-        ("--listen goes with --rendezvous", ["--listen"]),
-        ("there is no folder", ["--json", "/no/such/folder/x.json"]),
-        ("--size", ["--size", "0"]),
-    ],
-)
-def test_options_of_doctor_that_cannot_work_are_refused_before_anything_is_looked_at(monkeypatch, said, options):
-    monkeypatch.setattr(look, "look", lambda *a: pytest.fail("it looked"))
-    done = xfer("doctor", *options)
-    assert done.exit_code == 2 and said in " ".join(done.output.split()), done.output
-
-
 def test_doctor_exits_with_1_if_there_are_problems_and_writes_its_json(monkeypatch, tmp_path):
     own = Resolved(ODD, ("10.0.0.1",))
     sick = HostFacts(ODD, "i", ODD, "m", 1, own, interfaces=(Interface("eth0", ("10.0.0.1",), running=False),))
@@ -171,30 +143,44 @@ def test_doctor_exits_with_1_if_there_are_problems_and_writes_its_json(monkeypat
         assert done.exit_code == code and json.loads(done.output)["doctor"]["hosts"][0]["label"] == ODD
 
 
-@pytest.mark.parametrize("file", ["README.md", "docs/guide.md", "docs/hosts.md", "--help"])
-def test_commands_of_doctor_that_are_shown_have_options_that_exist(file):
-    text = DOCTOR_HELP if file == "--help" else (ROOT / file).read_text()
-    commands = re.findall(r"xfer doctor((?: +[^\s`#]+)*)", text)
-    assert commands
-    command = typer.main.get_command(app).commands["doctor"]
-    for words in map(shlex.split, commands):
-        if words[:1] in ([], ["--rendezvous"], ["--json"]):
-            command.make_context("doctor", words)
-
-
-# ---- xfer plan
-
-
-def test_a_model_config_in_place_of_a_job_is_one_line():
-    file = str(FOLDER / "qwen3-4b.json")
-    done = xfer("plan", file)
-    assert done.exit_code == 2 and done.output.count("\n  - ") == 1
-    assert f"is a model's config; give it as --trainer \"{file} world=" in done.output
+# ---- calls that cannot work
 
 
 HUGE = "9" * 30
 DEEP = [f"{'[' * n}{']' * n}" for n in (70, 900, 100_000)]
 CONFIG = str(FOLDER / "qwen3-4b.json")
+NOWHERE = ("~nobody-of-that-name/x", "x" * 5000)
+PLAN = ("plan", "--trainer", f"{CONFIG} world=2", "--engine", "tp=2")
+
+
+@pytest.mark.parametrize(
+    "said, call",
+    [
+        *((odd, ("status", WHERE, odd)) for odd in "--timeout=nan --timeout=0 --timeout=-1 --watch=-1 --watch=inf --watch=nan".split()),
+        ("is not of the form tcp://HOST:PORT", ("doctor", "--rendezvous", "10.0.0.1")),
+        ("at least 8 characters", ("doctor", "--rendezvous", WHERE, "--token", "short")),
+        ("--timeout=nan", ("doctor", "--rendezvous", WHERE, "--timeout", "nan")),
+        ("--listen goes with --rendezvous", ("doctor", "--listen")),
+        ("there is no folder", ("doctor", "--json", "/no/such/folder/x.json")),
+        ("--size", ("doctor", "--size", "0")),
+        (f'is a model\'s config; give it as --trainer "{CONFIG} world=', ("plan", CONFIG)),
+        *((p[:30], ("plan", "--trainer", f"{p} world=2", "--engine", "tp=2")) for p in NOWHERE),
+        *((p[:30], (*PLAN[:4], f"{p} tp=2")) for p in NOWHERE),
+        *((p[:30], (*PLAN, "--fabric", p)) for p in NOWHERE),
+        *(("cannot be written", (*PLAN, f"--html={p}")) for p in (NOWHERE[1], "none/x")),
+        ("cannot be written", (*PLAN, "--json=.")),
+        ("none cannot be read", ("plan", "--trainer", "none world=2", *PLAN[3:], "--json=.")),  # told with the other mistakes
+        ("1099511627776", (*PLAN, "--bucket-mib", "99999999999999")),
+        ("/nope: there is no such program", (*PLAN, "--trainer-python", "/nope", "--engine-python", "/nope")),
+    ],
+    ids=lambda x: None if isinstance(x, str) else " ".join(x)[:60],
+)  # fmt: skip
+def test_a_call_that_cannot_work_is_refused_before_anything_is_done(tmp_path, monkeypatch, said, call):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(look, "look", lambda *a: pytest.fail("it looked"))
+    monkeypatch.setattr(rendezvous, "RendezvousClient", lambda *a, **k: pytest.fail("it called"))
+    done = xfer(*call)
+    assert done.exit_code == 2 and said in " ".join(done.output.split()), done.output
 
 
 def refused(said: str, trainer: str = f"{CONFIG} world=2", engine: str = "tp=2", *more: str) -> None:
@@ -231,37 +217,6 @@ def test_what_no_message_could_carry_is_a_mistake_of_the_call(tmp_path, value, s
         refused("the names of the tensors in", trainer=f"{tmp_path} world=2")
 
 
-NOWHERE = ("~nobody-of-that-name/x", "x" * 5000)
-
-
-@pytest.mark.parametrize(
-    "said, trainer, engine, more",
-    [
-        *((p[:30], f"{p} world=2", "tp=2", ()) for p in NOWHERE),
-        *((p[:30], f"{CONFIG} world=2", f"{p} tp=2", ()) for p in NOWHERE),
-        *((p[:30], f"{CONFIG} world=2", "tp=2", ("--fabric", p)) for p in NOWHERE),
-        *(("cannot be written", f"{CONFIG} world=2", "tp=2", (f"--html={p}",)) for p in (NOWHERE[1], "none/x")),
-        ("cannot be written", f"{CONFIG} world=2", "tp=2", ("--json=.",)),
-        ("none cannot be read", "none world=2", "tp=2", ("--json=.",)),  # told with the other mistakes
-        ("1099511627776", f"{CONFIG} world=2", "tp=2", ("--bucket-mib", "99999999999999")),
-        ("/nope: there is no such program", f"{CONFIG} world=2", "tp=2", ("--trainer-python", "/nope", "--engine-python", "/nope")),
-    ],
-)  # fmt: skip
-def test_options_that_cannot_work_are_mistakes_of_the_call(tmp_path, monkeypatch, said, trainer, engine, more):
-    monkeypatch.chdir(tmp_path)
-    refused(said, trainer, engine, *more)
-
-
 def test_one_variable_says_where_everything_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("XFER_CACHE", str(tmp_path))
     assert processes.cache_folder().parent == Path(default_cache_dir()) == tmp_path
-
-
-@pytest.mark.parametrize("file", ["docs/plan.md", "docs/plan_predictions.md", "--help"])
-def test_commands_that_are_shown_are_described_rightly(file, monkeypatch):
-    text = HELP if file == "--help" else (ROOT / file).read_text()
-    commands = re.findall(r"xfer plan (--trainer .*)", text)
-    assert commands
-    monkeypatch.chdir(ROOT)
-    for words in map(shlex.split, commands):
-        describe(words[words.index("--trainer") + 1], words[words.index("--engine") + 1])

@@ -78,7 +78,7 @@ T = "Toy-1B"
         (f"{T}/config.json world=8", f"{T}/x.json tp=2", {}, ["x.json cannot be read"]),
         ("qwen3-5b world=2", "tp=2", {}, ["its folder, or one of deepseek-v3, "]),
         ("list.json world=1", "tp=1", {}, ["no model_type"]),
-        ("half.json world=1", "tp=1", {}, ["half.json is no JSON"]),
+        ("half.json world=1", "tp=1", {}, ["half.json cannot be read as JSON"]),
         ("none.json world=1", "tp=1", {}, ["no model_type"]),
         ("none world=5 tp=2 ppp=2 vpp=x tp=4", f"{T} tp=0 ep=3 replicas=true", {"fabric": "odd.toml"},
          ["none cannot be read: No such file", "trainer: unknown key 'ppp'", "trainer: vpp=x", "tp is given twice",
@@ -166,10 +166,6 @@ def test_names_of_a_checkpoint_come_from_its_index(config):
     assert describe(f"{config} world=1", "tp=1").trainer.config.names is None
     (config / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"b": "x", "a": "x"}}))
     assert describe(f"{config} world=1", "tp=1").trainer.config.names == ("a", "b")
-    (config / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(XferError) as e:
-        describe(f"{config} world=1", "tp=1")
-    assert len(e.value.violations) == 1 and "the names of the tensors in" in e.value.violations[0]
 
 
 def test_help_is_quick_and_imports_nothing_heavy():
@@ -177,10 +173,6 @@ def test_help_is_quick_and_imports_nothing_heavy():
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert out.stdout.strip() == "[]"
     told = CliRunner().invoke(app, ["plan", "--help"], env={"COLUMNS": "200"}).output
-    parts = (
-        "--trainer --engine --fabric --html --json [trainer] replicas provider.NAME=VALUE tensor_model_parallel_size"
-    )
-    assert not [part for part in (*parts.split(), "qwen3-4b") if part not in told]
     assert not [part for part in ("scripts/", "docs/", ".venvs") if part in told], "only a checkout has these"
 
 
@@ -420,12 +412,22 @@ def processes(folder: Path, side: str, ranks: int, text: str) -> _Processes:
     return _Processes(str(python), TraceTask(side, CONFIG, {"tp": ranks}, {}), list(range(ranks)))
 
 
-def test_a_process_that_dies_is_an_error_with_its_last_words(tmp_path):
-    dies = "print('the reason', file=sys.stderr); sys.exit(7)"
-    for act in (lambda p: tracing._check([p]), lambda p: Tracer({})._traced(p, None)):
-        with processes(tmp_path, "trainer", 2, dies) as p, pytest.raises(XferError, match="ended with code 7") as e:
-            act(p)
-        assert "the reason" in e.value.violations
+@pytest.mark.parametrize(
+    "program, act, error, said",
+    [
+        ("print('the reason', file=sys.stderr); sys.exit(7)", lambda p: tracing._check([p]), XferError, "ended with code 7"),
+        ("print('the reason', file=sys.stderr); sys.exit(7)", lambda p: Tracer({})._traced(p, None), XferError, "ended with code 7"),
+        ("print('the reason', file=sys.stderr, flush=True); import time; time.sleep(60)", lambda p: tracing._check([p]),
+         DeadlineExceeded, "gave no answer within 2 s"),
+    ],
+)  # fmt: skip
+def test_a_process_that_dies_or_says_nothing_is_an_error_with_its_last_words(
+    tmp_path, monkeypatch, program, act, error, said
+):
+    monkeypatch.setattr(children, "ANSWER_S", 2.0 if error is DeadlineExceeded else 60.0)
+    with processes(tmp_path, "trainer", 2, program) as p, pytest.raises(error, match=said) as e:
+        act(p)
+    assert "the reason" in e.value.violations
 
 
 READS = """
@@ -482,12 +484,3 @@ def test_both_descriptions_are_checked_before_a_rank_is_traced(tmp_path, config)
         tracer._found = dict.fromkeys(("trainer", "engine"), p.python)
     with pytest.raises(XferError, match="no such size"):
         tracer.trace(told.trainer, told.engine)
-
-
-def test_a_process_that_says_nothing_is_ended_at_its_deadline(tmp_path, monkeypatch):
-    monkeypatch.setattr(children, "ANSWER_S", 2.0)
-    with (
-        processes(tmp_path, "trainer", 1, "import time; time.sleep(60)") as p,
-        pytest.raises(DeadlineExceeded, match="no answer within 2 s"),
-    ):
-        tracing._check([p])

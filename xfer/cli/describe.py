@@ -10,6 +10,7 @@ import json
 import os
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,12 @@ def describe(
         XferError: every mistake in all of them.
     """
     bad: list[str] = []
-    whole, base = ({}, Path()) if file is None else (_load(Path(file), bad), Path(file).parent)
+    whole, base = {}, Path(file or "").parent
+    try:
+        if file is not None and not isinstance(whole := read_data(file), dict):
+            raise XferError(f"{file}: a table is needed")
+    except XferError as error:
+        bad, whole = [error.message], {}
     if "model_type" in whole:
         raise XferError(WRONG, [f'{file} is a model\'s config; give it as --trainer "{file} world=…"'])
     parts = ("engine", "fabric", "trainer")
@@ -179,8 +185,10 @@ def _text(text: str, side: str, bad: list[str]) -> dict[str, Any]:
         if not is_set:
             key, value = "config", word
         to, dot, name = key.partition(".")
+        given: Any = value
         try:
-            given = value if key == "config" else _value(value)
+            with suppress(ValueError):  # no literal of JSON (4, 0.5, true): the word itself
+                given = value if key == "config" else json.loads(value)
             why = unfit(given, key)
         except RecursionError:
             why = f"{key}: {TOO_DEEP}"
@@ -194,14 +202,6 @@ def _text(text: str, side: str, bad: list[str]) -> dict[str, Any]:
         else:
             out[key] = given
     return out
-
-
-def _value(text: str) -> Any:
-    """The value of a JSON literal (4, 0.5, true), else the word itself."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def _in_our_names(table: Mapping[str, Any], side: str, bad: list[str]) -> dict[str, Any]:
@@ -288,12 +288,12 @@ def _configs(tables: Mapping[str, Mapping], bases: Mapping[str, Path], bad: list
     for side, table in tables.items():
         value = table.get("config")
         if isinstance(value, str) and value:
-            path = _path(bases[side], value, side, bad)
-            if path is not None and value in MODELS and not os.path.exists(path):
+            path = bases[side] / os.path.expanduser(value)
+            if value in MODELS and not os.path.exists(path):
                 path = FOLDER / f"{value}.json"
-            if path is not None and path not in read:
+            if path not in read:
                 read[path] = _config(path, side, bad)
-            found[side] = read[path] if path is not None else None
+            found[side] = read[path]
         elif value is not None:
             bad.append(f"{side}: config={value!r}: the path of a config.json, or of its folder, is needed")
     other = next(iter(found.values()), None)
@@ -301,25 +301,16 @@ def _configs(tables: Mapping[str, Mapping], bases: Mapping[str, Path], bad: list
 
 
 def _config(path: Path, side: str, bad: list[str]) -> Config | None:
-    known = len(bad)
-    file, content = path, {}
+    file = path / "config.json" if os.path.isdir(path) else path
     try:
-        file = path / "config.json" if path.is_dir() else path
-        content = json.loads(file.read_text())
-        if why := unfit(content):
-            bad.append(f"{side}: {file}: {why}")
-    except RecursionError:
-        bad.append(f"{side}: {file}: {TOO_DEEP}")
-    except (OSError, UnicodeDecodeError) as e:
-        reason = e.strerror if isinstance(e, OSError) else "it is no text"
-        bad.append(
-            f"{side}: {file} cannot be read: {reason}; a Hugging Face config.json, its folder, or one of {', '.join(MODELS)} is needed"
-        )
-    except ValueError as e:
-        bad.append(f"{side}: {file} is no JSON: {e}")
-    if len(bad) == known and not (isinstance(content, dict) and isinstance(content.get("model_type"), str)):
-        bad.append(f"{side}: {file} is no Hugging Face config: it has no model_type")
-    return None if len(bad) > known else Config(file, content, _names(file.parent, side, bad))
+        content = read_data(file, "JSON")
+        if not (isinstance(content, dict) and isinstance(content.get("model_type"), str)):
+            raise XferError(f"{file} is no Hugging Face config: it has no model_type")
+    except XferError as e:
+        need = f"a Hugging Face config.json, its folder, or one of {', '.join(MODELS)} is needed"
+        bad.append(f"{side}: {e.message}; {need}")
+        return None
+    return Config(file, content, _names(file.parent, side, bad))
 
 
 def _names(folder: Path, side: str, bad: list[str]) -> tuple[str, ...] | None:
@@ -328,13 +319,13 @@ def _names(folder: Path, side: str, bad: list[str]) -> tuple[str, ...] | None:
     index = folder / "model.safetensors.index.json"
     try:
         if index.is_file():
-            files = json.loads(index.read_text())["weight_map"]
-            if not isinstance(files, dict) or (why := unfit(list(files))):
-                raise ValueError(why if isinstance(files, dict) else "weight_map: names and files are needed")
+            files = read_data(index)["weight_map"]
+            if not isinstance(files, dict):
+                raise ValueError("weight_map: names and files are needed")
             return tuple(sorted(files))
         if any(folder.glob("*.safetensors")):
             return tuple(s.name for s in checkpoint_specs(folder))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, XferError) as e:
+    except (OSError, ValueError, KeyError, TypeError, XferError) as e:
         bad.append(f"{side}: the names of the tensors in {folder} cannot be read: {type(e).__name__}: {e}")
     return None
 
@@ -349,16 +340,14 @@ def _site(source: Any, base: Path, sizes: tuple[int, int, int] | None, bad: list
         source: A path, a table, or None for the assumed fabric.
         sizes: Trainers, replicas, workers of one; None if there are mistakes in them.
     """
-    known, words, fabric, ranks = len(bad), ASSUMED, None, None
-    if isinstance(source, str):
-        path = _path(base, source, "fabric", bad)
-        source, words = {} if path is None else _load(path, bad), source
-    elif source is not None:
-        words = "the job's file"
+    words = ASSUMED if source is None else source if isinstance(source, str) else "the job's file"
+    fabric = ranks = None
     try:
-        if source is not None and len(bad) == known:
+        if isinstance(source, str):
+            source = read_data(base / os.path.expanduser(source))
+        if source is not None:
             fabric, ranks = parse(source if isinstance(source, Mapping) else {"": source}, words)
-        if sizes is None or len(bad) > known:
+        if sizes is None:
             return None, words
         trainers, replicas, workers = sizes
         if fabric is None:
@@ -374,23 +363,3 @@ def _site(source: Any, base: Path, sizes: tuple[int, int, int] | None, bad: list
     if placed != [workers] * replicas:
         bad.append(f"fabric ({words}): [ranks] places replicas of {placed} workers, there are {replicas} of {workers}")
     return site, words
-
-
-def _path(base: Path, text: str, what: str, bad: list[str]) -> Path | None:
-    try:
-        return base / Path(text).expanduser()
-    except RuntimeError:
-        bad.append(f"{what}: {text}: whose home that is cannot be told; write the whole path")
-    return None
-
-
-def _load(path: Path, bad: list[str]) -> Mapping[str, Any]:
-    try:
-        data = read_data(path)
-    except XferError as e:
-        bad.append(e.message)
-        return {}
-    if not isinstance(data, dict):
-        bad.append(f"{path}: a table is needed")
-        return {}
-    return data

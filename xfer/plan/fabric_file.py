@@ -68,14 +68,14 @@ def parse(data: Mapping[str, Any], what: str = "fabric") -> tuple[Fabric, tuple 
     return fabric, ranks
 
 
-def read_data(path: str | Path) -> Any:
-    """Contents of a JSON file, or of a TOML file if its name does not end in .json.
+def read_data(path: str | Path, kind: str = "") -> Any:
+    """Contents of a JSON or TOML file. kind: which; default: TOML if its name does not end in .json.
 
     Raises:
         XferError: the file cannot be read, or holds what cannot be planned with.
     """
     path, why = Path(path), ""
-    kind = "JSON" if path.suffix == ".json" else "TOML"
+    kind = kind or ("JSON" if path.suffix == ".json" else "TOML")
     try:
         text = path.read_text()
         data = json.loads(text) if kind == "JSON" else read_toml(text)
