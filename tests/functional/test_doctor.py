@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -111,33 +112,27 @@ def test_a_wrong_token_is_told_at_once_and_disturbs_nobody():
     wait_for_listener(terms.rendezvous)
     code, report = Doctor("--rendezvous", terms.rendezvous, XFER_TOKEN="another token").end()
     assert code == 1 and any("different tokens" in said for _, _, said in problems(report))
-    second = start(terms)
-    for thread, _ in (first, second):
-        thread.join(LIMIT_S)
-    assert first[1] == second[1] and not first[1][0].failures
+    assert both_agree(first, start(terms)).failures == ()
 
 
 def wait_for_listener(at: str) -> None:
     """Until the port is in use. A connection would count as a caller without the token."""
     until = soon()
-    while True:
-        with socket.socket() as sock:
-            try:
+    with contextlib.suppress(OSError):  # it is in use
+        while time.monotonic() < until:
+            with socket.socket() as sock:
                 sock.bind(("127.0.0.1", int(at.rpartition(":")[2])))
-            except OSError:
-                return
-        assert time.monotonic() < until
-        time.sleep(0.01)
+            time.sleep(0.01)
+        pytest.fail("nobody listens")
 
 
 def test_who_waits_in_vain_hears_of_callers_with_another_token():
     terms = Terms(here(), TOKEN, 2, 2 * PATIENCE, 0)
-    thread, kept = start(terms)
+    alone = start(terms)
     wait_for_listener(terms.rendezvous)
     with pytest.raises(HandshakeError, match="different tokens"):
         dial_socket(terms.rendezvous, "another token", 10 * PATIENCE)
-    thread.join(LIMIT_S)
-    missing, rejected = (f.said for f in kept[0].failures)
+    missing, rejected = (f.said for f in alone.result(LIMIT_S).failures)
     assert "only 1 of 2 processes came" in missing and "a caller holds another token, from 127.0.0.1" in rejected
 
 
@@ -167,11 +162,14 @@ def test_two_that_see_gpus_read_each_others_memory_and_agree_on_nccl():
 # ---- in this process: members that break the rules
 
 
-def start(terms: Terms) -> tuple[threading.Thread, list[Checkup]]:
-    kept: list[Checkup] = []
-    thread = threading.Thread(target=lambda: kept.append(attend(terms, look())), daemon=True)
-    thread.start()
-    return thread, kept
+def start(terms: Terms) -> Future[Checkup]:
+    return ThreadPoolExecutor(1).submit(lambda: attend(terms, look()))
+
+
+def both_agree(first: Future[Checkup], second: Future[Checkup]) -> Checkup:
+    a, b = first.result(LIMIT_S), second.result(LIMIT_S)
+    assert a == b
+    return a
 
 
 def join(terms: Terms) -> Line:
@@ -188,10 +186,8 @@ def test_a_member_that_leaves_is_named_and_the_others_measure():
     leaver.send(Join(look(), 3, {}), soon())
     leaver.take(soon(), Begin)
     leaver.close()
-    for thread, _ in two:
-        thread.join(LIMIT_S)
-    (first,), (second,) = (kept for _, kept in two)
-    assert first == second and len(first.hosts) == 3
+    first = both_agree(*two)
+    assert len(first.hosts) == 3
     (lost,) = (f.where for f in first.failures if "left during the measurements" in f.said)
     stay = {f.label for f in first.hosts} - {lost}
     assert {(p.source, p.destination) for p in first.paths if not p.error} == {
@@ -245,10 +241,8 @@ def test_what_a_proven_caller_sends_is_decoded_or_refused(sent):
     first, odd = start(terms), join(terms)
     odd.sock.sendall(sent)
     odd.close()
-    second = start(terms)
-    for thread, _ in (first, second):
-        thread.join(LIMIT_S)
-    assert first[1] == second[1] and not first[1][0].failures and len(first[1][0].paths) == 2
+    checkup = both_agree(first, start(terms))
+    assert not checkup.failures and len(checkup.paths) == 2
 
 
 def test_another_process_at_an_address_is_told_from_the_one_that_is_meant():

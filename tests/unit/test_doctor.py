@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from xfer.cli.doctor import visits
-from xfer.cli.doctor.addresses import Chosen, chosen, gloo_addresses, nccl_interfaces
+from xfer.cli.doctor.addresses import chosen, gloo_addresses, nccl_interfaces
 from xfer.cli.doctor.checks import examine
 from xfer.cli.doctor.facts import (
     Checkup,
@@ -127,8 +127,8 @@ def test_nccl_takes_interfaces_by_its_own_rules(settings, there, expected):
 
 def test_one_address_is_listed_once_with_all_that_use_it():
     of = facts(gpus=GPU, interfaces=(LO, ETH, IB))
-    assert chosen(of, "10.1.0.1") == [Chosen("10.0.0.1", ("gloo",)), Chosen("10.1.0.1", ("NCCL", "rendezvous"))]
-    assert chosen(facts()) == [Chosen("10.0.0.1", ("gloo",))]  # no GPU, no NCCL
+    assert chosen(of, "10.1.0.1") == {"10.0.0.1": ["gloo"], "10.1.0.1": ["NCCL", "rendezvous"]}
+    assert chosen(facts()) == {"10.0.0.1": ["gloo"]}  # no GPU, no NCCL
 
 
 # ---- findings

@@ -9,7 +9,6 @@ virbr*, else these in that order. It meets at the first of them.
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
 
 from xfer.cli.doctor.facts import HostFacts, Interface
 
@@ -18,14 +17,6 @@ LOOPBACK = "127.0.0.1"
 MOST_INTERFACES = 16
 """NCCL uses no more."""
 _ANY_OTHER = "^docker,lo,virbr"
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """An address of a process and what uses it."""
-
-    address: str
-    users: tuple[str, ...]
 
 
 def is_loopback(address: str) -> bool:
@@ -56,8 +47,7 @@ def gloo_addresses(facts: HostFacts) -> list[str]:
 
 def nccl_interfaces(facts: HostFacts) -> list[Interface]:
     """Interfaces that NCCL uses for sockets, in its order."""
-    family = {"AF_INET": 4, "AF_INET6": 6}.get(facts.settings.get("NCCL_SOCKET_FAMILY", ""))
-    usable = [i for i in facts.interfaces if i.running and _first(i, family)]
+    usable = [i for i in facts.interfaces if i.running and _first(i, facts)]
     told = facts.settings.get("NCCL_SOCKET_IFNAME", "")
     for names in [told] if len(told) > 1 else ["ib", _ANY_OTHER, "docker", "lo", "virbr"]:
         if found := [i for i in usable if _matches(i.name, names)]:
@@ -65,27 +55,22 @@ def nccl_interfaces(facts: HostFacts) -> list[Interface]:
     return []
 
 
-def nccl_addresses(facts: HostFacts) -> list[str]:
-    family = {"AF_INET": 4, "AF_INET6": 6}.get(facts.settings.get("NCCL_SOCKET_FAMILY", ""))
-    return [_first(i, family) for i in nccl_interfaces(facts)]
-
-
 def uses_nccl(facts: HostFacts) -> bool:
     return bool(facts.gpus) or "NCCL_SOCKET_IFNAME" in facts.settings
 
 
-def chosen(facts: HostFacts, seen: str = "") -> list[Chosen]:
-    """The addresses of a process that others would connect to.
+def chosen(facts: HostFacts, seen: str = "") -> dict[str, list[str]]:
+    """The addresses of a process that others would connect to, and what uses each.
 
     Args:
         seen: The address from which it reached the rendezvous. It is added because it is known to work one way.
     """
     users: dict[str, list[str]] = {a: [GLOO] for a in gloo_addresses(facts)}
-    for address in nccl_addresses(facts) if uses_nccl(facts) else ():
+    for address in [_first(i, facts) for i in nccl_interfaces(facts)] if uses_nccl(facts) else ():
         users.setdefault(address, []).append(NCCL)
     if seen:
         users.setdefault(seen, []).append(RENDEZVOUS)
-    return [Chosen(a, tuple(u)) for a, u in users.items()]
+    return users
 
 
 def _matches(name: str, names: str) -> bool:
@@ -96,10 +81,8 @@ def _matches(name: str, names: str) -> bool:
     return any(name == n if whole else name.startswith(n) for n in some) != others
 
 
-def _first(interface: Interface, family: int | None) -> str:
+def _first(interface: Interface, facts: HostFacts) -> str:
     """The first address that NCCL takes: it skips IPv6 loopback."""
-    return next((a for a in interface.addresses if a != "::1" and family in (None, _family(a))), "")
-
-
-def _family(address: str) -> int:
-    return ipaddress.ip_address(address).version
+    family = {"AF_INET": 4, "AF_INET6": 6}.get(facts.settings.get("NCCL_SOCKET_FAMILY", ""))
+    some = (a for a in interface.addresses if a != "::1" and family in (None, ipaddress.ip_address(a).version))
+    return next(some, "")

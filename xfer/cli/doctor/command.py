@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from xfer.cli import output
-
-if TYPE_CHECKING:
-    from xfer.cli.doctor.facts import Checkup
 
 HELP = "\n\n".join([
     "Check this machine, and the network between several, before a job. Prints one page; exit code 1 if there are problems.",
@@ -42,6 +39,9 @@ def check_hosts(
     """Runs `xfer doctor`; HELP describes it."""
     from xfer.arguments import wrong_seconds
     from xfer.cli.doctor.checks import examine
+    from xfer.cli.doctor.facts import Checkup, problem
+    from xfer.cli.doctor.look import look
+    from xfer.cli.doctor.meeting import Terms, attend
     from xfer.cli.doctor.page import make_doctor_report, show
     from xfer.errors import XferError
     from xfer.rendezvous.channel import check_token, parse_address
@@ -56,27 +56,21 @@ def check_hosts(
     except XferError as e:
         bad.append(e.message if token else f"{e.message}: set XFER_TOKEN")
     output.refuse_options(bad)
-    checkup = _checkup(rendezvous, token or "", size, timeout, seconds, listen)
+    if rendezvous is None:
+        checkup = Checkup((look(),))
+    else:
+        facts, terms = (
+            look(parse_address(rendezvous)[0]),
+            Terms(rendezvous, token or "", size, timeout, seconds, listen),
+        )
+        output.say(f"waiting for {size} processes at {rendezvous}, {timeout:g} s at most", err=True)
+        try:
+            checkup = attend(terms, facts)
+        except XferError as e:
+            checkup = Checkup((facts,), failures=(problem("meeting", rendezvous, e.message, "; ".join(e.violations)),))
     report = make_doctor_report(checkup, examine(checkup))
     if json_ != "-":
         show(report)
     output.write_data(json_, "doctor", report)
     if report.problems:
         raise typer.Exit(output.REFUSED)
-
-
-def _checkup(rendezvous: str | None, token: str, size: int, timeout: float, seconds: float, listen: bool) -> Checkup:
-    from xfer.cli.doctor.facts import Checkup, problem
-    from xfer.cli.doctor.look import look
-    from xfer.cli.doctor.meeting import Terms, attend
-    from xfer.errors import XferError
-    from xfer.rendezvous.channel import parse_address
-
-    if rendezvous is None:
-        return Checkup((look(),))
-    facts = look(parse_address(rendezvous)[0])
-    output.say(f"waiting for {size} processes at {rendezvous}, {timeout:g} s at most", err=True)
-    try:
-        return attend(Terms(rendezvous, token, size, timeout, seconds, listen), facts)
-    except XferError as e:
-        return Checkup((facts,), failures=(problem("meeting", rendezvous, e.message, "; ".join(e.violations)),))

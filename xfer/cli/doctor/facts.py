@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +56,6 @@ class RdmaPort:
     state: str
     link: str
     rate: str
-
-    @property
-    def active(self) -> bool:
-        return self.state == "ACTIVE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,16 +181,7 @@ class Finding:
     advice: str = ""
 
 
-def ok(topic: str, where: str, said: str) -> Finding:
-    return Finding(Level.OK, topic, where, said)
-
-
-def warning(topic: str, where: str, said: str, advice: str) -> Finding:
-    return Finding(Level.WARNING, topic, where, said, advice)
-
-
-def problem(topic: str, where: str, said: str, advice: str) -> Finding:
-    return Finding(Level.PROBLEM, topic, where, said, advice)
+ok, warning, problem = (partial(Finding, level) for level in Level)
 
 
 @dataclass(frozen=True, slots=True)

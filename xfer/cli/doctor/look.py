@@ -10,11 +10,13 @@ import resource
 import secrets
 import socket
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from xfer.cli.doctor.facts import Gpu, HostFacts, Interface, RdmaPort, Resolved
 
+T = TypeVar("T")
 PREFIXES = ("NCCL_", "GLOO_", "UCX_", "FI_", "RDMAV_", "IBV_")
 """Variables that are read: of NCCL, gloo, and the libraries of networks below them. No others, since some hold secrets."""
 NCCL_FILES = ("~/.nccl.conf", "/etc/nccl.conf")
@@ -33,9 +35,7 @@ def look(rendezvous: str = "") -> HostFacts:
     """What this process sees. `rendezvous`: a host name to resolve, too."""
     from xfer.rendezvous.client import host_identity
 
-    settings = settings_of(os.environ)
-    versions, gpus = _versions(), _gpus()
-    shm = _shared_memory()
+    shm, shm_device = (os.statvfs("/dev/shm"), os.stat("/dev/shm").st_dev) if os.path.isdir("/dev/shm") else (None, 0)
     return HostFacts(
         label=host_identity(),
         identity=secrets.token_hex(16),
@@ -45,16 +45,16 @@ def look(rendezvous: str = "") -> HostFacts:
         own_name=resolve(socket.gethostname()),
         rendezvous=resolve(rendezvous) if rendezvous else None,
         interfaces=tuple(interfaces()),
-        network=_namespace("net"),
-        ipc=_namespace("ipc"),
-        pids=_namespace("pid"),
-        settings=settings,
-        versions=versions,
-        gpus=gpus,
+        network=_tried("", os.readlink, "/proc/self/ns/net"),
+        ipc=_tried("", os.readlink, "/proc/self/ns/ipc"),
+        pids=_tried("", os.readlink, "/proc/self/ns/pid"),
+        settings=settings_of(os.environ),
+        versions=_versions(),
+        gpus=_gpus(),
         device_files=sum(p.name.removeprefix("nvidia").isdecimal() for p in Path("/dev").glob("nvidia*")),
         rdma=tuple(_rdma()),
-        shm_bytes=shm[0],
-        shm_device=shm[1],
+        shm_bytes=shm.f_blocks * shm.f_frsize if shm else 0,
+        shm_device=shm_device,
         memlock=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         ptrace_scope=int(_text("/proc/sys/kernel/yama/ptrace_scope") or -1),
@@ -106,11 +106,9 @@ def interfaces() -> Iterator[Interface]:
 def _ipv4() -> dict[str, list[str]]:
     """All IPv4 addresses by interface; an alias (eth0:1) is one more of its interface."""
     buffer = array.array("B", bytes(_IFREQ * _MOST_ADDRESSES))
+    there = struct.pack("iL", len(buffer), buffer.buffer_info()[0])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        try:
-            told = fcntl.ioctl(sock, _SIOCGIFCONF, struct.pack("iL", len(buffer), buffer.buffer_info()[0]))
-        except OSError:
-            return {}
+        told = _tried(bytes(len(there)), fcntl.ioctl, sock, _SIOCGIFCONF, there)
     used, data = struct.unpack("iL", told)[0], buffer.tobytes()
     found: dict[str, list[str]] = {}
     for at in range(0, used, _IFREQ):
@@ -121,10 +119,7 @@ def _ipv4() -> dict[str, list[str]]:
 
 def _asked(sock: socket.socket, what: int, name: str) -> int:
     """A number that the kernel keeps of an interface, flags or MTU."""
-    try:
-        told = fcntl.ioctl(sock, what, struct.pack("16s24x", name.encode()))
-    except OSError:
-        return 0
+    told = _tried(bytes(40), fcntl.ioctl, sock, what, struct.pack("16s24x", name.encode()))
     return struct.unpack_from("H" if what == _SIOCGIFFLAGS else "i", told, 16)[0]
 
 
@@ -173,24 +168,13 @@ def _rdma() -> Iterator[RdmaPort]:
         yield RdmaPort(port.parts[-3], int(port.name), state, _text(port / "link_layer"), _text(port / "rate"))
 
 
-def _shared_memory() -> tuple[int, int]:
+def _tried(default: T, call: Callable[..., T], *arguments: object) -> T:
     try:
-        found = os.statvfs("/dev/shm")
-        return found.f_blocks * found.f_frsize, os.stat("/dev/shm").st_dev
+        return call(*arguments)
     except OSError:
-        return 0, 0
-
-
-def _namespace(kind: str) -> str:
-    try:
-        return os.readlink(f"/proc/self/ns/{kind}")
-    except OSError:
-        return ""
+        return default
 
 
 def _text(path: str | Path) -> str:
     """A small file's text without the last line break; "" if it cannot be read."""
-    try:
-        return Path(path).read_text(errors="replace").strip()
-    except OSError:
-        return ""
+    return _tried("", lambda: Path(path).read_text(errors="replace").strip())

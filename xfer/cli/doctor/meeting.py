@@ -4,9 +4,7 @@ The process that has an address of the rendezvous' host listens there, or one wi
 job's token as sessions do (rendezvous/channel.py), and join with their facts. The leader, a thread of the process that listens, sends
 each of them the facts of all, tells pairs to visit each other, and sends everything that was found to all.
 
-A visit goes to each address that gloo, NCCL or the rendezvous use of a process. It finds out whether that process is reached there and
-no other, and measures round trips, clocks, and a rate of some TCP connections. On one machine the visitor also reads a probe in
-the other's memory, as a session would. Visits of one step have no process in common.
+A visit (visits.py) has no process in common with others of its step.
 
 Every message has a length and a type that msgspec decodes; nothing is unpickled. Every wait has a deadline. A process that is lost or
 late becomes a failure in the report, and the others go on.
@@ -67,20 +65,19 @@ class Join(Note, frozen=True):
 
 
 class Begin(Note, frozen=True):
-    """Leader -> member: all who came. `seen[i]`: address from which member i reached the rendezvous. `lasts_s`: longest time that
-    all measurements may take."""
+    """Leader -> member: all have come. `lasts_s`: longest time that all measurements may take."""
 
-    you: int
-    hosts: tuple[HostFacts, ...]
-    seen: tuple[str, ...]
-    offers: tuple[dict[str, bytes], ...]
     lasts_s: float
 
 
 class Visit(Note, frozen=True):
-    """Leader -> member: visit that one, now."""
+    """Leader -> member: visit that one, now. `names`: labels of all by their identities. The rest: as `visit` takes it."""
 
-    destination: Annotated[int, Meta(ge=0)]
+    me: HostFacts
+    other: HostFacts
+    seen: str
+    offers: dict[str, bytes]
+    names: dict[str, str]
     stream_s: Annotated[float, Meta(ge=0, le=60)]
 
 
@@ -187,17 +184,20 @@ class Leader:
         steps = [step for pairs in rounds(len(hosts)) for step in (pairs, [(b, a) for a, b in pairs])]
         bound = [visits.longest_s(f, s, self._terms.stream_s) + SLACK_S for f, s in zip(hosts, seen)]
         lasts = [max((bound[b] for _, b in step), default=0.0) for step in steps]
-        offers = tuple(j.offers for j in joins)
-        for i, line in enumerate(lines):
-            self._tell(line, Begin(i, hosts, seen, offers, sum(lasts)), time.monotonic() + SLACK_S)
+        names = {f.identity: f.label for f in hosts}
+        for line in lines:
+            self._tell(line, Begin(sum(lasts)), time.monotonic() + SLACK_S)
         measured: list[NetworkPath] = []
         memory: list[MemoryRead] = []
         for step, seconds in zip(steps, lasts):
             until = time.monotonic() + seconds
-            told = [a for a, b in step if not {lines[a], lines[b]} & self._gone]
-            told = [a for a in told if self._tell(lines[a], Visit(dict(step)[a], self._terms.stream_s), until)]
-            for a in told:
-                if found := self._tried(lines[a], partial(lines[a].take, until, Visited)):
+            told = []
+            for a, b in step:
+                visit = Visit(hosts[a], hosts[b], seen[b], joins[b].offers, names, self._terms.stream_s)
+                if lines[b] not in self._gone and self._tell(lines[a], visit, until):
+                    told.append(lines[a])
+            for line in told:
+                if found := self._tried(line, partial(line.take, until, Visited)):
                     measured += found.paths
                     memory += found.memory
         result = Result(Checkup(hosts, tuple(measured), tuple(memory), tuple(self.failures)))
@@ -288,17 +288,9 @@ def _take_part(line: Line, terms: Terms, facts: HostFacts, offers: dict[str, byt
     line.send(Join(facts, terms.size, offers), time.monotonic() + SLACK_S)
     note = line.take(time.monotonic() + terms.timeout_s + SLACK_S, Begin, Result)
     if isinstance(note, Begin):
-        met, until = note, time.monotonic() + note.lasts_s + 2 * SLACK_S
+        until = time.monotonic() + note.lasts_s + 2 * SLACK_S
         while isinstance(note := line.take(until, Visit, Result), Visit):
-            line.send(_visited(note, met, terms.token), until)
+            v, near = note, note.me.shares_machine(note.other)
+            paths = tuple(visits.visit(v.me, v.other, v.seen, terms.token, v.stream_s, v.names))
+            line.send(Visited(paths, tuple(visits.read_probes(v.me, v.other, v.offers)) if near else ()), until)
     return note.checkup
-
-
-def _visited(told: Visit, met: Begin, token: str) -> Visited:
-    if not told.destination < len(met.hosts):
-        raise ProtocolError(f"process {told.destination} of {len(met.hosts)} is to be visited")
-    me, other = met.hosts[met.you], met.hosts[told.destination]
-    names = {f.identity: f.label for f in met.hosts}
-    found = visits.visit(me, other, met.seen[told.destination], token, told.stream_s, names)
-    memory = visits.read_probes(me, other, met.offers[told.destination]) if me.shares_machine(other) else ()
-    return Visited(tuple(found), tuple(memory))

@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from types import ModuleType
@@ -117,8 +118,8 @@ def visit(
         stream_s: See `Terms`.
         names: Labels by identity.
     """
-    for at in chosen(other, seen):
-        found = NetworkPath(me.label, other.label, at.address, at.users)
+    for address, users in chosen(other, seen).items():
+        found = NetworkPath(me.label, other.label, address, tuple(users))
         try:
             yield _measure(found, other, token, stream_s, names)
         except XferError as e:
@@ -185,37 +186,32 @@ def _call(
 def _send(streams: Sequence[socket.socket], until: float) -> int:
     """Sends over all streams until all have answered: each of them counts while all others run. Returns how many bytes arrived in time.
     Raises OSError if one does not answer."""
-    block, arrived, failed = bytes(BLOCK_BYTES), list[int](), list[OSError]()
+    block, arrived, failed = bytes(BLOCK_BYTES), list[int](), threading.Event()
 
     def send(sock: socket.socket) -> None:
-        unsent, answer = memoryview(block), b""
-        poll = select.poll()
+        answer, poll = b"", select.poll()
         poll.register(sock, select.POLLIN | select.POLLOUT)
+        sock.setblocking(False)
         try:
-            sock.setblocking(False)
-            while len(answer) < 8 or (len(arrived) < len(streams) and not failed):
+            while len(answer) < 8 or (len(arrived) < len(streams) and not failed.is_set()):
                 if time.monotonic() > until:
                     raise TimeoutError
                 for _, event in poll.poll(_LOOK_MS):
                     if not event & ~select.POLLOUT:
-                        unsent = unsent[sock.send(unsent) :] or memoryview(block)
+                        sock.send(block)  # or a part of it: all bytes are alike
                         continue
-                    got = sock.recv(8 - len(answer) or 1)
+                    answer += (got := sock.recv(8 - len(answer) or 1))
                     if not got:
                         raise ConnectionError("connection closed")
-                    answer += got
                     if len(answer) == 8:
                         arrived.append(struct.unpack("<Q", answer)[0])
-        except OSError as e:
-            failed.append(e)
+        except OSError:
+            failed.set()
+            raise
 
-    threads = [threading.Thread(target=send, args=(s,), daemon=True) for s in streams]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    if failed:
-        raise failed[0]
+    with ThreadPoolExecutor(len(streams)) as pool:
+        for sent in [pool.submit(send, s) for s in streams]:
+            sent.result()
     return sum(arrived)
 
 
