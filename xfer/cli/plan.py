@@ -1,7 +1,7 @@
 """`xfer plan`: what a refit would move and how long it would take, without a GPU and without weights.
 
-This module has the arguments, the progress bar and the tables. describe.py reads descriptions, layouts/ the layouts,
-plan_report.py computes the numbers, and html.py draws the page.
+This module has the arguments and the tables. describe.py reads descriptions, layouts/ the layouts, plan_report.py computes the numbers,
+and html.py draws the page.
 """
 
 from __future__ import annotations

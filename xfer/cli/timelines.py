@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,20 +119,16 @@ class Typical:
 def typical(moments: Iterable[Moment], skip: int = 0) -> dict[str, list[Typical]]:
     """Summarize all refits but the first `skip`, by host and in order. If a refit has a moment twice, these are two moments."""
     found = list(moments)
-    wanted = sorted({x.attempt for x in found if x.attempt < FIRST_COPIES})[skip:]
-    out: dict[str, dict[tuple[str, str, int], list[float]]] = {}
-    for attempt in wanted:
+    after: dict[str, dict[tuple[str, str, int], list[float]]] = defaultdict(lambda: defaultdict(list))
+    for attempt in sorted({x.attempt for x in found if x.attempt < FIRST_COPIES})[skip:]:
         for host, some in of_attempt(found, attempt).items():
-            seen: Counter[tuple[str, str]] = Counter()
+            seen = Counter[tuple[str, str]]()
             for x in some:
-                after = out.setdefault(host, {}).setdefault((x.who, x.what, seen[x.who, x.what]), [])
-                after.append(x.at - some[0].at)
+                after[host][x.who, x.what, seen[x.who, x.what]].append(x.at - some[0].at)
                 seen[x.who, x.what] += 1
     return {
-        host: sorted(
-            Typical(statistics.median(s), who, what, min(s), max(s), len(s)) for (who, what, _), s in found.items()
-        )
-        for host, found in out.items()
+        host: sorted(Typical(statistics.median(s), *key[:2], min(s), max(s), len(s)) for key, s in of.items())
+        for host, of in after.items()
     }
 
 
@@ -141,10 +137,10 @@ def of_attempt(moments: Iterable[Moment], attempt: int | None = None) -> dict[st
     found = list(moments)
     if attempt is None:
         attempt = max((x.attempt for x in found if x.attempt < FIRST_COPIES), default=0)
-    out: dict[str, list[Moment]] = {}
+    out: dict[str, list[Moment]] = defaultdict(list)
     for x in sorted(found):
         if x.attempt == attempt:
-            out.setdefault(x.host, []).append(x)
+            out[x.host].append(x)
     return out
 
 

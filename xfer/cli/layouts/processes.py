@@ -37,8 +37,6 @@ from xfer.routes import default_cache_dir
 from xfer.sources import digest_of, has_sources
 from xfer.trace.catalog import Catalog
 
-Progress = Callable[[str, int, int], None]
-"""(side, ranks traced, ranks to trace)"""
 MODULES = {"trainer": "megatron.bridge", "engine": "vllm"}
 PACKAGES = {
     "trainer": ("megatron-core", "megatron-bridge", "torch", "transformers"),
@@ -95,7 +93,7 @@ class Tracer:
         pythons: side -> interpreter; None: look for one.
         jobs: processes per side.
         cache: folder of layouts read before, or None.
-        progress: called as ranks are read.
+        progress: called as ranks are read: (side, ranks read, ranks to read).
     """
 
     def __init__(
@@ -104,7 +102,7 @@ class Tracer:
         *,
         jobs: int = 1,
         cache: Path | None = None,
-        progress: Progress = lambda side, done, of: None,
+        progress: Callable[[str, int, int], None] = lambda side, done, of: None,
     ):
         self._given, self._jobs, self._progress = pythons, max(1, jobs), progress
         self._cache = FileCache(cache, SUFFIX, _MAGIC, KEPT_BYTES) if cache is not None and KEEPS else None
@@ -142,13 +140,12 @@ class Tracer:
         sizes = {k: v for k, v in asdict(e).items() if k != "pcp"}
         globs = {"keep": list(engine.keep), "drop": list(engine.drop)}
         for_engine = TraceTask("engine", dict(engine.config.content), sizes, dict(engine.args), **globs)
-        with ExitStack() as stack:
-            sides = [
-                stack.enter_context(_Processes(self._found.get(task.side, ""), task, classes(p, p.world)))
-                for task, p in ((for_trainer, t), (for_engine, e))
-            ]
-            sources = self._layouts(sides[0], None, sides)
-            destinations = self._layouts(sides[1], sources.catalog, sides[1:])
+        with (
+            _Processes(self._found["trainer"], for_trainer, classes(t, t.world)) as first,
+            _Processes(self._found["engine"], for_engine, classes(e, e.world)) as second,
+        ):
+            sources = self._layouts(first, None, [first, second])
+            destinations = self._layouts(second, sources.catalog, [second])
             return _quantizing(sources, destinations.catalog), destinations
 
     def _layouts(self, of: _Processes, catalog: Catalog | None, unchecked: Sequence[_Processes]) -> TracedSide:
@@ -290,10 +287,8 @@ def _quantizing(sources: TracedSide, catalog: Catalog) -> TracedSide:
     """The trainers as they are if they quantize what engines need: `catalog` has it beside the tensors of their own catalog."""
     if catalog.digest() == sources.catalog.digest():
         return sources
-    made: dict[str, Inventory] = {}
-    for i in sources.ranks:
-        if i.digest() not in made:
-            made[i.digest()] = with_quantized(i, sources.catalog, catalog)
+    made = {i.digest(): i for i in sources.ranks}
+    made = {digest: with_quantized(i, sources.catalog, catalog) for digest, i in made.items()}
     return replace(sources, catalog=catalog, ranks=tuple(made[i.digest()].at(i.rank) for i in sources.ranks))
 
 
