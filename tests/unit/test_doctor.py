@@ -32,7 +32,7 @@ from xfer.cli.doctor.facts import (
 )  # fmt: skip
 from xfer.cli.doctor.look import look, settings_of
 from xfer.cli.doctor.meeting import labelled, rounds
-from xfer.cli.doctor.page import SCHEMA, make_doctor_report, show
+from xfer.cli.doctor.page import SCHEMA, show, to_data
 
 LO = Interface("lo", ("127.0.0.1", "::1"), loopback=True, mtu=65536)
 ETH = Interface("eth0", ("10.0.0.1", "fd00::1"), mbit_per_s=10_000)
@@ -302,7 +302,7 @@ ODD = "[a] of [/b] [red]\x1b[31m"
 
 def printed(monkeypatch, capsys, checkup: Checkup) -> str:
     monkeypatch.setenv("COLUMNS", "300")
-    show(make_doctor_report(checkup, examine(checkup)))
+    show(checkup, examine(checkup))
     return capsys.readouterr().out
 
 
@@ -333,7 +333,7 @@ JSON = {
 def test_the_json_keeps_its_fields():
     """A renamed or removed field is another schema: raise SCHEMA and say so in CHANGELOG.md."""
     checkup = Checkup((facts(), B), (path(error="refused"),), (MemoryRead("a", "b", "host memory"),))
-    data = msgspec.json.decode(msgspec.json.encode(make_doctor_report(checkup, examine(checkup))))
+    data = msgspec.json.decode(msgspec.json.encode(to_data(checkup, examine(checkup))))
     assert data["schema"] == SCHEMA == 1 and data["problems"] == 1 and data["findings"][0]["level"] == "problem"
     got = {k: list(data[k][0]) for k in JSON if k != "doctor"} | {"doctor": list(data)}
     assert got == {k: v.split() for k, v in JSON.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +43,7 @@ THEIR_NAMES = {
 }  # fmt: skip
 """Megatron-Core's and vLLM's names of the same sizes."""
 HOST, NVLINK, NIC, LOCAL = 8, 396 * 10**9, 48_500_000_000, 1600 * 10**9
-WRONG = "this cannot be planned as described"
+WRONG = "the description or an option has mistakes"
 ASSUMED = f"assumed, as none was given: hosts of {HOST} GPUs, NVLink {NVLINK / 1e9:g} GB/s, one NIC of {NIC / 1e9:g} GB/s per GPU"
 
 
@@ -119,7 +119,11 @@ class Described:
 
 
 def describe(
-    trainer: str | None = None, engine: str | None = None, fabric: str | None = None, file: str | None = None
+    trainer: str | None = None,
+    engine: str | None = None,
+    fabric: str | None = None,
+    file: str | None = None,
+    more: Sequence[str] = (),
 ) -> Described:
     """Reads the two descriptions and a fabric's file, or one file that holds all three.
 
@@ -127,6 +131,7 @@ def describe(
         trainer, engine: "CONFIG key=value …"; replaces the file's table.
         fabric: path of a TOML or JSON file; replaces the file's fabric.
         file: path of a TOML or JSON file with all three.
+        more: mistakes that the caller has found, to be told with these.
 
     Raises:
         XferError: every mistake in all of them.
@@ -158,8 +163,8 @@ def describe(
     sizes = None if of is None or replica is None else (of.world, replicas, replica.world)
     source, at = (whole.get("fabric"), base) if fabric is None else (fabric, Path())
     site, words = _site(source, at, sizes, bad)
-    if bad or of is None or replica is None or site is None:
-        raise XferError(WRONG, bad)
+    if bad or more or of is None or replica is None or site is None:
+        raise XferError(WRONG, [*bad, *more])
     globs = {key: _globs(e, key) for key in GLOBS}
     return Described(
         DescribedTrainer(configs["trainer"], of, dict(t.get("provider", {}))),

@@ -69,19 +69,17 @@ def plan_refit(
     cache: output.Cache = None,
 ) -> None:
     """Runs `xfer plan`; HELP describes it."""
+    from xfer.cli.describe import describe
     from xfer.cli.plan_report import Header, make_report
     from xfer.plan.planner import plan_replicas
     from xfer.transport.p2p import WAVE_BYTES
 
-    told = described(
-        "this cannot be planned as described", output.wrong_files(html, json_), trainer, engine, fabric, job
-    )
     bucket = bucket_mib << 20
+    with output.told_errors(output.WRONG):
+        told = describe(trainer, engine, fabric, job, output.wrong_files(html, json_))
     with output.told_errors(json_=json_, refused=True):
         with output.counting() as count:
-            sources, destinations = traced(
-                told, {"trainer": trainer_python, "engine": engine_python}, cache, count, jobs
-            )
+            sources, destinations = traced(told, trainer_python, engine_python, cache, count, jobs)
             plans = plan_replicas(
                 sources.catalog,
                 sources.ranks,
@@ -119,31 +117,10 @@ def plan_refit(
             output.say(f"page: {html}")
 
 
-def described(
-    wrong: str,
-    bad: list[str],
-    trainer: str | None,
-    engine: str | None,
-    fabric: str | None = None,
-    job: str | None = None,
-) -> Described:
-    """Reads the description. Its mistakes, and those of options in `bad`, are printed under `wrong` and end the command."""
-    from xfer.cli.describe import describe
-    from xfer.errors import XferError
-
-    with output.told_errors(output.WRONG):
-        try:
-            told = describe(trainer, engine, fabric, job)
-        except XferError as e:
-            raise XferError(wrong, [*e.violations, *bad]) from None
-        if bad:
-            raise XferError(wrong, bad)
-    return told
-
-
 def traced(
     told: Described,
-    pythons: dict[str, str | None],
+    trainer_python: str | None,
+    engine_python: str | None,
     cache: str | None,
     count: Callable[[str, int, int], None],
     jobs: int = 1,
@@ -155,6 +132,7 @@ def traced(
         count(f"{side}: different ranks traced", done, of)
 
     folder = cache_folder() if cache is None else Path(cache) if cache else None
+    pythons = {"trainer": trainer_python, "engine": engine_python}
     tracer = Tracer(pythons, jobs=jobs, cache=folder, progress=progress)
     with output.told_errors(output.WRONG):
         tracer.look()

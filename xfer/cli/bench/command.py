@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from xfer.cli import output
-from xfer.cli.plan import described, traced
+from xfer.cli.plan import traced
 
 if TYPE_CHECKING:
     from xfer.cli.bench.run import Job, RouteResult
@@ -51,6 +51,7 @@ def bench_refits(
 
     from xfer.arguments import wrong_seconds
     from xfer.cli.bench.run import ROUTES, Job, bench
+    from xfer.cli.describe import describe
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = device or ("cuda" if gpus else "cpu")
@@ -61,11 +62,12 @@ def bench_refits(
         bad.append("--device cuda: torch sees no GPU")
     can = ROUTES.get(device, ())
     bad += [f"--route {r}: on this device {', '.join(can)}" for r in route or () if can and r not in can]
-    told = described("this cannot be measured as described", bad, trainer, engine)
+    with output.told_errors(output.WRONG):
+        told = describe(trainer, engine, more=bad)
     with output.told_errors(json_=json_, refused=True):
         output.say("layouts: both frameworks read them, which takes seconds to minutes the first time", err=True)
         with output.counting() as count:
-            sides = traced(told, {"trainer": trainer_python, "engine": engine_python}, cache, count)
+            sides = traced(told, trainer_python, engine_python, cache, count)
         logging.getLogger("xfer").setLevel(logging.WARNING)  # controllers are in this process, and log each refit
         job = Job(*sides, told.engine.replicas, told.engine.drop, told.engine.narrow)
         devices = [f"cuda:{i % gpus}" if device == "cuda" else "cpu" for i in range(job.world)]

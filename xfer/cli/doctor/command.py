@@ -39,10 +39,10 @@ def check_hosts(
     """Runs `xfer doctor`; HELP describes it."""
     from xfer.arguments import wrong_seconds
     from xfer.cli.doctor.checks import examine
-    from xfer.cli.doctor.facts import Checkup, problem
+    from xfer.cli.doctor.facts import Checkup, Level, problem
     from xfer.cli.doctor.look import look
     from xfer.cli.doctor.meeting import Terms, attend
-    from xfer.cli.doctor.page import make_doctor_report, show
+    from xfer.cli.doctor.page import show, to_data
     from xfer.errors import XferError
     from xfer.rendezvous.channel import check_token, parse_address
 
@@ -68,9 +68,9 @@ def check_hosts(
             checkup = attend(terms, facts)
         except XferError as e:
             checkup = Checkup((facts,), failures=(problem("meeting", rendezvous, e.message, "; ".join(e.violations)),))
-    report = make_doctor_report(checkup, examine(checkup))
+    findings = examine(checkup)
     if json_ != "-":
-        show(report)
-    output.write_data(json_, "doctor", report)
-    if report.problems:
+        show(checkup, findings)
+    output.write_data(json_, "doctor", to_data(checkup, findings))
+    if any(f.level is Level.PROBLEM for f in findings):
         raise typer.Exit(output.REFUSED)

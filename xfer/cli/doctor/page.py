@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from xfer.cli.doctor.addresses import gloo_addresses, interface_of, nccl_interfaces, uses_nccl
-from xfer.cli.doctor.facts import Checkup, Finding, HostFacts, Level, MemoryRead, NetworkPath
+from xfer.cli.doctor.facts import Checkup, Finding, HostFacts, Level, NetworkPath
 from xfer.cli.output import right, say, show_table
 from xfer.errors import by_kind
 from xfer.logs import counted
@@ -20,32 +19,26 @@ STYLES = {Level.PROBLEM: "bold red", Level.WARNING: "yellow", Level.OK: "green"}
 SCHEMA = 1
 
 
-@dataclass(frozen=True, slots=True)
-class DoctorReport:
+def to_data(checkup: Checkup, findings: Sequence[Finding]) -> dict[str, object]:
     """The JSON of a checkup. `schema` rises when a field is renamed or removed."""
-
-    problems: int
-    warnings: int
-    findings: tuple[Finding, ...]
-    hosts: tuple[HostFacts, ...]
-    paths: tuple[NetworkPath, ...]
-    memory: tuple[MemoryRead, ...]
-    schema: int = SCHEMA
+    numbers = {"problems": _number(findings, Level.PROBLEM), "warnings": _number(findings, Level.WARNING)}
+    known = {"hosts": checkup.hosts, "paths": checkup.paths, "memory": checkup.memory}
+    return {**numbers, "findings": findings, **known, "schema": SCHEMA}
 
 
-def make_doctor_report(checkup: Checkup, findings: Sequence[Finding]) -> DoctorReport:
-    problems, warnings = (sum(f.level is level for f in findings) for level in (Level.PROBLEM, Level.WARNING))
-    return DoctorReport(problems, warnings, tuple(findings), checkup.hosts, checkup.paths, checkup.memory)
+def _number(findings: Sequence[Finding], level: Level) -> int:
+    return sum(f.level is level for f in findings)
 
 
-def show(report: DoctorReport) -> None:
-    _hosts(report.hosts)
-    _paths(report.paths)
+def show(checkup: Checkup, findings: Sequence[Finding]) -> None:
+    _hosts(checkup.hosts)
+    _paths(checkup.paths)
     for level in STYLES:
-        _findings(level, [f for f in report.findings if f.level is level])
-    style = STYLES[Level.PROBLEM if report.problems else Level.WARNING if report.warnings else Level.OK]
-    processes = "1 process" if len(report.hosts) == 1 else f"{len(report.hosts)} processes"
-    say(f"{processes}: {counted(report.problems, 'problem')}, {counted(report.warnings, 'warning')}", style)
+        _findings(level, [f for f in findings if f.level is level])
+    style = next(style for level, style in STYLES.items() if level is Level.OK or _number(findings, level))
+    processes = "1 process" if len(checkup.hosts) == 1 else f"{len(checkup.hosts)} processes"
+    problems, warnings = (counted(_number(findings, v), v.value) for v in (Level.PROBLEM, Level.WARNING))
+    say(f"{processes}: {problems}, {warnings}", style)
 
 
 def _findings(level: Level, findings: Sequence[Finding]) -> None:

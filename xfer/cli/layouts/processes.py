@@ -257,7 +257,8 @@ class _Processes(ExitStack):
             self.children.append(self.child(self.python, self.task, name))
 
     def child(self, python: str, task: TraceTask, name: str) -> Child:
-        child = Child(name, [python, "-c", BOOT, str(ROOT)], task, self._folder, _environment(task.side))
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if task.side == "trainer" else {}  # trainers are built on the CPU
+        child = Child(name, [python, "-c", BOOT, str(ROOT)], task, self._folder, ENVIRONMENT | hidden)
         self.callback(child.stop)
         return child
 
@@ -275,12 +276,6 @@ def _check(sides: Sequence[_Processes]) -> None:
 
 def _text(catalog: Catalog) -> str:
     return b64encode(catalog.to_bytes()).decode()
-
-
-def _environment(side: str) -> dict[str, str]:
-    """Environment of this side's processes. Trainers are built on the CPU, so a GPU is hidden from them."""
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if side == "trainer" else {}
-    return {**ENVIRONMENT, **hidden}
 
 
 def _quantizing(sources: TracedSide, catalog: Catalog) -> TracedSide:
