@@ -239,10 +239,10 @@ def trace_engine(name: str, rank: int) -> dict:
     clock = Clock()
     import torch
 
-    from xfer.cli.layouts.vllm import rank_of
     from xfer.engines.hf_spec import canonical_specs
     from xfer.engines.meta_model import make_meta_model
     from xfer.engines.vllm_layout import EngineModel
+    from xfer.engines.vllm_ranks import rank_of
     from xfer.plan.inventory import engine_inventory
 
     config, _, workers, _ = ROWS[name]
@@ -267,9 +267,9 @@ def trace_engine(name: str, rank: int) -> dict:
 def trace_trainer(name: str, rank: int) -> dict:
     """Read one Megatron-Core rank's layout by Bridge's own export; parameters are untouched memory."""
     clock = Clock()
-    from xfer.cli.layouts.megatron import chunks_of, import_bridge, rank_of, write_no_parameter
     from xfer.plan.inventory import trainer_inventory
     from xfer.trainers.megatron import MegatronTrainer
+    from xfer.trainers.megatron_ranks import chunks_of, import_bridge, rank_of, write_no_parameter
 
     config, sizes, _, _ = ROWS[name]
     of, catalog = TrainerParallel(**sizes), Model.named(config).catalog()

@@ -44,8 +44,8 @@ def names():
 
 def test_sparse_attention_is_read_on_a_processor_with_amx(monkeypatch):
     """vLLM chooses another backend there, which knows nothing of sparse attention."""
-    from xfer.cli.layouts.vllm import rank_of
     from xfer.engines.meta_model import make_model
+    from xfer.engines.vllm_ranks import rank_of
 
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     (family,) = (f for f in FAMILIES if f.name == "DeepSeek-V3.2")
@@ -57,9 +57,9 @@ def test_sparse_attention_is_read_on_a_processor_with_amx(monkeypatch):
 def test_a_layout_writes_what_vllm_loads(family, parallel, names):
     from tests.support.engine_bytes import written
     from tests.support.one_process import random_weights
-    from xfer.cli.layouts.vllm import rank_of
     from xfer.engines.live import LiveStorages
     from xfer.engines.meta_model import make_model
+    from xfer.engines.vllm_ranks import rank_of
     from xfer.trace.catalog import Catalog
 
     catalog, tensors = Catalog(names[family.name]), random_weights(names[family.name], 3)

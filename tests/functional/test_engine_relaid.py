@@ -23,11 +23,11 @@ from examples.common import toy  # noqa: E402
 from tests.support import block_fp8  # noqa: E402
 from tests.support.engine_bytes import written  # noqa: E402
 from tests.support.one_process import random_weights  # noqa: E402
-from xfer.cli.layouts.vllm import rank_of  # noqa: E402
 from xfer.engines.live import LiveStorages  # noqa: E402
 from xfer.engines.meta_model import make_model  # noqa: E402
 from xfer.engines.processed import quant_method, read_processed  # noqa: E402
 from xfer.engines.vllm_layout import EngineModel  # noqa: E402
+from xfer.engines.vllm_ranks import rank_of  # noqa: E402
 from xfer.errors import Unsupported  # noqa: E402
 from xfer.mesh.parallel import EngineParallel  # noqa: E402
 from xfer.trace.catalog import Catalog  # noqa: E402

@@ -615,7 +615,7 @@ BY_NAME = {f.name: f for f in FAMILIES}
 
 def register() -> None:
     """The trainers' transformers does not know all families, nor does Bridge. Bridge must have been imported."""
-    from xfer.cli.layouts.megatron import make_known
+    from xfer.trainers.megatron_ranks import make_known
 
     if not too_new("0.6"):
         importlib.import_module("tests.support.user_bridges")

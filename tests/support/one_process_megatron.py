@@ -23,13 +23,14 @@ from examples.common import megatron_cpu
 from tests.support.block_fp8 import NATIVE
 from tests.support.one_process import Trainers
 from tests.support.te_blocks import Fp8Weights
-from xfer.cli.layouts import gpu_packages, megatron
 from xfer.direct.native import Native
 from xfer.direct.quantized import ROOT, Quantized
 from xfer.errors import LayoutError
 from xfer.mesh.parallel import TrainerParallel, place_of
 from xfer.plan.inventory import trainer_inventory
 from xfer.trace.catalog import Catalog
+from xfer.trainers import gpu_packages
+from xfer.trainers import megatron_ranks as megatron
 from xfer.trainers.bridge_export import CheckpointNames, hf_config, model_bridge_of
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 
 from tests.support.one_process import Storages
-from xfer.cli.layouts.vllm import rank_of
 from xfer.engines.layout import EngineLayout, run_recipes
 from xfer.engines.live import LiveStorages as Tree
 from xfer.engines.meta_model import make_model
 from xfer.engines.vllm_layout import EngineModel
+from xfer.engines.vllm_ranks import rank_of
 from xfer.mesh.parallel import EngineParallel, place_of
 from xfer.plan.inventory import Inventory
 from xfer.trace.catalog import Catalog

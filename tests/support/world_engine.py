@@ -27,10 +27,10 @@ from tests.support.one_process import Job, Trainers, random_weights  # noqa: E40
 from tests.support.one_process_vllm import Worker, workers  # noqa: E402
 from tests.support.proc import emit, obey  # noqa: E402
 from tests.support.specs_main import specs_of  # noqa: E402
-from xfer.cli.layouts.vllm import rank_of  # noqa: E402
 from xfer.engines.hf_spec import checkpoint_specs  # noqa: E402
 from xfer.engines.meta_model import make_model  # noqa: E402
 from xfer.engines.vllm_layout import EngineModel  # noqa: E402
+from xfer.engines.vllm_ranks import rank_of  # noqa: E402
 from xfer.mesh.parallel import EngineParallel  # noqa: E402
 from xfer.plan.inventory import Inventory  # noqa: E402
 from xfer.plan.options import PlanOptions  # noqa: E402

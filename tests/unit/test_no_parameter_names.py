@@ -1,7 +1,7 @@
 """Nothing in xfer decides by what a parameter is called: layouts are read from the frameworks' own code.
 
 Every string in the package's code is looked at, except docstrings, sentences (messages for people) and
-xfer/cli/layouts/gpu_packages.py, which declares the layers of packages that `xfer plan` has to do without.
+xfer/trainers/gpu_packages.py, which declares the layers of packages that `xfer plan` has to do without.
 """
 
 from __future__ import annotations

@@ -79,20 +79,20 @@ class TensorNames:
 
 class TrainerRanks(TensorNames):
     def __init__(self, task: TraceTask, folder: str):
-        from xfer.cli.layouts import megatron
         from xfer.mesh.parallel import TrainerParallel
+        from xfer.trainers import megatron_ranks
 
-        bridge_class: Any = megatron.import_bridge()
+        bridge_class: Any = megatron_ranks.import_bridge()
         from transformers import AutoConfig
 
         super().__init__(task, folder)
-        megatron.make_known(task.config)
+        megatron_ranks.make_known(task.config)
         self._parallel = TrainerParallel(**task.parallel)
         self._found: dict[int, tuple] = {}
         self._bridge = lambda: bridge_class.from_hf_config(AutoConfig.from_pretrained(folder))
-        megatron.check(self._bridge(), self._parallel, task.options)
-        self._known = megatron.is_known(task.config)
-        megatron.write_no_parameter()
+        megatron_ranks.check(self._bridge(), self._parallel, task.options)
+        self._known = megatron_ranks.is_known(task.config)
+        megatron_ranks.write_no_parameter()
 
     def names(self) -> list[str]:
         """Empty for a family that this transformers lacks."""
@@ -100,13 +100,13 @@ class TrainerRanks(TensorNames):
 
     def read(self, rank: int, names: list[str]) -> str:
         """Return the checkpoint tensors that the rank exports, as a catalog. `names`: of the checkpoint's tensors."""
-        from xfer.cli.layouts import megatron
+        from xfer.trainers import megatron_ranks
         from xfer.trainers.megatron import MegatronTrainer
 
         gc.collect()
-        with megatron.rank_of(self._parallel, rank):
+        with megatron_ranks.rank_of(self._parallel, rank):
             bridge = self._bridge()
-            chunks = megatron.chunks_of(bridge, self._parallel, self._task.options)
+            chunks = megatron_ranks.chunks_of(bridge, self._parallel, self._task.options)
             layout = MegatronTrainer(chunks, bridge, hf_names=names).read()
         self._found[rank] = layout.roots, layout.traced
         return _told(layout.traced.specs)
@@ -125,7 +125,7 @@ class TrainerRanks(TensorNames):
 
 class EngineRanks:
     def __init__(self, task: TraceTask, folder: str):
-        from xfer.cli.layouts.vllm import rank_of
+        from xfer.engines.vllm_ranks import rank_of
         from xfer.mesh.parallel import EngineParallel
 
         parallel = EngineParallel(**task.parallel)

@@ -20,9 +20,9 @@ from unittest import mock
 
 import torch
 
-from xfer.cli.layouts import gpu_packages
 from xfer.errors import LayoutError
 from xfer.mesh.parallel import TrainerParallel, place_of
+from xfer.trainers import gpu_packages
 
 CPU = torch.device("cpu")
 
