@@ -92,20 +92,6 @@ def test_three_processes_measure_every_pair_and_all_print_what_differs():
     assert {(m["source"], m["destination"]) for m in first["memory"]} == pairs.keys()
 
 
-def test_two_that_agree_have_no_problem():
-    at = here()
-    two = [Doctor("--rendezvous", at, "--size", "2") for _ in range(2)]
-    codes, reports = zip(*(d.end() for d in two))
-    assert codes == (0, 0), problems(reports[0])
-
-
-def test_one_that_waits_alone_ends_at_its_deadline():
-    code, report = Doctor("--rendezvous", here(), "--timeout", "2").end()
-    ((topic, _, said), *_) = problems(report)
-    assert code == 1 and topic == "meeting" and "only 1 of 2 processes came within 2 s" in said
-    assert len(report["hosts"]) == 1 and not report["paths"]
-
-
 def test_a_wrong_token_is_told_at_once_and_disturbs_nobody():
     terms = Terms(here(), TOKEN, 2, LIMIT_S, 0)
     first = start(terms)
@@ -132,7 +118,9 @@ def test_who_waits_in_vain_hears_of_callers_with_another_token():
     wait_for_listener(terms.rendezvous)
     with pytest.raises(HandshakeError, match="different tokens"):
         dial_socket(terms.rendezvous, "another token", 10 * PATIENCE)
-    missing, rejected = (f.said for f in alone.result(LIMIT_S).failures)
+    checkup = alone.result(LIMIT_S)
+    missing, rejected = (f.said for f in checkup.failures)
+    assert len(checkup.hosts) == 1 and not checkup.paths
     assert "only 1 of 2 processes came" in missing and "a caller holds another token, from 127.0.0.1" in rejected
 
 
