@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import time
 import traceback
@@ -46,7 +47,7 @@ class Child:
         with open(self._log, "w") as log:
             self._process = subprocess.Popen(
                 [*command, str(given)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-                errors="replace", env={**os.environ, **env},
+                errors="replace", env={**os.environ, **env}, start_new_session=True,
             )  # fmt: skip
         self._orders = ThreadPoolExecutor(1)
         self.ready = self._orders.submit(self._hear)
@@ -61,7 +62,7 @@ class Child:
         return self._hear()
 
     def _hear(self) -> Any:
-        until, late = time.monotonic() + ANSWER_S, Timer(ANSWER_S, self._process.kill)
+        until, late = time.monotonic() + ANSWER_S, Timer(ANSWER_S, self._kill)
         late.start()
         try:
             for line in self._process.stdout or ():
@@ -81,8 +82,13 @@ class Child:
             raise from_wire(*answer["error"])
         return answer["ok"]
 
-    def stop(self) -> None:
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):  # with its own children, which may hold its output open
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
+
+    def stop(self) -> None:
+        self._kill()
         self._process.wait()
         self._orders.shutdown(cancel_futures=True)
         for pipe in (self._process.stdin, self._process.stdout):
