@@ -6,6 +6,7 @@ seed, so that an engine worker can compare every element with what the trainers 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from math import prod
 
@@ -60,6 +61,9 @@ class Layout:
         kind = _INTEGERS[getattr(torch, f.dtype).itemsize]
         return byte_region(self.tensors[f.root], f.offset, f.extent, f.strides, str(kind).removeprefix("torch."))
 
+    def constant(self, fill: Fill) -> int:
+        return int(torch.frombuffer(bytearray(fill.bits), dtype=self.region(fill).dtype)[0])
+
     def parts(self, seed: int) -> Iterator[tuple[Fragment, torch.Tensor, torch.Tensor]]:
         """Yield each fragment in parts: the fragment, live elements, and the values that they must have, both as integers."""
         for f in self.fragments:
@@ -99,76 +103,11 @@ def _values(
     return place.to(_INTEGERS[kind.itemsize]).view(kind)
 
 
-class SyntheticTrainer:
-    """Implements `Source` (participants/trainer.py)."""
-
-    reads_together = False
-
-    def __init__(self, layout: Layout, world: int):
-        self.layout, self.rank, self.world, self.device = layout, layout.inventory.rank, world, layout.device
-
-    def train(self, seed: int) -> None:
-        """Write new values everywhere."""
-        for _, part, value in self.layout.parts(seed):
-            part.copy_(value)
-        self.drain()
-
-    def drain(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def read(self) -> TrainerLayout:
-        own = self.layout
-        names = {f.tensor for f in own.fragments}
-        specs = tuple(s for s in own.specs.values() if s.name in names)
-        return TrainerLayout(Traced(specs, own.fragments), own.inventory.roots, own.tensors)
-
-    def check(self) -> str:
-        return "same"
-
-    def rebind(self) -> Mapping[str, torch.Tensor]:
-        return self.layout.tensors
-
-    def stream(self) -> TensorStream:
-        """For the packed route."""
-        return TensorStream(self)
-
-
-class SyntheticWorker:
-    """Implements `Adapter` and `LiveModel` of the direct route, and `Loader` of the packed one. There is no forward to lock."""
-
-    drop: tuple[str, ...] = ()
-    version: Label = None
-    holds: Holds = "whole"
+class _Synthetic:
+    """What adapters of both sides answer alike: nothing here moves or changes its layout."""
 
     def __init__(self, layout: Layout):
         self.layout, self.device = layout, layout.device
-        self._by_tensor: dict[str, list[Fragment]] = {}
-        for f in layout.fragments:
-            self._by_tensor.setdefault(f.tensor, []).append(f)
-
-    def wrong(self, seed: int) -> dict[str, int]:
-        """Number of wrong elements by tensor: values, constants, and bytes that a refit must leave alone."""
-        bad: dict[str, int] = {}
-
-        def count(name: str, n: torch.Tensor) -> None:
-            if found := int(n):
-                bad[name] = bad.get(name, 0) + found
-
-        own = self.layout
-        for f, part, value in own.parts(seed):
-            count(f.tensor, (part != value).sum())
-        for fill in own.inventory.fills:
-            want = torch.frombuffer(bytearray(fill.bits), dtype=own.region(fill).dtype)[0].item()
-            count(f"{fill.root}: constants", (own.region(fill) != want).sum())
-        for kept in own.inventory.kept:
-            count(f"{kept.root}: kept", (own.tensors[kept.root][kept.start : kept.stop] != UNTOUCHED).sum())
-        return bad
-
-    def read(self, catalog: Catalog) -> EngineLayout:
-        own, i = self.layout, self.layout.inventory
-        traced = Traced(tuple(own.specs.values()), own.fragments, i.fills, reads=own.reads)
-        return EngineLayout(i.roots, own.tensors, traced, i.footprint, i.kept, i.staged)
 
     def check(self, quick: bool = False) -> str:
         return "same"
@@ -176,12 +115,69 @@ class SyntheticWorker:
     def rebind(self) -> Mapping[str, torch.Tensor]:
         return self.layout.tensors
 
-    def choose_lock(self) -> str:
-        return "nothing: there is no model here"
-
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+class SyntheticTrainer(_Synthetic):
+    """Implements `Source` (participants/trainer.py)."""
+
+    reads_together = False
+    drain = _Synthetic.synchronize
+
+    def __init__(self, layout: Layout, world: int):
+        super().__init__(layout)
+        self.rank, self.world = layout.inventory.rank, world
+
+    def train(self, seed: int) -> None:
+        """Write new values everywhere."""
+        for _, part, value in self.layout.parts(seed):
+            part.copy_(value)
+        self.drain()
+
+    def read(self) -> TrainerLayout:
+        own = self.layout
+        names = {f.tensor for f in own.fragments}
+        specs = tuple(s for s in own.specs.values() if s.name in names)
+        return TrainerLayout(Traced(specs, own.fragments), own.inventory.roots, own.tensors)
+
+    def stream(self) -> TensorStream:
+        """For the packed route."""
+        return TensorStream(self)
+
+
+class SyntheticWorker(_Synthetic):
+    """Implements `Adapter` and `LiveModel` of the direct route, and `Loader` of the packed one. There is no forward to lock."""
+
+    drop: tuple[str, ...] = ()
+    version: Label = None
+    holds: Holds = "whole"
+
+    def __init__(self, layout: Layout):
+        super().__init__(layout)
+        self._by_tensor: dict[str, list[Fragment]] = {}
+        for f in layout.fragments:
+            self._by_tensor.setdefault(f.tensor, []).append(f)
+
+    def wrong(self, seed: int) -> dict[str, int]:
+        """Number of wrong elements by tensor: values, constants, and bytes that a refit must leave alone."""
+        own, bad = self.layout, Counter[str]()
+        for f, part, value in own.parts(seed):
+            bad[f.tensor] += int((part != value).sum())
+        for fill in own.inventory.fills:
+            bad[f"{fill.root}: constants"] += int((own.region(fill) != own.constant(fill)).sum())
+        for kept in own.inventory.kept:
+            bad[f"{kept.root}: kept"] += int((own.tensors[kept.root][kept.start : kept.stop] != UNTOUCHED).sum())
+        return dict(+bad)
+
+    def read(self, catalog: Catalog) -> EngineLayout:
+        own, i = self.layout, self.layout.inventory
+        traced = Traced(tuple(own.specs.values()), own.fragments, i.fills, reads=own.reads)
+        return EngineLayout(i.roots, own.tensors, traced, i.footprint, i.kept, i.staged)
+
+    def choose_lock(self) -> str:
+        return "nothing: there is no model here"
 
     def _nothing(self, *_: object) -> None: ...
 
@@ -194,8 +190,7 @@ class SyntheticWorker:
 
     def begin(self, specs: object) -> None:
         for fill in self.layout.inventory.fills:
-            region = self.layout.region(fill)
-            region.fill_(torch.frombuffer(bytearray(fill.bits), dtype=region.dtype)[0].item())
+            self.layout.region(fill).fill_(self.layout.constant(fill))
 
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         for name, t in tensors:
