@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -12,7 +13,7 @@ from examples.common import toy
 from tests.support import forge
 from tests.support.marks import BOTH
 from tests.support.proc import ROOT, environment
-from xfer.cli import app
+from xfer.cli import app, children
 
 pytestmark = BOTH
 CONFIG = toy.FAMILIES["qwen3_moe"] | {"vocab_size": 192}
@@ -29,15 +30,13 @@ def folder(tmp_path_factory):
 def forked(monkeypatch):
     """The twelve processes of all routes are forked. Each would import torch anew."""
 
-    popen = subprocess.Popen
-
     def start(command, **how):
         if "xfer.cli.bench.rank" not in command:
-            return popen(command, **how)
+            return subprocess.Popen(command, **how)
         own = environment(**{k: v for k, v in how["env"].items() if k.startswith("XFER_")})
         return forge.start(command[0], command[1:], own, ROOT, None, how["stderr"])
 
-    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(children, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": start}))
 
 
 def xfer_bench(*arguments: object) -> tuple[int, str]:
