@@ -14,7 +14,7 @@ from itertools import combinations
 import msgspec
 import pytest
 
-from xfer.cli.doctor import visits
+from xfer.cli.doctor import line, visits
 from xfer.cli.doctor.addresses import chosen, gloo_addresses, nccl_interfaces
 from xfer.cli.doctor.checks import examine
 from xfer.cli.doctor.facts import (
@@ -338,3 +338,15 @@ def test_the_json_keeps_its_fields():
     got = {k: list(data[k][0]) for k in JSON if k != "doctor"} | {"doctor": list(data)}
     assert got == {k: v.split() for k, v in JSON.items()}
     assert {f.name for f in fields(HostFacts)} == set(JSON["hosts"].split())
+
+
+def test_callers_that_prove_nothing_take_a_bounded_number_of_threads(monkeypatch):
+    monkeypatch.setattr(line, "GREETERS", 2)
+    listener = socket.create_server(("127.0.0.1", 0))
+    door = line.Door([listener], "a token that is long enough", lambda sock, address: None)
+    callers = [socket.create_connection(listener.getsockname(), 5.0) for _ in range(3)]
+    greeted = [caller.recv(1) for caller in callers]
+    assert sorted(map(bool, greeted)) == [False, True, True]
+    for caller in callers:
+        caller.close()
+    door.close()

@@ -21,6 +21,8 @@ from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolErro
 from xfer.rendezvous.channel import accept_handshake, prepare, read_exactly
 
 MAX_FRAME = 64 << 20
+GREETERS = 64
+"""Callers that may be in the middle of their proof. One more is sent away, and tries again."""
 GREET_S = 5.0
 """Seconds that a caller has for its proof, and again for its first message."""
 
@@ -85,7 +87,7 @@ class Door:
         rejected: Callable[[str], None] = lambda line: None,
     ):
         self._token, self._welcome, self._rejected = token, welcome, rejected
-        self._closed = threading.Event()
+        self._closed, self._greeters = threading.Event(), threading.Semaphore(GREETERS)
         self._threads = [threading.Thread(target=self._accept, args=(s,), daemon=True) for s in listeners]
         for t in self._threads:
             t.start()
@@ -97,7 +99,10 @@ class Door:
                 with suppress(OSError):  # mostly a TimeoutError
                     sock, peer = listener.accept()
                     address = peer[0].removeprefix("::ffff:")  # an IPv4 address that came to an IPv6 socket, as itself
-                    threading.Thread(target=self._greet, args=(sock, address), daemon=True).start()
+                    if self._greeters.acquire(blocking=False):
+                        threading.Thread(target=self._greet, args=(sock, address), daemon=True).start()
+                    else:
+                        sock.close()
 
     def _greet(self, sock: socket.socket, address: str) -> None:
         try:
@@ -106,6 +111,8 @@ class Door:
             sock.close()
             self._rejected(f"{e.message}, from {address}")
             return
+        finally:
+            self._greeters.release()
         try:
             self._welcome(sock, address)
         except (XferError, OSError):
