@@ -43,7 +43,7 @@ class BackgroundCall(Generic[T]):
         call: What to run.
         device: If this is a CUDA device, the call runs with this device and the stream that is current for the caller, so
             that kernels it launches are queued behind the caller's.
-        stream: The stream that it runs with instead.
+        stream: The stream that the call runs with, in place of the caller's.
         where: Where an error happened, e.g. "trainer 3".
         failure: The message of the XferError that replaces any other error of the call. Empty: errors stay as they are.
         register: Called with this object before the call starts. An interrupt can hit the caller while the thread starts;

@@ -28,12 +28,12 @@ Cache = Annotated[
 
 
 def plain(text: str) -> str:
-    """`text` without control characters."""
+    """Return `text` without control characters."""
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
 def say(text: str, style: str = "", *, err: bool = False, head: str = "") -> None:
-    """Prints text literally: neither markup nor control characters in it have an effect. head: styled in the text's place."""
+    """Print text literally: neither markup nor control characters in it have an effect. With `head`, the style applies to it alone."""
     shown = Text(head, style).append(plain(text), "default") if head else Text(plain(text), style)
     Console(stderr=err).print(shown, soft_wrap=True)
 

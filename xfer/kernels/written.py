@@ -36,7 +36,7 @@ class Writer(Protocol):
     """Code that writes tensors by `write`."""
 
     def writes(self) -> Iterable[torch.Tensor]:
-        """Return these tensors. What is no plain contiguous 16-bit tensor is left out by those who ask."""
+        """Return these tensors. The caller leaves out those that are not plain, contiguous and of 16 bits."""
 
 
 _writers: list[weakref.ref[Writer]] = []
