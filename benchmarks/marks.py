@@ -5,7 +5,7 @@
 One rank holds weights with the shapes of Qwen3-4B in bf16, all in one storage as in Megatron-Core's buffers, and fp32 masters. In each step
 this share of the masters changes, anywhere, and all are copied into the weights. Medians in milliseconds on the device:
 
-  step      `copy_` of each tensor, as without xfer, and the copy that compares, writes and marks
+  step      `copy_` of each tensor, as without xfer, and the copies that compare, write and mark
   refit     the comparison with copies, and the search for writes that mark nothing with the marks beside it
   keep      what follows a refit: copies are brought up to date, or marks are cleared
 
@@ -56,8 +56,7 @@ class Weights:
             p.copy_(m)
 
     def write(self) -> None:
-        for p, m in zip(self.params, self.masters):
-            written.write(p, m)
+        written.write(zip(self.params, self.masters))
 
 
 def timed(call: Callable[[], object]) -> float:

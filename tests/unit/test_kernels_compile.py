@@ -4,6 +4,7 @@ the assembler takes. Compiling needs no GPU."""
 from __future__ import annotations
 
 import re
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 from tests.support.row_worlds import row
 from tests.unit.test_kernels_quantize import random_box
-from xfer.kernels import checksum, marks
+from xfer.kernels import checksum, marks, written
 from xfer.kernels.block_fp8 import ScaleRule
 
 pytest.importorskip("triton")
@@ -71,15 +72,10 @@ def test_every_kernel_compiles(compiled):
     kernels = MarkKernels([a], [b], bits, places, marks.rest_of((), [n]), ())
     kernels.compare()
     kernels.update()
-    for dtype in (torch.bfloat16, torch.float16):
-        written_triton.write(
-            a.view(dtype),
-            torch.zeros(n // 2),
-            bits[int(places[0]) :],
-            torch.zeros(2, dtype=torch.int32),
-            0,
-            (1, 1 << 31),
-        )
+    for dtype, length in product((torch.bfloat16, torch.float16), (n // 2, n // 2 - 1)):
+        span, value = marks.ByteRange(0, 0, 2 * length), torch.zeros(length)
+        write = written.SpanWrite(0, a.view(dtype)[:length], value)
+        written_triton.MarkedWrites([write], [span], places).run(bits, torch.zeros(1, 2, dtype=torch.int32))
 
     copy, cast = row((n // 2,)), row((n // 4,), src_dtype="float32", dst_dtype="bfloat16")
     rows = TritonRows(np.concatenate([copy, cast]), [b], "local", [a], programs=2, bits=addresses, live=[c])

@@ -7,7 +7,7 @@ Anything else may write parameters, too, and tells nobody. So a `Written` also h
 write brings up to date by what it changes. `settle` reads the tensors: if one has another checksum, something else has written it, and
 all of its granules are marked.
 
-A Triton kernel compares, writes and marks in one pass on CUDA (written_triton.py); here is its torch twin.
+A Triton kernel compares, writes and marks all tensors of a call in one pass on CUDA (written_triton.py); here is its torch twin.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Protocol
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -26,10 +29,24 @@ from xfer.kernels.checksum import FACTORS, GROUP, MIXES, Sums, _halves, mix_int
 from xfer.kernels.marks import ByteRange, packed_bits, places
 from xfer.plan.program import DTYPE_CODE, ROW, Op
 
+if TYPE_CHECKING:
+    from xfer.kernels.written_triton import MarkedWrites
+
 DTYPES = (torch.bfloat16, torch.float16)
 """Of the tensors that are written."""
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+MOST_TABLES = 64
+"""Tables that a `Written` keeps. A layer-wise optimizer writes its parameters in as many turns as it has groups."""
 _LOW = (1 << 32) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SpanWrite:
+    """`value` (float32, contiguous) goes into `into`, the tensor of a span, whose number is `span`."""
+
+    span: int
+    into: torch.Tensor
+    value: torch.Tensor
 
 
 class Writer(Protocol):
@@ -58,15 +75,16 @@ def wanted() -> bool:
     return any(r() is not None for r in _known)
 
 
-def write(into: torch.Tensor, value: torch.Tensor) -> None:
-    """Do `into.copy_(value)`, and mark what it changes."""
-    if not write_marked(into, value):
-        into.copy_(value)
-
-
-def write_marked(into: torch.Tensor, value: torch.Tensor) -> bool:
-    """Do `into.copy_(value)` and mark what it changes, if somebody wants marks of `into`. Returns whether that is so."""
-    return any(known.write(into, value) for r in reversed(_known) if (known := r()) is not None)
+def write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Do `into.copy_(value)` for each pair (into, value) in turn, and mark what that changes where somebody wants marks."""
+    live = [known for r in reversed(_known) if (known := r()) is not None]
+    found = ((next((k for k in live if k.takes(*pair)), None), pair) for pair in pairs)
+    for known, some in groupby(found, itemgetter(0)):
+        if known is not None:
+            known.write([pair for _, pair in some])
+        else:
+            for _, (into, value) in some:
+                into.copy_(value)
 
 
 def spans_of(roots: Sequence[torch.Tensor]) -> tuple[ByteRange, ...]:
@@ -112,12 +130,13 @@ class Written:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the marks and the checksums."""
-        return self.bits.numel() + self._sums.nbytes
+        """Bytes of the marks, the checksums and the kernels' tables."""
+        return self.bits.numel() + self._sums.nbytes + sum(t.nbytes for t in self._tables.values())
 
     def bind(self, roots: Sequence[torch.Tensor]) -> None:
         """Use these storages of the same sizes, which have other addresses. If they hold other bytes, or writes go to other places in
         them, `settle` finds that."""
+        self._tables: dict[tuple, MarkedWrites] = {}
         self._number = {s.of(roots).data_ptr(): k for k, s in enumerate(self.spans)}
         rows, n = np.zeros(len(self.spans), ROW), np.array([(s.stop - s.start) // 2 for s in self.spans], np.int64)
         rows["op"], rows["src_dtype"], rows["dst_dtype"] = Op.COPY, *[DTYPE_CODE["int16"]] * 2
@@ -144,27 +163,43 @@ class Written:
         """Remove all marks."""
         self.bits.zero_()
 
-    def write(self, into: torch.Tensor, value: torch.Tensor) -> bool:
-        """Do `into.copy_(value)` and mark what it changes, if `into` is the tensor of a span.
-
-        Returns:
-            False if it has done nothing.
-        """
+    def takes(self, into: torch.Tensor, value: torch.Tensor) -> bool:
+        """Whether `into` is the tensor of a span, and `write` can do `into.copy_(value)`."""
         k = self._number.get(into.data_ptr()) if type(into) in PLAIN and into.dtype in DTYPES else None
         if k is None or into.nbytes != self.spans[k].stop - self.spans[k].start or not into.is_contiguous():
             return False
-        if value.shape != into.shape or value.dtype not in (*DTYPES, torch.float32):  # others may round twice
-            return False
-        value = value.detach().to(into.device, torch.float32).contiguous()
-        if into.is_cuda and find_spec("triton") is not None:
-            from xfer.kernels import written_triton
+        return value.shape == into.shape and value.dtype in (*DTYPES, torch.float32)  # others may round twice
 
-            at = self._places[self.spans[k].root]
-            written_triton.write(into, value, self.bits[at:], self._sums[k], self.spans[k].start, salts(k))
+    def write(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Do `into.copy_(value)` for pairs that it `takes`, in turn, and mark what that changes."""
+        writes = [
+            SpanWrite(
+                self._number[into.data_ptr()],
+                into.detach(),
+                value.detach().to(into.device, torch.float32).contiguous(),
+            )
+            for into, value in pairs
+        ]
+        if not self.bits.is_cuda or find_spec("triton") is None:
+            for w in writes:
+                self._write(w.span, w.into, w.value.to(w.into.dtype))
+        elif len({w.span for w in writes}) == len(writes):
+            self._bound_to(writes).run(self.bits, self._sums)
         else:
-            self._write(k, into.detach(), value.to(into.dtype))
-        torch.autograd.graph.increment_version(into)
-        return True
+            for w in writes:  # one kernel must not write a tensor twice
+                self._bound_to([w]).run(self.bits, self._sums)
+        torch.autograd.graph.increment_version([into for into, _ in pairs])
+
+    def _bound_to(self, writes: Sequence[SpanWrite]) -> MarkedWrites:
+        """The tables of these writes, which an optimizer makes again in its next step."""
+        from xfer.kernels.written_triton import MarkedWrites
+
+        key = tuple((w.span, w.value.data_ptr()) for w in writes)
+        if key not in self._tables:
+            if len(self._tables) >= MOST_TABLES:
+                self._tables.clear()
+            self._tables[key] = MarkedWrites(writes, self.spans, self._places)
+        return self._tables[key]
 
     def _write(self, k: int, into: torch.Tensor, value: torch.Tensor) -> None:
         old, new = (t.view(-1).view(torch.int16) for t in (into, value))

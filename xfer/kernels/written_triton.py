@@ -1,34 +1,50 @@
-"""A write that marks, as a Triton kernel: compare, write, set bits and bring the checksum up to date in one pass. Its twin and what it is
-for: written.py."""
+"""Writes that mark, as a Triton kernel: compare, write, set bits and bring checksums up to date in one pass over any number of tensors.
+Its twin and what it is for: written.py."""
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Sequence
+from itertools import groupby
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from xfer.kernels.bits import WORD
-from xfer.kernels.checksum import FACTORS, MIXES
+from xfer.kernels.checksum import FACTORS, GROUP, MIXES
 from xfer.kernels.checksum_triton import _add_to, _weighed
-from xfer.kernels.marks_triton import WARPS, _on
+from xfer.kernels.marks import ByteRange
+from xfer.kernels.marks_triton import _on
 from xfer.kernels.triton_impl import _to_bfloat16
+from xfer.kernels.written import SpanWrite, salts
 
-TILE_WORDS, AT_ONCE = 64, 4
-"""Words of marks, 512 elements each, of which a program looks at the bytes, and at whose it looks at once."""
+TILE_WORDS, AT_ONCE, WARPS = 256, 4, 8
+"""Words of marks, 512 elements each, of which a program looks at the elements, and at whose it looks at once."""
 
 
-@triton.jit(do_not_specialize=["start", "n", "salt0", "salt1"])
+@triton.jit
 def _write(
-    into, value, marks, sums, factors, start, n, salt0, salt1,
-    BFLOAT16: tl.constexpr, A: tl.constexpr, B: tl.constexpr, TILE_WORDS: tl.constexpr, AT_ONCE: tl.constexpr,
+    tiles, marks, sums, factors,
+    BFLOAT16: tl.constexpr, WHOLE: tl.constexpr, A: tl.constexpr, B: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """into: int16 [n], at byte `start` of its storage, a multiple of 16. value: float32 [n]. marks: int32, of the storage's first granules.
-    sums: int32 [2]. factors: int32 [2, 8]."""
-    start = start.to(tl.int64)
-    n = n.to(tl.int64)
-    first = start // 1024 + tl.program_id(0).to(tl.int64) * TILE_WORDS
+    """tiles: int64 [programs, 9], which begin at the first element of a word of marks: addresses of that element and of its value
+    (float32), groups of 8 elements before the tensor, elements up to the tile's end, the group's number in the tensor (of the first one,
+    below 0 if the tensor begins later), place of the word in `marks`, the span and its two salts. marks: int32. sums: int32 [spans, 2].
+    factors: int32 [2, 8]. WHOLE: tensors are whole groups, and values begin at multiples of 16 bytes."""
+    t = tiles + tl.program_id(0).to(tl.int64) * 9
+    into = tl.load(t).to(tl.pointer_type(tl.int16))
+    value = tl.load(t + 1).to(tl.pointer_type(tl.float32))
+    low = tl.load(t + 2).to(tl.int32)
+    n = tl.load(t + 3).to(tl.int32)
+    first = tl.load(t + 4).to(tl.int32)
+    bits = marks + tl.load(t + 5)
+    span = tl.load(t + 6)
+    salt0 = tl.load(t + 7).to(tl.uint32)
+    salt1 = tl.load(t + 8).to(tl.uint32)
+    into = tl.multiple_of(into, 16)
+    if WHOLE:
+        value = tl.multiple_of(value, 16)
     word = tl.arange(0, AT_ONCE)
     eight = tl.arange(0, 64)
     element = tl.arange(0, 8)
@@ -36,11 +52,13 @@ def _write(
     factors1 = tl.load(factors + 8 + element)[None, None, :]
     total0 = tl.zeros([AT_ONCE], tl.uint32)
     total1 = tl.zeros([AT_ONCE], tl.uint32)
-    left = (start + 2 * n + 1023) // 1024 - first
-    for at in range(0, tl.minimum(left, TILE_WORDS), AT_ONCE):
-        group = (first + at + word)[:, None] * 64 + eight[None, :] - start // 16
+    for at in range(0, (n + 511) // 512, AT_ONCE):
+        group = (at + word)[:, None] * 64 + eight[None, :]
         i = group[:, :, None] * 8 + element[None, None, :]
-        keep = (i >= 0) & (i < n)
+        if WHOLE:  # all elements of a group are kept or none, so that eight are loaded at once
+            keep = ((group >= low) & (group < n // 8))[:, :, None] & (element < 8)[None, None, :]
+        else:
+            keep = (group >= low)[:, :, None] & (i < n)
         old = tl.load(into + i, mask=keep, other=0)
         x = tl.load(value + i, mask=keep, other=0.0)
         if BFLOAT16:
@@ -48,44 +66,68 @@ def _write(
         else:
             new = x.to(tl.float16).to(tl.int16, bitcast=True)
         differs = keep & (new != old)
-        tl.store(into + i, new, mask=differs)
-        change = tl.where(differs, new.to(tl.int32) - old.to(tl.int32), 0)
         some = tl.max(differs.to(tl.int32), axis=2)
-        w = group.to(tl.uint32)
-        total0 += tl.sum(
-            _weighed(tl.sum(change * factors0, axis=2).to(tl.uint32), some != 0, w, salt0.to(tl.uint32), A), axis=1
-        )
-        total1 += tl.sum(
-            _weighed(tl.sum(change * factors1, axis=2).to(tl.uint32), some != 0, w, salt1.to(tl.uint32), B), axis=1
-        )
+        if WHOLE:
+            tl.store(into + i, new, mask=(some != 0)[:, :, None] & (element < 8)[None, None, :])
+        else:
+            tl.store(into + i, new, mask=differs)
+        change = tl.where(differs, new.to(tl.int32) - old.to(tl.int32), 0)
+        w = (first + group).to(tl.uint32)
+        x0 = tl.sum(change * factors0, axis=2).to(tl.uint32)
+        x1 = tl.sum(change * factors1, axis=2).to(tl.uint32)
+        total0 += tl.sum(_weighed(x0, some != 0, w, salt0, A), axis=1)
+        total1 += tl.sum(_weighed(x1, some != 0, w, salt1, B), axis=1)
         granules = tl.max(tl.reshape(some, [AT_ONCE, 32, 2]), axis=2)
-        bits = tl.sum(granules << tl.arange(0, 32)[None, :], axis=1)
-        tl.atomic_or(marks + first + at + word, bits, mask=bits != 0)  # a word may be another span's, too
-    _add_to(sums, total0, total1)
+        marked = tl.sum(granules << tl.arange(0, 32)[None, :], axis=1)
+        tl.atomic_or(bits + at + word, marked, mask=marked != 0, sem="relaxed")  # a word may be another span's, too
+    _add_to(sums + span * 2, total0, total1)
 
 
-@cache
-def _factors(device: torch.device) -> torch.Tensor:
-    return torch.tensor(FACTORS, dtype=torch.int64).to(torch.int32).to(device)  # wraps
-
-
-def write(
-    into: torch.Tensor, value: torch.Tensor, marks: torch.Tensor, sums: torch.Tensor, start: int, salts: tuple[int, int]
-) -> None:
-    """Write on the current stream, as `Written.write`.
+class MarkedWrites:
+    """Writes into spans, bound to their addresses.
 
     Args:
-        into: The tensor of a span, bfloat16 or float16, contiguous.
-        value: float32, contiguous, of the same shape.
-        marks: uint8, the bits of the storage.
-        sums: int32 [2], the checksum of the span.
-        start: The first byte of the span in its storage, a multiple of 16.
-        salts: Of the span.
+        writes: The writes, into tensors of one device.
+        spans: As of `Written`.
+        places: See `marks.places`.
     """
-    n = into.numel()
-    words = -(-(start + 2 * n) // WORD) - start // WORD
-    with _on(into.device):
-        _write[(-(-words // TILE_WORDS),)](
-            into.detach().view(torch.int16), value, marks[: len(marks) // 4 * 4].view(torch.int32), sums,
-            _factors(into.device), start, n, *salts, into.dtype == torch.bfloat16, *MIXES, TILE_WORDS, AT_ONCE, num_warps=WARPS,
-        )  # fmt: skip
+
+    def __init__(self, writes: Sequence[SpanWrite], spans: Sequence[ByteRange], places: np.ndarray):
+        def kind(w: SpanWrite) -> tuple[bool, bool]:
+            return w.into.dtype == torch.bfloat16, w.into.numel() % GROUP == 0 and w.value.data_ptr() % 16 == 0
+
+        device = writes[0].into.device
+        self._launches = []
+        for constants, some in groupby(sorted(writes, key=kind), kind):
+            tiles = np.concatenate([_tiles(w, spans[w.span], places) for w in some])
+            self._launches.append((constants, torch.from_numpy(tiles).to(device)))
+        self._factors = torch.tensor(FACTORS, dtype=torch.int64).to(torch.int32).to(device)  # wraps
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables."""
+        return sum(tiles.nbytes for _, tiles in self._launches)
+
+    def run(self, bits: torch.Tensor, sums: torch.Tensor) -> None:
+        """Write on the current stream.
+
+        Args:
+            bits: The marks, flat uint8.
+            sums: int32 [spans, 2], the checksums of the spans.
+        """
+        words = bits[: len(bits) // 4 * 4].view(torch.int32)
+        with _on(bits.device):
+            for constants, tiles in self._launches:
+                _write[(len(tiles),)](tiles, words, sums, self._factors, *constants, *MIXES, AT_ONCE, num_warps=WARPS)
+
+
+def _tiles(w: SpanWrite, span: ByteRange, places: np.ndarray) -> np.ndarray:
+    """Tiles of `_write`; int64 [n, 9]."""
+    words = np.arange(span.start // WORD, -(-span.stop // WORD), TILE_WORDS)
+    at = (words * WORD - span.start) // 2  # elements from the beginning of the span; below 0 in the first tile
+    columns = (
+        w.into.data_ptr() + 2 * at, w.value.data_ptr() + 4 * at, np.maximum(0, -at) // GROUP,
+        np.minimum(TILE_WORDS * WORD // 2, w.into.numel() - at), at // GROUP, places[span.root] // 4 + words,
+        *(np.full_like(at, x) for x in (w.span, *salts(w.span))),
+    )  # fmt: skip
+    return np.stack(columns, axis=1)

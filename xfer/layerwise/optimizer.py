@@ -280,9 +280,7 @@ class LayerWise:
         while left:
             i = left.pop(0)
             self.inner[i].step()
-            for o in self.owned:
-                if o.group == i and o.target is not o.param:
-                    written.write(o.param, o.target)
+            written.write((o.param, o.target) for o in self.owned if o.group == i and o.target is not o.param)
             if left:
                 self.gather.begin_ahead(
                     lambda b: all(self._group_at[id(m.param)] not in left for s in b.shares for m in s.members)

@@ -1,7 +1,7 @@
 """Megatron-Core's distributed optimizer as a writer (kernels/written.py): its copies of masters into parameters mark what they change.
 
-`_copy_main_params_to_model_params` of an optimizer object runs as it is, but that each copy in it goes through `write_marked`. So nothing
-here knows which parameters it copies, where to, and which it leaves to other code (FP8).
+`_copy_main_params_to_model_params` of an optimizer object runs as it is, but that its copies go through `write`. So nothing here
+knows which parameters it copies, where to, and which it leaves to other code (FP8).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from xfer.kernels.written import announce, wanted, write_marked
+from xfer.kernels.written import announce, wanted, write
 
 _COPY, _SHARDS, _MASTERS = "_copy_main_params_to_model_params", "shard_float16_groups", "shard_fp32_from_float16_groups"
 
@@ -48,7 +48,25 @@ class _MarkingCopy:
 
 
 class _Writes(TorchDispatchMode):
+    """Copies wait for each other, since many tensors are written faster at once: until an operator comes that is neither a copy nor a
+    view, or until the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.copy_.default and write_marked(*args[:2]):
+        if func is torch.ops.aten.copy_.default:
+            self._waiting.append(args[:2])
             return args[0]
+        if not func.is_view:
+            self._write()
         return func(*args, **(kwargs or {}))
+
+    def __exit__(self, *exc):
+        super().__exit__(*exc)
+        self._write()
+
+    def _write(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        write(waiting)
