@@ -46,4 +46,5 @@ def test_the_gpu_benchmark_at_toy_size(tmp_path):
     dear, cheap = found["skew"]["lacked"]
     assert found["skew"]["received"] == [dear, cheap] and dear > 20 * cheap
     assert [x["verdict"] for x in found["dead"]] == [""] and len(found["dead"][0]["survivors"]) == 1
-    assert "ALL EQUAL" in text and "ALL RIGHT" in text and "megatron" in found["skipped"]
+    assert "ALL EQUAL" in text and "ALL RIGHT" in text
+    assert found.get("megatron") or "older than 0.17" in found["skipped"]["megatron"]

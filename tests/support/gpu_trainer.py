@@ -193,6 +193,10 @@ class Megatron:
     def parameters(self) -> dict[str, torch.Tensor]:
         return {f"{i}:{n}": p for i, chunk in enumerate(self.trainer.chunks) for n, p in chunk.named_parameters()}
 
+    @property
+    def optimizer(self) -> object:
+        return self.trainer.optimizer
+
     def export_fp8(self, folder: str) -> None:
         """What is held in FP8 as a checkpoint in block FP8, written by rank 0."""
         from safetensors.torch import save_file

@@ -156,8 +156,10 @@ def bench(
         world=job.world, trainers=job.trainers, devices=list(devices), pairs=pair_bytes(job, bucket), meet=free_port(), route=route,
         drop=list(job.drop), narrow=list(job.narrow), replicas=job.replicas, catalog=job.sources.catalog.to_bytes(),
     )  # fmt: skip
-    # Processes of two names for one host do not read each other's memory, so that all bytes take the link.
-    beside = {"XFER_HOST": f"{host_identity()}-engines"} if route in ("nccl", "gloo") else {}
+    beside: dict[str, dict[str, str]] = {"trainer": {}, "worker": {}}
+    if route in ("nccl", "gloo"):  # workers must not read trainers' memory
+        beside["trainer"] = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
+        beside["worker"] = {"XFER_HOST": f"{host_identity()}-engines"}
     secret = {"XFER_TOKEN": secrets.token_hex(16), "OMP_NUM_THREADS": "1"}
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="xfer-bench-")))
@@ -170,7 +172,7 @@ def bench(
             role = "trainer" if mine else "worker"
             task = Task(role=role, joint=joint, device=device, inventory=inventory.to_bytes(), **common)
             run = [sys.executable, "-m", "xfer.cli.bench.rank"]
-            children.append(Child(f"{role} {joint}", run, task, work, {**secret, **({} if mine else beside)}))
+            children.append(Child(f"{role} {joint}", run, task, work, {**secret, **beside[role]}))
             stack.callback(children[-1].stop)
         try:
             say(f"{route}: starting {job.world} processes")
