@@ -1,7 +1,8 @@
 """Time whole refits between GPU processes: real sessions, a real vLLM, full-size shapes, random weights.
 
     python -m benchmarks.gpu_session [--model 4b|30b|toy] [--trainers plain|megatron|nothing|packed|mapped|one]
-        [--tp 2] [--replicas 1] [--ranks N] [--layers N] [--repeats 12] [--offline] [--staged] [--changed 0.01] [--sent] [--out FILE]
+        [--tp 2] [--replicas 1] [--ranks N] [--layers N] [--repeats 12] [--offline] [--no-compile]
+        [--staged] [--changed 0.01] [--sent] [--out FILE]
 
 --replicas engines (vLLM's AsyncLLM, or its LLM with --offline) run on the first --tp GPUs each, trainers on the next GPUs, or
 on the engines' GPUs where there are no more. There are --ranks trainer ranks, or as many as engine workers. Trainers of 30b
@@ -19,7 +20,8 @@ GPU for each rank.
   plain          tensors cut as Megatron-Core cuts them
   megatron       Megatron-Core and Bridge, a GPU for each rank, one optimizer step before every verified refit; TransformerEngine
                  if it is installed, else its stand-in; the output says which. At the end the engine's tokens are compared with
-                 those of a fresh engine that loads Bridge's export
+                 those of a fresh engine that loads Bridge's export: use --no-compile, since torch.compile does not make two engines
+                 that round alike, whether xfer is there or not
   nothing        plain, with an engine that keeps all but one norm: a refit of almost no bytes, the cost of the protocol
   one            one trainer and a replica on each other GPU: one replica alone, all from the trainer, all in a relay chain.
                  On two GPUs the second replica shares the trainer's GPU
@@ -84,6 +86,7 @@ class Bench:
         self.config = config(family, **override) if args.model == "toy" else toy.config(family, **override)
         if args.fp8:
             self.config |= BLOCK_FP8
+        self.alike = dict(eager=args.eager, compiled=not args.no_compile, asynchronous=not args.offline)
         self.rows: list[tuple[str, str]] = []
         self.raw: dict = {}
         self.began = time.monotonic()
@@ -165,10 +168,7 @@ class Bench:
                     self.copy_rate()
                 if args.trainers in ("plain", "megatron"):
                     self.floor(self.trainers_on(), sum(self.places(), []))
-                engines = [
-                    job.engine(f"engine{i}", on, eager=args.eager, asynchronous=not args.offline)
-                    for i, on in enumerate(self.places())
-                ]
+                engines = [job.engine(f"engine{i}", on, **self.alike) for i, on in enumerate(self.places())]
                 how = {"nothing": self.nothing, "plain": self.plain, "megatron": self.megatron}
                 how.get(args.trainers, self.packed)(job, engines)
             except BaseException:
@@ -377,8 +377,7 @@ class Bench:
         self.judge(engine, folder=str(out))
         tokens = engine.observe()["outputs"]
         job.stop_trainers()  # their memory is the fresh engine's
-        alike = dict(eager=self.args.eager, asynchronous=not self.args.offline)
-        fresh = job.engine("fresh", engine.on, model=str(out), load_format="auto", **alike)
+        fresh = job.engine("fresh", engine.on, model=str(out), load_format="auto", **self.alike)
         fresh.started(400)
         anew = fresh.observe()[
             "outputs"
@@ -398,6 +397,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--repeats", type=int, default=12)
     p.add_argument("--fp8", action="store_true", help="the engine serves block FP8, and bf16 trainers quantize")
     p.add_argument("--eager", action="store_true", help="no CUDA graphs, no torch.compile: starts faster")
+    p.add_argument("--no-compile", action="store_true", help="CUDA graphs without torch.compile")
     p.add_argument(
         "--staged", action="store_true", help="staged refits beside blocking ones, of all bytes and of changes"
     )

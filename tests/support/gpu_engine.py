@@ -27,12 +27,14 @@ def start(
     load_format: str = "dummy",
     eager: bool = False,
     asynchronous: bool = False,
+    compiled: bool = True,
     flashinfer: bool = False,
     **more,
 ):
     """Start vLLM.
 
     Args:
+        compiled: False: CUDA graphs without torch.compile. Engines of the same weights then give the same logprobs; compiled ones may not.
         flashinfer: Give vLLM FlashInfer's kernel for experts in torch, if FlashInfer is not installed.
     """
     if flashinfer and find_spec("flashinfer") is None:
@@ -50,7 +52,10 @@ def start(
         worker_extension_cls="tests.support.gpu_probe.Probe",
     )  # fmt: skip
     if not eager:
-        options["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 8]}
+        options["compilation_config"] = {
+            "cudagraph_capture_sizes": [1, 2, 4, 8],
+            **({} if compiled else {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}),
+        }
     if dp > 1 or asynchronous:
         return InLoop(**{**options, "data_parallel_size": dp, **more})
     return LLM(**{**options, **more})
