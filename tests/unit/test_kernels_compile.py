@@ -13,7 +13,7 @@ import torch
 
 from tests.support.row_worlds import row
 from tests.unit.test_kernels_quantize import random_box
-from xfer.kernels import checksum, marks, written
+from xfer.kernels import checksum, marks
 from xfer.kernels.block_fp8 import ScaleRule
 
 pytest.importorskip("triton")
@@ -74,7 +74,7 @@ def test_every_kernel_compiles(compiled):
     kernels.update()
     for dtype, length in product((torch.bfloat16, torch.float16), (n // 2, n // 2 - 1)):
         span, value = marks.ByteRange(0, 0, 2 * length), torch.zeros(length)
-        write = written.SpanWrite(0, a.view(dtype)[:length], value)
+        write = marks.SpanWrite(0, a.view(dtype)[:length], value)
         written_triton.MarkedWrites([write], [span], places).run(bits, torch.zeros(1, 2, dtype=torch.int32))
 
     copy, cast = row((n // 2,)), row((n // 4,), src_dtype="float32", dst_dtype="bfloat16")

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.support.examples import EXAMPLES
 from xfer.kernels import written
 from xfer.kernels.bits import GRANULE
-from xfer.kernels.marks import ByteRange, places
+from xfer.kernels.marks import ByteRange, SpanWrite, places
 from xfer.kernels.written import Written, spans_of, write
 
 GPU, INTERPRETED = torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1"
@@ -125,7 +125,7 @@ def test_the_kernel_writes_marks_and_sums_as_the_twin(seed, share):
     number = {s.of(params.roots).data_ptr(): k for k, s in enumerate(here.spans)}
 
     def by_kernel(pairs) -> None:
-        writes = [written.SpanWrite(number[into.data_ptr()], into, value) for into, value in pairs]
+        writes = [SpanWrite(number[into.data_ptr()], into, value) for into, value in pairs]
         with patch.object(module, "TILE_WORDS", 2):
             module.MarkedWrites(writes, here.spans, here._places).run(here.bits, here._sums)
 

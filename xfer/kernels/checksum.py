@@ -174,7 +174,12 @@ def placed(row, side: str, shapes: Sequence[Sequence[int]]) -> Placed | None:
             dims[-1] = (dims[-1][0] * n, s, c)
         else:
             dims.append((n, s, c))
-    return Placed(offset, index, _halves(mix_int(tensor + 1)), tuple(dims))
+    return Placed(offset, index, salts(tensor), tuple(dims))
+
+
+def salts(tensor: int) -> tuple[int, int]:
+    """The salts of a tensor's number, one for each half of a sum."""
+    return _halves(mix_int(tensor + 1))
 
 
 def _refuse_outside(rows: np.ndarray, roots: Sequence[torch.Tensor], side: str) -> None:

@@ -42,6 +42,15 @@ class ByteRange:
         return roots[self.root][self.start : self.stop]
 
 
+@dataclass(frozen=True, slots=True)
+class SpanWrite:
+    """`value` (float32, contiguous) goes into `into`, the tensor of a span, whose number is `span`."""
+
+    span: int
+    into: torch.Tensor
+    value: torch.Tensor
+
+
 def rest_of(spans: Iterable[ByteRange], sizes: Sequence[int]) -> tuple[ByteRange, ...]:
     """Return spans of whole words that have all bytes outside of `spans`, and perhaps some of theirs, in order; no two share a word.
 

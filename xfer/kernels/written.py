@@ -15,7 +15,6 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import groupby
 from operator import itemgetter
@@ -25,8 +24,8 @@ import numpy as np
 import torch
 
 from xfer.kernels.bits import GRANULE
-from xfer.kernels.checksum import FACTORS, GROUP, MIXES, Sums, _halves, mix_int
-from xfer.kernels.marks import ByteRange, packed_bits, places
+from xfer.kernels.checksum import FACTORS, GROUP, MIXES, Sums, salts
+from xfer.kernels.marks import ByteRange, SpanWrite, packed_bits, places
 from xfer.plan.program import DTYPE_CODE, ROW, Op
 
 if TYPE_CHECKING:
@@ -38,15 +37,6 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 MOST_TABLES = 64
 """Tables that a `Written` keeps. A layer-wise optimizer writes its parameters in as many turns as it has groups."""
 _LOW = (1 << 32) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class SpanWrite:
-    """`value` (float32, contiguous) goes into `into`, the tensor of a span, whose number is `span`."""
-
-    span: int
-    into: torch.Tensor
-    value: torch.Tensor
 
 
 class Writer(Protocol):
@@ -218,8 +208,3 @@ class Written:
         some.view(-1)[(start + 2 * at) // GRANULE - 8 * first] = True
         place = int(self._places[self.spans[k].root]) + first
         self.bits[place : place + len(some)] |= packed_bits(some)
-
-
-def salts(k: int) -> tuple[int, int]:
-    """The salts of span k in both sums, as of tensor k (checksum.py)."""
-    return _halves(mix_int(k + 1))

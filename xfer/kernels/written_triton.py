@@ -12,12 +12,11 @@ import triton
 import triton.language as tl
 
 from xfer.kernels.bits import WORD
-from xfer.kernels.checksum import FACTORS, GROUP, MIXES
+from xfer.kernels.checksum import FACTORS, GROUP, MIXES, salts
 from xfer.kernels.checksum_triton import _add_to, _weighed
-from xfer.kernels.marks import ByteRange
+from xfer.kernels.marks import ByteRange, SpanWrite
 from xfer.kernels.marks_triton import _on
 from xfer.kernels.triton_impl import _to_bfloat16
-from xfer.kernels.written import SpanWrite, salts
 
 TILE_WORDS, AT_ONCE, WARPS = 256, 4, 8
 """Words of marks, 512 elements each, of which a program looks at the elements, and at whose it looks at once."""
