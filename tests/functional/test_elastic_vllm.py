@@ -46,13 +46,13 @@ class Fleet:
         self.engines[i].ask("close")
         self.there.remove(i)
 
-    def refits(self, times: int) -> None:
+    def refits(self, times: int, **how) -> None:
         """While all engines answer requests. Each one that is there then holds the version, whole."""
         for _ in range(times):
             self.version += 1
             seed = 1 if self.version % 2 else 2
             report = good(
-                self.job.trainers.refit(seed, verify=True, version=self.version, min_replicas=len(self.there))
+                self.job.trainers.refit(seed, verify=True, version=self.version, min_replicas=len(self.there), **how)
             )
             assert [i for i, c in enumerate(report["committed"]) if c] == sorted(self.there), report["errors"]
             for i in self.there:
@@ -83,10 +83,15 @@ def test_engines_join_and_leave_during_ten_refits_and_a_joiner_is_served_while_t
                 fleet.holds(i, 3)
         finally:
             os.kill(trainer, signal.SIGCONT)
-        fleet.refits(4)
+        fleet.refits(2)
+        fleet.refits(2, at_once=1)
         fleet.leaves(1)
         fleet.refits(3)
         fleet.holds(1, 7)
-        for e in fleet.engines:
-            answers = e.ask("generated")
-            assert answers["count"] > 5 and not answers["broken"], answers
+        answers = [e.ask("generated") for e in fleet.engines]
+        assert all(a["count"] > 5 and not a["broken"] for a in answers), answers
+        (first, second) = (dict(a["paused"]) for a in answers[:2])
+        for version in (6, 7):  # one at a time; 8 to 10 came without the second one
+            (began, seconds), (then, _) = first[version], second[version]
+            assert then - began > seconds / 2, "the second one is paused once the first one serves"
+        assert 8 in first and 8 not in second

@@ -13,9 +13,11 @@ import os
 import random
 import signal
 import tempfile
+import time
 from collections import Counter
 
 import xfer
+import xfer.metrics
 from tests.support import small_vllm
 from tests.support.proc import PATIENCE, commands, emit
 from tests.support.vllm_main import PROMPTS
@@ -142,7 +144,12 @@ class Engine:
 
     async def generate(self) -> None:
         """From now on one request after the other. `broken`: those with too few tokens, or with NaN for a logprob."""
-        self.answers, self.broken = 0, 0
+        self.answers, self.broken, self.paused = 0, 0, {}
+
+        def note(end: xfer.observers.EngineFinished) -> None:
+            self.paused[end.version] = time.monotonic() - end.outage_s, end.outage_s
+
+        xfer.metrics.observe(note)
 
         async def ask() -> None:
             while True:
@@ -153,9 +160,9 @@ class Engine:
         self.asking = asyncio.create_task(ask())
 
     async def generated(self) -> dict:
-        """Ends that, and says how many answers came."""
+        """Ends that, and says how many answers came, and of each version when the engine was paused for it, and how long."""
         self.asking.cancel()
-        return dict(count=self.answers, broken=self.broken)
+        return dict(count=self.answers, broken=self.broken, paused=list(self.paused.items()))
 
     async def disturb(self, seed: int) -> None:
         """From now on: requests, and an owner who pauses and resumes the engine at random."""
