@@ -21,6 +21,7 @@ from xfer.kernels import written
 from xfer.kernels.bits import GRANULE
 from xfer.kernels.marks import ByteRange, SpanWrite, places
 from xfer.kernels.written import Written, spans_of, write
+from xfer.trainers.marked_writes import mark_writes
 
 GPU, INTERPRETED = torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if GPU else "cpu"
@@ -191,3 +192,36 @@ def test_storages_that_move_go_on_and_nobody_who_is_gone_takes_writes():
     bits.zero_()
     params.step(1.0)
     assert not bits.any() and params.params[0]._version > version
+
+
+def test_megatrons_copies_wait_for_no_operator_that_reads_them():
+    class Optimizer:
+        """With the names that Megatron's has. It writes a parameter twice and reads it in between."""
+
+        def __init__(self, params: Params):
+            self.shard_float16_groups, self.shard_fp32_from_float16_groups = [params.params], [params.masters]
+            self.params, self.read = params, []
+
+        def _copy_main_params_to_model_params(self) -> None:
+            for p, m in zip(self.params.params, self.params.masters):
+                p.view(-1)[:].copy_(m)
+            self.read = [p + 0 for p in self.params.params]
+            for p, m in zip(self.params.params, self.params.masters):
+                p.copy_(m + 1)
+
+    params = Params(6, DEVICE)
+    written.forget(params)
+    optimizer = Optimizer(params)
+    mark_writes(optimizer)
+    taken = Written(params.roots, spans_of(params.roots))
+    before = bytes_of(params)
+    for m in params.masters:
+        m += 2
+    optimizer._copy_main_params_to_model_params()
+    assert all(torch.equal(r, m.to(r.dtype)) for r, m in zip(optimizer.read, params.masters))
+    assert all(torch.equal(p, (m + 1).to(p.dtype)) for p, m in zip(params.params, params.masters))
+    want = changed_granules(params, bytes_of(params), before)
+    marks = taken.bits.cpu().numpy()
+    assert np.array_equal(marks & want, want)
+    taken.settle()
+    assert np.array_equal(taken.bits.cpu().numpy(), marks), "nothing else has written"
