@@ -5,7 +5,7 @@
 
 configs() { echo smoke smoke-over-nodes 4b-dp8-to-dp8 4b-dp8-to-tp8 4b-pp2dp4-to-tp4dp2 4b-pp4dp2-to-tp4dp2 4b-tp2pp2dp2-to-tp4dp2 4b-tp2dp4-to-tp4dp2 \
   30b-ep4tp2dp2-to-tp4dp4 30b-ep4tp2pp2-to-tp4dp4 30b-ep8pp2-to-tp2dp8 30b-ep8pp2-to-tp8dp2 nano_v3-ep8tp2-to-tp4dp4 \
-  235b-tp4pp8ep16-to-tp8dp16 deepseek_v3-pp16ep16-to-tp32dp8; }
+  super_v3-ep8tp8pp2dp2-to-tp8dp2 235b-tp4pp8ep16-to-tp8dp16 deepseek_v3-pp16ep16-to-tp32dp8; }
 
 uneven() { loop+=(--provider num_layers_in_first_pipeline_stage="$1" --provider num_layers_in_last_pipeline_stage="$2"); }
 
@@ -35,10 +35,11 @@ config() {
     30b-ep8pp2-to-tp2dp8)    model=Qwen3-30B-A3B ranks=16 pp=2 ep=8       engine_tp=2 replicas=8 ;;
     30b-ep8pp2-to-tp8dp2)    model=Qwen3-30B-A3B ranks=16 pp=2 ep=8       engine_tp=8 replicas=2 ;;
     nano_v3-ep8tp2-to-tp4dp4) model=Nemotron-3-Nano-30B-A3B ranks=16 tp=2 ep=8 engine_tp=4 replicas=4 ;;
+    # Latent experts: Bridge 0.6.2 has them, 0.3.1 has not.
+    super_v3-ep8tp8pp2dp2-to-tp8dp2) model=Nemotron-3-Super-120B-A12B ranks=32 tp=8 pp=2 ep=8 engine_tp=8 replicas=2 ;;
     # 94 layers over 8 stages and 61 over 16 do not come out even: Megatron has to be told what the first and the last stage hold.
     235b-tp4pp8ep16-to-tp8dp16) model=Qwen3-235B-A22B ranks=128 tp=4 pp=8 ep=16 engine_tp=8 replicas=16; uneven 11 11 ;;
     deepseek_v3-pp16ep16-to-tp32dp8) model=DeepSeek-V3 ranks=256 pp=16 ep=16 engine_tp=32 replicas=8; uneven 4 1 ;;
-    super_v3*) echo "Megatron-Bridge 0.3.1 has no mapping for this model's latent experts: it cannot be exported" >&2; return 1 ;;
     *fp8*) echo "these scripts start no engine in FP8: take the bf16 row, '${1/-fp8/}' if there is one" >&2; return 1 ;;
     *) echo "no config '$1'; there are: $(configs)" >&2; return 1 ;;
   esac
