@@ -32,7 +32,7 @@ OUTCOMES = ("committed", "partial", "failed")
 REPLICA_STATES = ("current", "behind", "torn", "away")
 """State of a replica after a refit: it serves the new version; an earlier one; it holds bytes that must not be served; it serves
 nothing."""
-END = "_s"
+END, RATE = "_s", "_per_s"
 ROUTE = "route/"
 
 
@@ -91,7 +91,8 @@ def observe_prometheus(registry: CollectorRegistry | None = None) -> Callable[[]
             return
         found = report.flatten("")
         for name, value in found.items():
-            if name.endswith(END) and "/" not in name:  # those of `before/` were told with its own outcome
+            # Those of `before/` were told with its own outcome.
+            if name.endswith(END) and not name.endswith(RATE) and "/" not in name:
                 seconds.labels(rank, name.removesuffix(END)).observe(value)
             if name.startswith(ROUTE) and name.endswith("_bytes"):
                 received.labels(rank, name.removeprefix(ROUTE).removesuffix("_bytes")).inc(value)

@@ -142,6 +142,8 @@ def test_a_scrape_shows_what_the_reports_say_and_the_dashboard_asks_for(job):
             seconds = [r.flatten("")[f"{phase}_s"] for r in reports]
             assert found.of("xfer_refit_seconds_count", rank=0, phase=phase) == 2
             assert found.of("xfer_refit_seconds_sum", rank=0, phase=phase) == pytest.approx(sum(seconds)), phase
+        phases = {dict(labels)["phase"] for name, labels in found if name == "xfer_refit_seconds_count"}
+        assert "gb_per" not in phases, "a rate is no phase"
         for i in (0, 1):
             outages = [r.outcomes[i].outage_s for r in reports]
             assert found.of("xfer_engine_outage_seconds_sum", replica=i) == pytest.approx(sum(outages))
