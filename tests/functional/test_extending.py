@@ -10,7 +10,7 @@ import xfer
 from examples.common.ports import free_port
 from tests.support.tiny_engine import HIDDEN, WIDTH, Engine
 from xfer import routes
-from xfer.errors import Unsupported
+from xfer.errors import Unsupported, XferError
 
 TOKEN = "token of the tiny engine"
 
@@ -47,6 +47,24 @@ def test_an_engine_in_one_file_computes_what_its_trainer_does():
             torch.testing.assert_close(sum(a.model(x) for a in engine.adapters), trained(x), rtol=1e-3, atol=1e-2)
             halves = [a.model.fused[: WIDTH // 2] for a in engine.adapters]
             assert torch.equal(torch.cat(halves), trained.gate.weight), "bit for bit"
+
+
+def test_an_engine_in_one_file_stays_paused_after_a_refit_that_broke_in_the_middle_and_the_next_repairs_it(monkeypatch):
+    engine, at = Engine(), f"tcp://127.0.0.1:{free_port()}"
+    for a in engine.adapters:
+        for p in a.model.parameters():
+            nn.init.normal_(p.data)
+    controller = xfer.serve(engine, at, TOKEN, deadline_s=30.0)
+    route = xfer.Direct(cache_dir=None)
+    with xfer.connect(xfer.TensorTrainer(Trained()), at, TOKEN, deadline_s=30.0, route=route) as session, controller:
+        session.refit()
+        monkeypatch.setenv("XFER_FAULT", "worker:0:wave:raise")
+        with pytest.raises(XferError, match="injected fault"):
+            session.refit()
+        assert controller.torn and any(a.model.norm.isnan().all() for a in engine.adapters)
+        monkeypatch.delenv("XFER_FAULT")
+        assert session.refit(verify=True).committed == 1 and not controller.torn
+        assert [a.holds for a in engine.adapters] == ["whole", "whole"]
 
 
 def test_a_route_of_another_package_is_found_by_its_entry_point(monkeypatch):

@@ -74,10 +74,12 @@ class Adapter:  # ---- the worker's half
         return self.lock.slot.name
 
     def engage_lock(self) -> None:
+        self.holds = "mix"  # until a refit commits
         self.lock.engage()
 
     def release_lock(self) -> None:
         self.lock.release()
+        self.holds = "whole"
 
     def run_recipes(self) -> None:
         pass
