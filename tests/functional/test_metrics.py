@@ -174,6 +174,20 @@ def test_a_scrape_shows_what_the_reports_say_and_the_dashboard_asks_for(job):
         scraped(port)
 
 
+def test_every_panel_of_the_dashboard_has_a_description_a_place_and_colors_of_its_own():
+    """A stat without them is red from 80 on, by Grafana's default: so would be the 80th version."""
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    cells = [
+        (x, y)
+        for at in (p["gridPos"] for p in panels)
+        for x in range(at["x"], at["x"] + at["w"])
+        for y in range(at["y"], at["y"] + at["h"])
+    ]
+    assert all(p["title"] and p["description"] for p in panels)
+    assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
+    assert all({"color", "thresholds"} & p["fieldConfig"]["defaults"].keys() for p in panels if p["type"] == "stat")
+
+
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="no Prometheus server on this machine")
 def test_prometheus_answers_every_query_of_the_dashboard_without_nan(job, tmp_path):
     """Refits are rarer than the rate interval, as in training, and the only failures are the first of their series."""
@@ -184,7 +198,7 @@ def test_prometheus_answers_every_query_of_the_dashboard_without_nan(job, tmp_pa
     (tmp_path / "prometheus.yml").write_text(json.dumps({"scrape_configs": [target]}))
 
     def answers(query: str, **span: float) -> list[float]:
-        query = query.replace("$job", ".*").replace("$__rate_interval", "3s")
+        query = query.replace("$job", ".*").replace("$__rate_interval", "3s").replace("$__interval_ms", "1000")
         where = f"http://{at}/api/v1/query_range?" + urllib.parse.urlencode({"query": query, "step": second, **span})
         with urllib.request.urlopen(where, timeout=10) as page:
             return [float(v) for series in json.load(page)["data"]["result"] for _, v in series["values"]]
