@@ -71,7 +71,7 @@ class RefitReport:
 
     @property
     def bytes(self) -> int:
-        """Bytes received by all workers of all committed replicas."""
+        """Bytes received by all workers of all replicas, also of those that did not commit."""
         return sum(o.bytes_moved for o in self.outcomes)
 
     @property
