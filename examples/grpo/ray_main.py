@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -94,6 +95,18 @@ def stored_bytes() -> int:
     return stats.cumulative_created_bytes
 
 
+def refuse_another_version(python: str) -> None:
+    """Ray sends the code of actors as bytecode. Another version of Python crashes on it, when the actor is made."""
+    ask = "import sys; print(*sys.version_info[:2], sep='.')"
+    theirs = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
+    mine = ".".join(map(str, sys.version_info[:2]))
+    if theirs != mine:
+        raise SystemExit(
+            f"Ray runs one version of Python: this one is {mine}, {python} is {theirs}. Make both environments with one version "
+            f"(TRAINER=0.16.1 scripts/setup.sh makes both with 3.11), or start the loop without Ray: examples/grpo/run.sh"
+        )
+
+
 def start_ray(cpus: int) -> None:
     """Joins the cluster that RAY_ADDRESS names or that runs here, with what it has; else starts one of that many CPUs."""
     if os.environ.get("RAY_ADDRESS") != "local":
@@ -125,6 +138,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--engine-tp", type=int, default=2)
     args = parser.parse_args()
+    refuse_another_version(args.engine_python)
     args.work.mkdir(parents=True, exist_ok=True)
     folder, curve = str((args.work / "model").absolute()), args.work / "curve.jsonl"
     curve.unlink(missing_ok=True)
