@@ -48,19 +48,20 @@ class _MarkingCopy:
 
 
 class _Writes(TorchDispatchMode):
-    """Copies wait for each other, since many tensors are written faster at once: until an operator comes that is neither a copy nor a
-    view, or until the end."""
+    """Copies of masters wait for each other, since many tensors are written faster at once: until another operator comes that is no view,
+    or until the end."""
 
     def __init__(self) -> None:
         super().__init__()
         self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.copy_.default:
+        copies = func is torch.ops.aten.copy_.default
+        if not (func.is_view or copies and args[1].dtype == torch.float32):
+            self._write()  # it may read what waits to be written: 16-bit tensors
+        if copies:
             self._waiting.append(args[:2])
             return args[0]
-        if not func.is_view:
-            self._write()
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, *exc):
