@@ -20,8 +20,8 @@ GPU for each rank.
   plain          tensors cut as Megatron-Core cuts them
   megatron       Megatron-Core and Bridge, a GPU for each rank, one optimizer step before every verified refit; TransformerEngine
                  if it is installed, else its stand-in; the output says which. At the end the engine's tokens are compared with
-                 those of a fresh engine that loads Bridge's export: use --no-compile, since torch.compile does not make two engines
-                 that round alike, whether xfer is there or not
+                 those of a fresh engine that loads Bridge's export. Use --no-compile: two engines that torch.compile has compiled
+                 do not round alike, with xfer or without
   nothing        plain, with an engine that keeps all but one norm: a refit of almost no bytes, the cost of the protocol
   one            one trainer and a replica on each other GPU: one replica alone, all from the trainer, all in a relay chain.
                  On two GPUs the second replica shares the trainer's GPU
@@ -293,7 +293,7 @@ class Bench:
     def one(self, job: Job) -> None:
         gpus = torch.cuda.device_count()
         on = range(max(2, gpus - 1))
-        engines = [job.engine(f"engine{i}", [i], eager=self.args.eager) for i in on]
+        engines = [job.engine(f"engine{i}", [i], **{**self.alike, "asynchronous": False}) for i in on]
         job.start_trainers([gpus - 1])
         job.plain()
         for e in engines:

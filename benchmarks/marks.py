@@ -3,10 +3,10 @@
     python -m benchmarks.marks [--changed 0.001 0.01 0.1] [--layers 36] [--repeats 10] [--out marks.json]
 
 One rank holds weights with the shapes of Qwen3-4B in bf16, all in one storage as in Megatron-Core's buffers, and fp32 masters. In each step
-this share of the masters changes, anywhere, and all are copied into the weights. Medians in milliseconds on the device:
+this share of the masters changes, anywhere, and all are copied into the weights. Medians in milliseconds until the device is done:
 
   step      `copy_` of each tensor, as without xfer, and the copies that compare, write and mark
-  refit     the comparison with copies, and the search for writes that mark nothing with the marks beside it
+  refit     the comparison with copies, and the checksums that find writes without marks
   keep      what follows a refit: copies are brought up to date, or marks are cleared
 
 and, for both, bytes that the rank keeps. Bits are checked: weights are those of `copy_`, and marks are those of a comparison.
@@ -26,12 +26,13 @@ from benchmarks.lib import command
 from benchmarks.quantize import attention, mlp
 from xfer.direct.remembered import Remembered
 from xfer.kernels import written
+from xfer.kernels.marks import places
 
 HIDDEN, VOCABULARY, PIECE = 2560, 151936, 1 << 26
 
 
 class Weights:
-    """The weights of a rank and their masters, which an optimizer announces once `announced` is called."""
+    """The weights of a rank and their masters: a `Writer` of kernels/written.py, once it is announced."""
 
     def __init__(self, layers: int):
         layer = [*attention(HIDDEN, 32, 8), *mlp(HIDDEN, 9728), (HIDDEN,), (HIDDEN,)]
@@ -85,8 +86,8 @@ def series(weights: Weights, write: Callable[[], None], share: float, repeats: i
 
 
 def wrong_marks(marks: torch.Tensor, now: torch.Tensor, before: torch.Tensor) -> int:
-    """Granules whose mark says something else than a comparison of the one storage. Its bits follow a head of 16 bytes."""
-    wrong, bits = 0, marks[16:]
+    """The number of granules of the one storage whose mark and comparison differ."""
+    wrong, bits = 0, marks[int(places([now.nbytes])[0]) :]
     for at in range(0, len(now), PIECE):
         differs = (now[at : at + PIECE] != before[at : at + PIECE]).view(-1, 16).any(1)
         here = bits[at // 128 :][: -(-len(differs) // 8)]

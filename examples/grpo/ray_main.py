@@ -98,12 +98,12 @@ def stored_bytes() -> int:
 def refuse_another_version(python: str) -> None:
     """Ray sends the code of actors as bytecode. Another version of Python crashes on it, when the actor is made."""
     ask = "import sys; print(*sys.version_info[:2], sep='.')"
-    theirs = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
+    theirs = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True, timeout=60).stdout.strip()
     mine = ".".join(map(str, sys.version_info[:2]))
     if theirs != mine:
         raise SystemExit(
             f"Ray runs one version of Python: this one is {mine}, {python} is {theirs}. Make both environments with one version "
-            f"(TRAINER=0.16.1 scripts/setup.sh makes both with 3.11), or start the loop without Ray: examples/grpo/run.sh"
+            "(TRAINER=0.16.1 scripts/setup.sh makes both with 3.11), or start the loop without Ray: examples/grpo/run.sh"
         )
 
 

@@ -78,7 +78,7 @@ def _without_ray() -> list[str]:
 
 
 def _version(python: str) -> str:
-    return subprocess.run([python, "-V"], capture_output=True, text=True).stdout.rpartition(".")[0]
+    return subprocess.run([python, "-V"], capture_output=True, text=True, timeout=60).stdout.rpartition(".")[0]
 
 
 def test_engines_with_another_version_of_python_are_refused(ray_main, tmp_path):

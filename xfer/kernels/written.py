@@ -114,6 +114,7 @@ class Written:
     def __init__(self, roots: Sequence[torch.Tensor], spans: Sequence[ByteRange]):
         self.spans, self._places = tuple(spans), places([t.numel() for t in roots])
         self.bits = torch.zeros(int(self._places[-1]), dtype=torch.uint8, device=roots[0].device)
+        self._by_kernel = self.bits.is_cuda and find_spec("triton") is not None
         self.bind(roots)
         self._sums = self._read().to(self.bits.device)
         _known[:] = [r for r in _known if r() is not None] + [weakref.ref(self)]
@@ -170,7 +171,7 @@ class Written:
             )
             for into, value in pairs
         ]
-        if not self.bits.is_cuda or find_spec("triton") is None:
+        if not self._by_kernel:
             for w in writes:
                 self._write(w.span, w.into, w.value.to(w.into.dtype))
         elif len({w.span for w in writes}) == len(writes):

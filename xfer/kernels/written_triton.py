@@ -19,7 +19,7 @@ from xfer.kernels.marks_triton import _on
 from xfer.kernels.triton_impl import _to_bfloat16
 
 TILE_WORDS, AT_ONCE, WARPS = 256, 4, 8
-"""Words of marks, 512 elements each, of which a program looks at the elements, and at whose it looks at once."""
+"""Words of marks, 512 elements each, of which a program looks at the elements, and at whose it looks at once; warps of a program."""
 
 
 @triton.jit
@@ -27,10 +27,12 @@ def _write(
     tiles, marks, sums, factors,
     BFLOAT16: tl.constexpr, WHOLE: tl.constexpr, A: tl.constexpr, B: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """tiles: int64 [programs, 9], which begin at the first element of a word of marks: addresses of that element and of its value
-    (float32), groups of 8 elements before the tensor, elements up to the tile's end, the group's number in the tensor (of the first one,
-    below 0 if the tensor begins later), place of the word in `marks`, the span and its two salts. marks: int32. sums: int32 [spans, 2].
-    factors: int32 [2, 8]. WHOLE: tensors are whole groups, and values begin at multiples of 16 bytes."""
+    """A tile begins where a word of marks begins, which may be before the tensor.
+
+    tiles: int64 [programs, 9]: address of the tile's first element, and of that element's value (float32); groups of 8 elements that are
+    before the tensor; elements to the end of the tile; number of the first group in the tensor, below 0 before it; place of the word in
+    `marks`; the span, and its two salts. marks: int32. sums: int32 [spans, 2]. factors: int32 [2, 8]. WHOLE: tensors are whole groups, and
+    values begin at multiples of 16 bytes."""
     t = tiles + tl.program_id(0).to(tl.int64) * 9
     into = tl.load(t).to(tl.pointer_type(tl.int16))
     value = tl.load(t + 1).to(tl.pointer_type(tl.float32))
