@@ -189,7 +189,7 @@ class Cluster(RuleBasedStateMachine):
         n %= self.job.trainers
         if n in self.job.free():
             source = self.job.sources[n]
-            (source.move, source.turn, source.export)[which % 3]()
+            (source.move, source.turn, source.export, source.turn_within)[which % 4]()
 
     def an_engine_changes(self, n: int, which: int) -> None:
         takers = [t for e in self.job.engines for t in e.takers]

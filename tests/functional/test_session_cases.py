@@ -594,7 +594,7 @@ def test_a_publish_takes_of_its_callers_thread_what_the_next_forward_may_change_
 
         source.finishes_alone = lambda: True
         for owner, name in (
-            *((source, name) for name in ("finish_gathers", "check", "compute")),
+            *((source, name) for name in ("finish_gathers", "begin_check", "check", "compute")),
             *((session.side, name) for name in ("measure", "quantize", "compare", "news")),
             *((lane.plane, "moved") for lane in session.lanes.values()),
             (session.party, "send"),
@@ -605,9 +605,9 @@ def test_a_publish_takes_of_its_callers_thread_what_the_next_forward_may_change_
         call(job, wait="ready")
         assert job.ended()[0].pending
         mine = [name for name, thread in on if thread == "call of trainer 0"]
-        assert mine == ["finish_gathers", "check", *(["send"] * together)] and done == ["compute"] * together
+        assert mine == ["finish_gathers", "begin_check", *(["send"] * together)] and done == ["compute"] * together
         rest = {name for name, thread in on if thread.startswith("xfer-background")}
-        assert rest == {"measure", "quantize", "compare", "news", "moved", "send", *done}
+        assert rest == {"check", "measure", "quantize", "compare", "news", "moved", "send", *done}
         call(job)
         assert job.ended()[0].before.committed == 1
 
@@ -778,6 +778,8 @@ ORDERS = {
        for joins, joined in (("the fence", "fence"), ("settling", "settle"), ("the next call", "explain"))},
     "a publish that fails before the coordinator knows of it fails on all ranks at once":
         ("", "change t1 turn | fault t1 look raise | call wait=ready | took 0 0.1 | call | heard trainer 1 | heard at look"),
+    "a tensor that is laid out anew in its place is found before a publish sends it, and the next refit reads it anew":
+        ("", "change t1 turn_within | call wait=ready | took 0 1 | published 0 1 | call | heard trainer 1 | heard in their place"),
     # ---- leaving
     "closing raises what failed after a publish had returned":
         ("", "fault t1 ready raise | call wait=ready joined=explain | pending | raises t1 at ready | raises t0 at ready | wait 20 | "

@@ -60,8 +60,8 @@ def test_a_warm_refit_of_many_tensors_makes_no_more_calls_than_one_of_few():
     assert many < few + 100, (few, many)
 
 
-def slots(tree: nn.Module, hold: bool, quick: bool = False):
-    found = Slots([tree], walk([tree]), hold=hold)
+def slots(tree: nn.Module, quick: bool = False):
+    found = Slots([tree], walk([tree]))
     kept = found.bind()
     assert kept.tensors
     return lambda: (kept, found.check(quick))[1]
@@ -89,9 +89,8 @@ def copies(tree: nn.Module):
 @pytest.mark.parametrize(
     "made",
     [
-        pytest.param(lambda tree: slots(tree, False), id="storages"),
-        pytest.param(lambda tree: slots(tree, True), id="held storages"),
-        pytest.param(lambda tree: slots(tree, True, quick=True), id="held storages, quickly"),
+        pytest.param(slots, id="storages"),
+        pytest.param(lambda tree: slots(tree, quick=True), id="storages, quickly"),
         pytest.param(trainer, id="a trainer's module"),
         pytest.param(named, id="a trainer's named tensors"),
         pytest.param(copies, id="plain attributes"),

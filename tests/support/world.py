@@ -45,6 +45,13 @@ def turned(tensors: dict[str, torch.Tensor]) -> None:
     tensors["layers.0.w"] = w.t().contiguous().t() if w.is_contiguous() else w.contiguous()
 
 
+def turned_within(t: torch.Tensor) -> None:
+    """Other strides in the same object at the same address, same values."""
+    values = t.clone()
+    t.set_(t.untyped_storage(), 0, t.shape, t.t().contiguous().t().stride())
+    t.copy_(values)
+
+
 def specs_of(shapes: dict[str, tuple[int, ...]]) -> tuple[TensorSpec, ...]:
     return tuple(sorted(TensorSpec(n, tuple(s), "bfloat16") for n, s in shapes.items()))
 
@@ -107,6 +114,9 @@ class ToySource:
     def turn(self) -> None:
         """Other strides, same values: only a new plan reads it rightly."""
         turned(self.params)
+
+    def turn_within(self) -> None:
+        turned_within(self.params["layers.0.w"])
 
     def export(self) -> None:
         """One tensor more, or less, which engines drop: other specs."""

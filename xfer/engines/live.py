@@ -96,7 +96,7 @@ class LiveStorages:
         hidden = [f"{s.name}: {type(s.get()).__name__}" for s in found if is_traceable_wrapper_subclass(s.get())]
         if hidden:
             raise Unsupported("tensors whose bytes cannot be read from outside", hidden)
-        self._watch = Slots([model] if draft is None else [model, draft], found, empty=True, hold=True)
+        self._watch = Slots([model] if draft is None else [model, draft], found, empty=True)
         bound = self._watch.bind()
         self.slots: Mapping[str, LiveSlot] = {
             s.name: LiveSlot(

@@ -23,7 +23,7 @@ from xfer import faults
 from xfer.background import LOOK_S, BackgroundCall
 from xfer.coordinator import messages as m
 from xfer.coordinator.deadlines import CALL_GRACE_S, SILENCE_S, STOP_GRACE_S
-from xfer.errors import DeadlineExceeded, PeerLost, XferError
+from xfer.errors import DeadlineExceeded, PeerLost, RebindError, XferError
 from xfer.participants import computing
 from xfer.rendezvous.client import host_identity
 from xfer.report import RefitReport
@@ -73,6 +73,7 @@ class RefitCall:
         self._announcing = threading.Lock()  # an interrupted caller and the background may announce at the same time
         self._told = False  # whether this rank has waited for the outcome
         self._drained_s: float | None = None  # seconds of the drain; None: the attempt was over first
+        self._rest_of_look: Callable[[], bool] | None = None  # as `TrainerSession.refresh` returns it
         self._returns = threading.Event()  # the call returns: the background would take the interpreter from it before
         self._rest: BackgroundCall[m.Outcome | None] | None = None  # of a call that returned once it had looked
         self._may_be_read = False  # whether workers may have begun to read this rank's storages
@@ -206,7 +207,7 @@ class RefitCall:
             self._announce()
         if (seconds := self._drained(alone)) is not None:
             mark(self.label, "drained")
-            session.refresh()
+            self._rest_of_look = session.refresh(beside=self.wait == "ready")
             mark(self.label, "looked at its storages")
             if session.layout.traced.gathers:
                 self._announce()
@@ -231,6 +232,15 @@ class RefitCall:
         self._announce()
         if seconds is None:
             return
+        if (look := self._rest_of_look) is not None:
+            self._rest_of_look = None
+            if not look():
+                session.distrust()
+                raise RebindError(
+                    "tensors got another shape, strides or dtype in their place since the last refit, or tables of modules were replaced",
+                    ["refit again: it reads the layout anew"],
+                    where=self.label,
+                )
         session.tell()
         if self.wait == "ready":
             seconds += self._device_waited()

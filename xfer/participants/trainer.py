@@ -52,6 +52,8 @@ class Source(Protocol):
     - `finish_gathers()` is `drain` without its wait for the device: exported bytes are in memory for what the current stream does next.
       A publish calls it in place of `drain`.
     - `finishes_alone()` returns whether `finish_gathers` now waits for no other rank. A publish then needs no thread for it.
+    - `begin_check()` is the part of a `check` that must come before the next forward. It returns None where `check` may not say "same",
+      else a function that returns whether it does. A publish calls that one in the background.
 
     Attributes:
         rank: This trainer rank.
@@ -413,11 +415,18 @@ class TrainerSession:
             self.side.let_go_kept()
         return report
 
-    def refresh(self) -> None:
+    def refresh(self, beside: bool = False) -> Callable[[], bool] | None:
         """Read again what the framework has moved since the last refit. `tell` tells the coordinator what has changed.
 
         The adapter compares with its last look, so the next call must read again if this one fails.
+
+        Args:
+            beside: Leave what the next forward does not change to a function, and return it (`Source.begin_check`). If it returns
+                False, call `distrust`.
         """
+        if beside and not self._stale and not self._released and hasattr(self.source, "begin_check"):
+            if (rest := self.source.begin_check()) is not None:
+                return rest
         change = Change.CHANGED if self._stale else Change(self.source.check())
         if change is Change.SAME and self._released:
             change = Change.MOVED  # perhaps not, but the storages were released
@@ -430,6 +439,11 @@ class TrainerSession:
             else:
                 self._read_again()
             self._stale = False
+        return None
+
+    def distrust(self) -> None:
+        """The layout is not what was read: the next refit reads it again."""
+        self._stale = True
 
     def _read_again(self) -> None:
         if self.source.reads_together:

@@ -13,8 +13,9 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
-from operator import attrgetter, gt, is_
+from functools import partial
+from itertools import chain, compress, repeat
+from operator import attrgetter, gt, is_, is_not
 from typing import Literal, overload
 
 import torch
@@ -138,10 +139,8 @@ class Slots:
 
     Keeps modules and their tables, but no tensor: a replaced parameter must be freed although a plan still knows it
     (one of a replaced layer is, when this is). `empty`: tensors without bytes and on the meta device are read too;
-    those without bytes lie in root "". `hold`: the owner keeps what `bind` returned until it binds again, so
-    tensors may be kept here too, and `check` may be `quick`. `unmapped`: given flat
-    tensors over storages, returns a question: which of them, by number, have no memory behind their addresses
-    (kernels/cuda_driver.py has it). `bind` and `check` ask it and refuse those storages.
+    those without bytes lie in root "". `unmapped`: given flat tensors over storages, returns a question: which of them, by number,
+    have no memory behind their addresses (kernels/cuda_driver.py has it). `bind` and `check` ask it and refuse those storages.
     """
 
     def __init__(
@@ -150,10 +149,9 @@ class Slots:
         slots: Iterable[Slot],
         *,
         empty: bool = False,
-        hold: bool = False,
         unmapped: Callable[[Sequence[torch.Tensor]], Callable[[], Sequence[int]]] = lambda tensors: tuple,
     ):
-        self.slots, self._empty, self._hold, self._unmapped = tuple(slots), empty, hold, unmapped
+        self.slots, self._empty, self._unmapped = tuple(slots), empty, unmapped
         self.by_name = {slot.name: slot for slot in self.slots}
         self._known: _SlotReading | None = None
         # A module replaced in the tree leaves its slots behind, intact and dead: so the edges are compared as well. What is needed
@@ -166,7 +164,9 @@ class Slots:
         self._parents = [edges for edges in self._edges if edges]
         self._children = [*_all_values(self._parents)]
         self._tables = [*self._dicts["_parameters"], *self._dicts["_buffers"]]
-        self._seen: tuple[list, list[torch.Tensor], list[int]] | None = None  # as `_same_objects` compares it
+        own = {id(table) for table in self._tables}
+        self._others = [*{id(s.table): s.table for s in self.slots if id(s.table) not in own}.values()]
+        self._ids: list[int] = []  # of all that lies in the tables
         self._table_counts = [*map(len, self._tables)]
         self._unfilled, self._tied = _seats_without_slots(modules)
 
@@ -174,55 +174,72 @@ class Slots:
         """Read every slot. RebindError lists those that are empty, have no bytes, or left the device they were on,
         and storages whose memory was given back while their addresses are kept."""
         binding, self._known = self._read()
-        if self._hold:
-            tensors = [local(slot.tensor()) for slot in self.slots]
-            self._seen = gc.get_referents(*self._edges, *self._tables), tensors, [t.data_ptr() for t in tensors]
+        self._ids = self._objects()
         return binding
 
     def check(self, quick: bool = False) -> Literal["same", "moved", "changed"]:
         """ "same": every address that `bind` returned still holds. "moved": same layout, other addresses: `bind` again.
         "changed": another layout, or another module tree: the layout has to be read again.
 
-        RebindError as `bind`. Costs a few microseconds a slot.
+        RebindError as `bind`. Costs a microsecond or two a slot.
 
         Args:
-            quick: With `hold`, say "same" if the modules and tensors in the tables are the same objects at the same addresses. Not
-                seen are then a table that another one has replaced in its module, and a tensor that got another shape,
-                strides or dtype in its place: the caller looks again, whole, before it relies on these.
+            quick: Say "same" if `begin_check` finds nothing. The caller looks again, whole, before it relies on the rest.
         """
+        rest = self.begin_check()
+        if rest is not None and (quick or rest()):
+            return "same"
         known = self._known
         with _plain():
-            if quick and known is not None and self._same_objects():
-                known.refuse_unmapped()
-                return "same"
             if known is None or not self._tree_is_same():
                 return "changed"
-            if known.holds():
+            if known.holds():  # what lies in tables, but in no slot, may be another object each time
                 known.refuse_unmapped()
                 return "same"
         binding, _ = self._read()
         return "moved" if (binding.places, binding.roots) == (known.places, known.roots) else "changed"
 
+    def begin_check(self) -> Callable[[], bool] | None:
+        """Look whether the modules and tensors in the tables are the same objects at the same addresses.
+
+        Returns:
+            None if they are not. Else a function that looks, on any thread and at any time before the next `bind`, at what was not seen: a
+            table that another one has replaced in its module, a tensor that got another shape, strides or dtype in its place. It
+            returns whether there is none of these. What lies in the tables by then does not matter.
+
+        Raises:
+            RebindError: There is no memory behind some storages.
+        """
+        known = self._known
+        with _plain():
+            # The interpreter visits all tables in one call, which needs few of their cold bytes. A tensor of a slot that was
+            # replaced is seen even if the new one has its id: the weak reference is dead.
+            if known is None or self._objects() != self._ids or not known.is_there():
+                return None
+        known.refuse_unmapped()
+        return partial(self._rest_is_same, known)
+
+    def _objects(self) -> list[int]:
+        return [*map(id, gc.get_referents(*self._edges, *self._tables, *self._others))]
+
+    def _rest_is_same(self, known: _SlotReading) -> bool:
+        with _plain():
+            return self._tables_in_place() and known.is_laid_out()
+
+    def _tables_in_place(self) -> bool:
+        return all(all(map(is_, map(dict.get, self._vars, repeat(name)), kept)) for name, kept in self._dicts.items())
+
     def _tree_is_same(self) -> bool:
         """Without a call of Python for each module, as `holds` for each tensor. Fewer tensors in a table: told by
         name when read."""
         return (
-            all(all(map(is_, map(dict.get, self._vars, repeat(name)), kept)) for name, kept in self._dicts.items())
+            self._tables_in_place()
             and [*map(len, self._edges)] == self._edge_counts
             and all(map(is_, _all_values(self._parents), self._children))
             and not any(map(gt, map(len, self._tables), self._table_counts))
             and all(map(is_, map(dict.get, *self._unfilled), repeat(None)))
             and all(map(is_, map(dict.get, *self._tied[:2]), map(dict.get, *self._tied[2:])))
         )
-
-    def _same_objects(self) -> bool:
-        """The interpreter visits all tables in one call, which needs few of their cold bytes."""
-        if self._seen is None:
-            return False
-        objects, tensors, addresses = self._seen
-        now = gc.get_referents(*self._edges, *self._tables)
-        same = len(now) == len(objects) and all(map(is_, now, objects))
-        return same and [*map(torch.Tensor.data_ptr, tensors)] == addresses
 
     def _read(self) -> tuple[Binding, _SlotReading]:
         self._refuse_absent()
@@ -295,15 +312,34 @@ class _SlotReading:
             )
 
     def holds(self) -> bool:
-        """Whether all of it is still so. The address alone is not enough: freed memory comes back at the same
-        address, for another dtype even (a router bias that turns fp32). It runs in every refit, so column by column and
-        almost without a call of Python per tensor."""
-        tables, keys, refs, parts, *was = self.contents
-        tensors = [ref() for ref in refs]
-        for t, inside, part in zip(tensors, map(dict.get, tables, keys), parts):
+        """Whether all of it is still so."""
+        tables, keys, refs, parts, *_ = self.contents
+        for ref, inside, part in zip(refs, map(dict.get, tables, keys), parts):
+            t = ref()
             if t is None or (getattr(inside, "_local_tensor", None) if part else inside) is not t:
                 return False
-        return [[*map(of, tensors)] for of in _LAID_OUT] == was
+        return self.is_laid_out()
+
+    def is_there(self) -> bool:
+        """Whether each tensor lives, at its address. Of what is in the tables it looks at DTensors alone: each has its local tensor."""
+        tables, keys, refs, parts, addresses, *_ = self.contents
+        tensors = [ref() for ref in refs]
+        return (
+            all(map(is_not, tensors, repeat(None)))
+            and [*map(_T.data_ptr, tensors)] == addresses
+            and all(
+                getattr(x.get(k), "_local_tensor", None) is t for x, k, t in compress(zip(tables, keys, tensors), parts)
+            )
+        )
+
+    def is_laid_out(self) -> bool:
+        """Whether each tensor lives, and lies in its storage as it did. The address alone is not enough: freed memory comes back at the
+        same address, for another dtype even (a router bias that turns fp32). It runs in every refit, so column by column and without
+        a call of Python for each tensor."""
+        tensors = [ref() for ref in self.contents[2]]
+        return (
+            all(map(is_not, tensors, repeat(None))) and [[*map(of, tensors)] for of in _LAID_OUT] == self.contents[4:]
+        )
 
 
 def _seats_without_slots(modules: Iterable[torch.nn.Module]) -> tuple[tuple[list, list], tuple[list, list, list, list]]:

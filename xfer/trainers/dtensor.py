@@ -187,22 +187,21 @@ class TensorTrainer:
 
     def check(self) -> str:
         """Return "same", "moved" or "changed"; see participants.trainer.Source. Raise RebindError as `read` does."""
-        if self._slots is None:
+        if self._slots is None or not self._has_all():
             return "changed"
-        if self._get is not None:
-            self._refresh()
-            if self._given.keys() != self._names:
-                return "changed"
         try:
             state = self._slots.check()
         except RebindError:
             if any(slot.get() is None for slot in self._slots.slots):
                 return "changed"  # the model has fewer tensors; if others have no bytes, `read` says so
             raise
-        if state == "same" and not any(self._specs):
-            return state
-        # A DTensor may be another part of the whole although its local tensor is the same.
-        return state if self._specs == _specs(self._slots.slots) else "changed"
+        return state if self._has_specs() else "changed"
+
+    def begin_check(self) -> Callable[[], bool] | None:
+        """See participants.trainer.Source."""
+        if self._slots is None or not self._has_all():
+            return None
+        return self._slots.begin_check() if self._has_specs() else None
 
     def rebind(self) -> Mapping[str, torch.Tensor]:
         """Return root name -> flat uint8 view of the storage at its present address, after `check` returned "moved"."""
@@ -217,6 +216,15 @@ class TensorTrainer:
         self._given.clear()
 
     # ---- details
+
+    def _has_all(self) -> bool:
+        """Call the callable, if there is one. Returns whether it gave the names that the layout has."""
+        self._refresh()
+        return self._given.keys() == self._names
+
+    def _has_specs(self) -> bool:
+        """Whether DTensors are the same parts of the whole. They may be others although their local tensors are the same."""
+        return self._slots is not None and (not any(self._specs) or self._specs == _specs(self._slots.slots))
 
     def _refresh(self) -> None:
         """Call the callable, if there is one.

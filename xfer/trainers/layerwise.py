@@ -137,6 +137,9 @@ class LayerWiseTrainer:
     def check(self) -> str:
         return self.base.check()
 
+    def begin_check(self) -> Callable[[], bool] | None:
+        return self.base.begin_check() if hasattr(self.base, "begin_check") else None
+
     def rebind(self) -> Mapping[str, torch.Tensor]:
         tensors = self.base.rebind()
         return tensors if self.sources == "all" else {n: tensors[n] for n in self._kept}

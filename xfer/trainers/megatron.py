@@ -267,9 +267,16 @@ class MegatronTrainer:
         if not self._seats.hold():
             return "changed"
         state = self._slots.check() if self._slots else "changed"
-        if self._groups and not all(map(is_, self._groups, process_groups(self.chunks))):
-            return "changed"
-        return state if self._scales.hold() else "changed"
+        return state if self._others_hold() else "changed"
+
+    def begin_check(self) -> Callable[[], bool] | None:
+        """See participants.trainer.Source."""
+        rest = self._slots.begin_check() if self._slots and self._seats.hold() else None
+        return rest if self._others_hold() else None
+
+    def _others_hold(self) -> bool:
+        groups = self._groups
+        return (not groups or all(map(is_, groups, process_groups(self.chunks)))) and self._scales.hold()
 
     def rebind(self) -> Mapping[str, torch.Tensor]:
         """Return root name -> flat uint8 view of the storage at its present address, after `check` returned "same" or "moved".
