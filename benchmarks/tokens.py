@@ -12,8 +12,9 @@ bit of a share of the elements (--changed) is flipped, anywhere.
 
 Modes: dense and delta (`delta="auto"`); alone, the call blocks the trainer; "staged" (`stage=True`) brings bytes while the engine
 serves; "publish" returns at once, with a fence after the step; "keep_cache" is that `pause_mode` of the engine, without which vLLM
-computes the keys and values of running requests again. A mode that the session refuses or does not know is left out, and
-the reason is printed. Dense modes do not depend on --changed and run with the first share only.
+computes the keys and values of running requests again; "nothing" refits an engine that keeps all but one norm, which costs what no
+way of bringing bytes can save. A mode that the session refuses or does not know is left out, and the reason is printed. Dense
+modes do not depend on --changed and run with the first share only.
 
 Tokens lost per refit = tokens per second of the step without a refit x seconds of the interval with one - tokens that came in
 it; mean of the pairs, and the standard error. Gaps lie between two tokens of one request. Outage is the controller's clock. The JSON
@@ -48,6 +49,8 @@ from xfer import timeline
 from xfer.cli import timelines
 
 MODES: dict[str, tuple[bool, dict[str, Any]]] = {
+    "nothing": (False, {}),
+    "nothing keep_cache": (False, {}),
     "dense": (False, {}),
     "delta": (False, {"delta": "auto"}),
     "dense staged": (False, {"stage": True}),
@@ -258,16 +261,19 @@ class Bench:
     # ---- modes
 
     def modes(self, job: Any) -> None:
-        a, met = self.args, ""
+        from benchmarks.gpu_session import ALL_BUT_A_NORM
+
+        a, met = self.args, None
         for mode in a.modes:
             publish, how = MODES[mode]
             pause = "keep_cache" if "keep_cache" in mode else "keep"
-            if pause != met:
+            left = ALL_BUT_A_NORM if mode.startswith("nothing") else ()
+            if (pause, left) != met:
                 if met:
                     job.good("close", "closed")
-                job.meet([self.engine], serve=dict(pause_mode=pause))
+                job.meet([self.engine], serve=dict(pause_mode=pause), keep=left, drop=left)
                 self.trainer.ask("refit", "refitted")  # the first weights
-                met = pause
+                met = pause, left
             for changed in a.changed if "delta" in mode else a.changed[:1]:
                 self.load(a.requests[0])
                 said = self.trainer.ask(

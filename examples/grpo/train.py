@@ -12,6 +12,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -56,7 +57,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--micro-batches", type=int, default=4, help="of each data-parallel rank and step")
     parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--verify", action="store_true", help="compare checksums before each version is committed")
-    parser.add_argument("--delta", action="store_true", help="send what changed")
+    parser.add_argument("--delta", action="store_true", help="send what changed, and count it")
     parser.add_argument("--gate", type=float, default=1.05, help="largest mean(exp|logprob difference|)")
     parser.add_argument("--save", type=Path, help="folder for checkpoints; a run that finds one there goes on from it")
     parser.add_argument("--save-every", type=int, default=20)
@@ -97,6 +98,7 @@ def main() -> None:
         how = {"verify": args.verify, "delta": "auto" if args.delta else None}  # xfer
         report = xfer.nccl_xfer_refit(session, version=version(start), **how)  # xfer
         replica_bytes, moved, whole = report.bytes // max(1, report.committed), 0, 0
+        changes = Changes(trainer.chunks) if args.delta else None
         for step in range(start, args.steps):
             began = time.monotonic()
             batch, reward = None, 0.0
@@ -110,6 +112,8 @@ def main() -> None:
                 rewards = torch.tensor([[task.reward(list(s.prompt), list(s.tokens)) for s in g] for g in groups])
                 batch, reward = grpo.pack(groups, rewards, args.tp), rewards.mean().item()
             seen = grpo.step(trainer, grpo.shared(batch, task.prompt_tokens), micro_batches=args.micro_batches)
+            if changes is not None:
+                changes.count()
             if replicas is not None:
                 replicas.rejoin()
             report = xfer.nccl_xfer_refit(session, version=version(step + 1), min_replicas=1, **how)  # xfer
@@ -127,6 +131,25 @@ def main() -> None:
         session.close()  # xfer
     if chief and whole:
         print(f"refits moved {moved:,} of {whole:,} bytes ({moved / whole:.1%})")
+        if changes is not None:
+            print("elements that a step changed: " + " ".join(f"{share:.2%}" for share in changes.shares))
+
+
+class Changes:
+    """Counts the elements that steps change, by copies of the weights. `shares`: of all elements of all ranks, a step each."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]):
+        self._now = [p.detach() for chunk in chunks for p in chunk.parameters()]
+        self._before = [p.clone() for p in self._now]
+        self.shares: list[float] = []
+
+    def count(self) -> None:
+        changed = sum((now != before).sum() for now, before in zip(self._now, self._before))
+        counts = torch.stack([changed, torch.tensor(sum(p.numel() for p in self._now), device=changed.device)])
+        dist.all_reduce(counts)
+        self.shares.append((counts[0] / counts[1]).item())
+        for before, now in zip(self._before, self._now):
+            before.copy_(now)
 
 
 def save(trainer: Policy, folder: Path, step: int) -> None:

@@ -33,6 +33,8 @@ def run(work: Path, *words: str, **env: str) -> list[Row]:
     assert json.loads((work / "out.json").read_text())["totals"]["steps"] == len(rows)
     assert len(re.findall(r"^step .* reward .* KL ", said, re.M)) == len(rows)
     assert ("(100.0%)" in re.findall(r"^refits moved .*", said, re.M)[0]) == ("--delta" not in words)
+    shares = [x for line in re.findall(r"^elements that a step changed: (.*)", said, re.M) for x in line.split()]
+    assert len(shares) == len(rows) * ("--delta" in words) and all(0 < float(x[:-1]) < 100 for x in shares), shares
     return rows
 
 

@@ -98,6 +98,11 @@ def test_a_process_sees_what_it_would_see_started_anew(start, script, tmp_path):
         p.wait(0.05)
 
 
+def test_nothing_is_forked_where_no_folder_of_forges_is_named(monkeypatch):
+    monkeypatch.delenv("XFER_TEST_FORGES")
+    assert forge.forge_of(sys.executable, "child", {"CUDA_VISIBLE_DEVICES": ""}) is None
+
+
 @pytest.mark.parametrize(
     "word, code, said",
     [
