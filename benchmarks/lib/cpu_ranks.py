@@ -310,7 +310,7 @@ class Worker:
         """Fill everything that a refit writes with noise."""
         from tests.support.engine_bytes import scramble
 
-        scramble(self.weight_transfer_engine.session.model, 1)
+        scramble(self.weight_transfer_engine.session.adapter, 1)
 
     def bench_raw(self) -> dict:
         return self.bench_raw_.run()

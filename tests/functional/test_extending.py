@@ -64,7 +64,7 @@ def test_an_engine_in_one_file_stays_paused_after_a_refit_that_broke_in_the_midd
         assert controller.torn and any(a.model.norm.isnan().all() for a in engine.adapters)
         monkeypatch.delenv("XFER_FAULT")
         assert session.refit(verify=True).committed == 1 and not controller.torn
-        assert [a.holds for a in engine.adapters] == ["whole", "whole"]
+        assert [a.weights.holds for a in engine.adapters] == ["whole", "whole"]
 
 
 def test_a_route_of_another_package_is_found_by_its_entry_point(monkeypatch):

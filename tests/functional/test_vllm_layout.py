@@ -131,11 +131,11 @@ def test_what_a_forward_computes_from_weights_and_keeps_is_refused_then(folders)
         attention.scales = attention.kv_cache[:1]
         model = EngineModel(config, live, CPU)
         model.read(catalog)
-        assert model.check() == "same"
+        assert model.weights.check() == "same"
         made = {"attn.cached": attention, "mlp.gate.cached": live.model.layers[1].mlp.gate}
         for name, holder in made.items():
             setattr(holder, name.rpartition(".")[2], live.model.norm.weight.float())
-        for ask in (model.check, lambda: model.check(quick=True), lambda: model.read(catalog)):
+        for ask in (model.weights.check, lambda: model.weights.check(quick=True), lambda: model.read(catalog)):
             with pytest.raises(Unsupported, match="outside its parameters and buffers") as error:
                 ask()
             named = [v.split(": ")[0] for v in error.value.violations[:-1]]
@@ -253,16 +253,16 @@ def test_unit_norms_that_a_sleep_took_are_named(monkeypatch):
     """vLLM's norms without a weight keep ones as a plain attribute, in the memory that sleep(level=2) gives back. That mode needs
     a GPU; here their bytes are overwritten."""
     monkeypatch.setattr(EngineModel, "_may_sleep", lambda self: True)
-    monkeypatch.setattr("xfer.engines.vllm_layout.refuse_asleep", lambda live: None)
+    monkeypatch.setattr("xfer.kernels.cuda_driver.mapped", lambda address: True)
     catalog = Catalog(canonical_specs(GEMMA4))
     with rank_of(GEMMA4) as (config, live):
         model = EngineModel(config, live, CPU)
         model.read(catalog)
         scramble(model, 5)  # what refits write anew may be lost
-        assert model.check() == "same"
+        assert model.weights.check() == "same"
         live.model.layers[1].self_attn.v_norm.weight.data.zero_()
         with pytest.raises(Unsupported, match="did it sleep at level 2") as error:
-            model.check()
+            model.weights.check()
         assert error.value.violations[0] == "model.layers.1.self_attn.v_norm.weight: a plain attribute"
         assert len(error.value.violations) == 2
 

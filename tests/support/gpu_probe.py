@@ -16,8 +16,8 @@ from benchmarks.lib.gpu_profile import Profile
 from examples.common import toy
 from tests.support import block_fp8, engine_bytes
 from tests.support.gpu_watch import Watch
+from xfer.direct.worker import DirectWorker
 from xfer.engines.processed import read_processed
-from xfer.engines.vllm_layout import EngineModel
 from xfer.kernels.block_fp8 import ScaleRule, TorchQuantizer, WeightBox, grid
 
 DERIVED = ("W_UV", "W_UK_T")
@@ -98,9 +98,9 @@ class Probe:
 
     def xfer_scramble(self, seed):
         """Fills every live byte that a refit must write with noise. Returns a checksum of the kept bytes."""
-        model = self.weight_transfer_engine.session.model
-        if isinstance(model, EngineModel):
-            engine_bytes.scramble(model, seed)
+        session = self.weight_transfer_engine.session
+        if isinstance(session.side, DirectWorker):
+            engine_bytes.scramble(session.adapter, seed)
         else:  # packed route: the engine's own loader writes every parameter
             noise = torch.Generator(self.device).manual_seed(seed)
             for p in self.model_runner.get_model().parameters():
@@ -127,8 +127,8 @@ class Probe:
             torch.cuda.synchronize()
 
     def xfer_kept(self):
-        model = self.weight_transfer_engine.session.model
-        return engine_bytes.checksum_kept(model) if isinstance(model, EngineModel) else ""
+        session = self.weight_transfer_engine.session
+        return engine_bytes.checksum_kept(session.adapter) if isinstance(session.side, DirectWorker) else ""
 
     def xfer_digests(self):
         """SHA-256 of the bytes of every live parameter."""
@@ -138,7 +138,7 @@ class Probe:
 
     def xfer_layerwise(self):
         """Whether packed refits go through vLLM's layer-wise reload."""
-        return self.weight_transfer_engine.session.model._layerwise
+        return self.weight_transfer_engine.session.side.loader._layerwise
 
     def xfer_nothing(self, seconds: float):
         time.sleep(seconds)

@@ -89,7 +89,7 @@ class PackedTaker(ToyTaker):
     def __init__(self, rank: int, world: int, shapes, knobs: Knobs):
         super().__init__(rank, world, shapes)
         self.knobs, self.given = knobs, {}
-        model = PackedModel(SimpleNamespace(device=self.device, model=self))
+        model = PackedModel(SimpleNamespace(weights=self, model=self))
         model._dropped, model._inside = set(), contextlib.nullcontext  # without vLLM's configuration
         self.load = model.load
 

@@ -75,8 +75,8 @@ def compared(family, port: int, tp: int, ep: int, rank: int) -> dict:
         for a, b, was in saved:
             storage[a:b].copy_(was)
         LiveStorages(reference).tensors[name].copy_(storage)
-    load(replace(layout.traced, recipes=()), tensors, model.tensors)
-    model.run_recipes()
+    load(replace(layout.traced, recipes=()), tensors, model.weights.tensors)
+    model.weights.run_recipes()
     with torch.no_grad():
         reference.load_weights((n, t.clone()) for n, t in tensors.items())
     got, want = LiveStorages(live).tensors, LiveStorages(reference).tensors

@@ -13,12 +13,12 @@ from torch import nn
 
 from xfer.engines.layout import read_layout
 from xfer.engines.live import LiveStorages
-from xfer.engines.lock import choose
+from xfer.engines.weights import LiveWeights
 from xfer.participants.worker import WorkerSession
 from xfer.routes import worker_side
 from xfer.trace.loader import trace_loader
 
-HIDDEN, WIDTH = 16, 32
+HIDDEN, WIDTH, CPU = 16, 32, torch.device("cpu")
 
 
 class Model(nn.Module):
@@ -47,45 +47,18 @@ class Model(nn.Module):
 
 
 class Adapter:  # ---- the worker's half
-    device, drop, version = torch.device("cpu"), (), None
-    holds = "whole"
+    drop = ()
 
     def __init__(self, rank: int, world: int):
-        self.model, self.rank, self.world, self.lock = Model(rank, world), rank, world, None
+        self.model, self.rank, self.world = Model(rank, world), rank, world
+        self.weights = LiveWeights(CPU, lambda: [self.model(torch.ones(4, HIDDEN))])
 
     def read(self, catalog):
         with torch.device("meta"):
             twin = Model(self.rank, self.world)
-        self.live = LiveStorages(self.model)
-        self.layout = read_layout(self.live, LiveStorages(twin), trace_loader(twin, catalog.specs), device=self.device)
-        return self.layout
-
-    def check(self, quick: bool = False) -> str:
-        return self.live.check(quick)
-
-    def rebind(self):
-        self.live = self.live.rebound()
-        return self.lock.bound(self.live.tensors)
-
-    def choose_lock(self) -> str:
-        self.lock = choose(
-            self.layout, self.live, lambda: [self.model(torch.ones(4, HIDDEN))], lambda verdict, _: verdict
-        )
-        return self.lock.slot.name
-
-    def engage_lock(self) -> None:
-        self.holds = "mix"  # until a refit commits
-        self.lock.engage()
-
-    def release_lock(self) -> None:
-        self.lock.release()
-        self.holds = "whole"
-
-    def run_recipes(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
+        live = LiveStorages(self.model)
+        layout = read_layout(live, LiveStorages(twin), trace_loader(twin, catalog.specs), device=CPU)
+        return self.weights.bind(layout, live)
 
 
 class Engine:  # ---- the controller's half: vLLM's names of the calls, for xfer.serve

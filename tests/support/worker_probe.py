@@ -11,12 +11,12 @@ class Probe:
 
     def xfer_scramble(self, seed):
         """Noise in every live byte that no refit may leave out. Answers a checksum of what is kept."""
-        model = self.weight_transfer_engine.session.model
+        model = self.weight_transfer_engine.session.adapter
         engine_bytes.scramble(model, seed)
         return engine_bytes.checksum_kept(model)
 
     def xfer_kept(self):
-        return engine_bytes.checksum_kept(self.weight_transfer_engine.session.model)
+        return engine_bytes.checksum_kept(self.weight_transfer_engine.session.adapter)
 
     def xfer_computed(self):
         """Tokens that this worker was given to compute since the last call, which was the first one if it is."""

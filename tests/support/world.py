@@ -181,8 +181,10 @@ class Meets(ToySource):
 
 
 class ToyTaker:
-    """Worker `rank` of `world` holds columns of every matrix, all of every vector, and two padding rows of `embed`."""
+    """Worker `rank` of `world` holds columns of every matrix, all of every vector, and two padding rows of `embed`. It is an adapter
+    and its weights."""
 
+    weights = property(lambda self: self)
     device = torch.device("cpu")
     drop: tuple[str, ...] = ()
     version = None

@@ -14,10 +14,11 @@ from xfer.engines import processed, vllm_cpu
 from xfer.engines.asleep import LeftAlone
 from xfer.engines.layout import joined, read_layout, refuse_kept_in_vain, renamed, run_recipes
 from xfer.engines.live import LiveStorages
-from xfer.engines.lock import candidates, choose
+from xfer.engines.lock import candidates
 from xfer.engines.processed import Processed, Relaid, read_processed, without_scales
 from xfer.engines.quantized import with_quantized
 from xfer.engines.vllm_layout import EmptyIsZero
+from xfer.engines.weights import LiveWeights
 from xfer.errors import LayoutError, RebindError, Unsupported, XferError
 from xfer.kernels.block_fp8 import ScaleRule
 from xfer.plan.inventory import SCRATCH
@@ -500,30 +501,31 @@ def test_a_storage_that_moves_is_rebound_and_a_layout_that_changes_is_not():
 
 
 def locked(net, twin, agree=lambda verdict, about: verdict):
-    layout, live = read(net, twin), LiveStorages(net)
-    tokens = torch.arange(5)
-    return layout, choose(layout, live, lambda: net(tokens), agree)
+    live, tokens = LiveStorages(net), torch.arange(5)
+    weights = LiveWeights(torch.device("cpu"), lambda: net(tokens), agree)
+    weights.bind(read(net, twin), live)
+    return weights, weights.choose_lock()
 
 
 def test_the_lock_is_found_by_trying_and_a_torn_model_answers_nan():
     net, twin = built()
-    layout, lock = locked(net, twin)
-    assert lock.root == "norm"  # inner_norm is later in the tree and smaller, but no token passes through it
+    weights, root = locked(net, twin)
+    assert root == "norm"  # inner_norm is later in the tree and smaller, but no token passes through it
     before, tokens = net.norm.detach().clone(), torch.arange(5)
     assert not net(tokens)[0].isnan().any()
-    lock.engage()
+    weights.engage_lock()
     assert net(tokens)[0].isnan().all()
-    bound = lock.bound(layout.tensors)
+    bound = weights.rebind()
     assert torch.equal(bound["norm"].view(torch.float32), before)  # what checksums read
     bound["norm"].view(torch.float32).fill_(3.0)
     assert net(tokens)[0].isnan().all()
-    lock.engage()  # a second attempt after an aborted one must not take the NaN for the value
+    weights.engage_lock()  # a second attempt after an aborted one must not take the NaN for the value
     assert torch.equal(bound["norm"].view(torch.float32), torch.full((8,), 3.0))
-    lock.release()
+    weights.release_lock()
     assert torch.equal(net.norm, torch.full((8,), 3.0))
     net.norm.data = net.norm.data.clone()
-    lock.engage()
-    lock.moved_to(LiveStorages(net).tensors["norm"])
+    weights.engage_lock()
+    weights.rebind()
     assert net.norm.isnan().all()
 
 
@@ -531,7 +533,8 @@ def test_choosing_a_lock_restores_every_candidate_and_stops_where_all_ranks_agre
     net, twin = built()
     before = [p.detach().clone() for p in net.parameters()]
     asked = []
-    assert locked(net, twin, lambda said, about: asked.append((about, said)) or (len(asked) == 1 and said))[1] is None
+    with pytest.raises(XferError, match="could not be told"):
+        locked(net, twin, lambda said, about: asked.append((about, said)) or (len(asked) == 1 and said))
     assert asked == [("inner_norm norm", True), ("inner_norm", False), ("norm", True)]
     assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
     net.embed.data.fill_(float("nan"))
@@ -543,7 +546,8 @@ def test_choosing_a_lock_restores_every_candidate_and_stops_where_all_ranks_agre
     both = torch.ones(12)
     net.norm, net.inner_norm = nn.Parameter(both[:8]), nn.Parameter(both[8:])
     assert candidates(read(net, twin), LiveStorages(net)) == [], "a candidate fills its storage alone"
-    assert locked(net, twin)[1] is None
+    with pytest.raises(XferError, match="could not be told"):
+        locked(net, twin)
 
 
 def test_a_trial_forward_sees_no_old_memory():

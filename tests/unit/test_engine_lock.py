@@ -6,7 +6,7 @@ import torch
 
 from xfer.engines.layout import EngineLayout, read_layout
 from xfer.engines.live import LiveStorages
-from xfer.engines.lock import Lock, candidates, kept, rebound
+from xfer.engines.weights import LiveWeights
 from xfer.trace.fragment import TensorSpec
 from xfer.trace.loader import trace_loader
 
@@ -31,18 +31,23 @@ def read(model: Model, live: LiveStorages) -> EngineLayout:
 def test_a_lock_stays_bound_to_its_scratch_when_its_layout_is_read_or_bound_anew():
     model = Model()
     live = LiveStorages(model)
-    (slot,) = candidates(read(model, live), live)
-    lock = Lock(slot, live.tensors[slot.root])
-    lock.engage()
+    weights = LiveWeights(torch.device("cpu"), lambda: [model.norm * 2])
+    weights.bind(read(model, live), live)
+    assert weights.choose_lock() == "norm" and weights.holds == "whole" and (model.norm == 1.0).all()
+    weights.engage_lock()
+    scratch = weights.rebind()["norm"]
+    assert weights.holds == "mix"
     for _ in range(2):
         again = LiveStorages(model)
-        same, layout = kept(lock, read(model, again), again)
-        assert same is lock
-        for table in (layout.tensors, rebound(lock, layout, again)):
-            assert table["norm"] is lock.scratch and table["linear"] is again.tensors["linear"]
-        assert model.norm.isnan().all() and not lock.scratch.view(torch.float32).isnan().any()
+        layout = weights.bind(read(model, again), again)
+        assert weights.choose_lock() == "norm", "without a forward, which would answer NaN"
+        for table in (layout.tensors, weights.tensors, weights.rebind()):
+            assert table["norm"] is scratch and table["linear"].data_ptr() == model.linear.data_ptr()
+        assert model.norm.isnan().all() and not scratch.view(torch.float32).isnan().any()
         model.norm = torch.nn.Parameter(torch.ones(8), requires_grad=False)  # it moves, and is locked there
-    lock.scratch.view(torch.float32).fill_(3.0)
-    lock.moved_to(LiveStorages(model).tensors["norm"])
-    lock.release()
-    assert (model.norm == 3.0).all()
+    scratch.view(torch.float32).fill_(3.0)
+    assert weights.check() == "moved"
+    weights.rebind()
+    assert weights.check() == "same"
+    weights.release_lock()
+    assert (model.norm == 3.0).all() and weights.holds == "whole"

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from xfer.engines.live import LiveSlot
+from xfer.engines.live import LiveSlot, LiveStorages
 from xfer.engines.settings import refuse_offloaded
 from xfer.engines.vllm_loader import PackedModel, reached_by
+from xfer.engines.weights import LiveWeights
 from xfer.errors import LayoutError, Unsupported, out_of_memory
 
 EXPERTS = "layers.0.mlp.experts.routed_experts.w13_weight"
@@ -39,7 +40,8 @@ def test_which_parameters_a_loaders_answer_means(names, told, reached):
 def model(monkeypatch):
     """A PackedModel around `model.engine.model`, outside of vLLM's configuration."""
     monkeypatch.setattr(PackedModel, "_inside", lambda self: contextlib.nullcontext())
-    made = PackedModel(SimpleNamespace(device=torch.device("cpu"), drop=(), model=None, _lock=None))
+    weights = LiveWeights(torch.device("cpu"), list)
+    made = PackedModel(SimpleNamespace(weights=weights, drop=(), model=None))
     made._dropped = set()
     return made
 
@@ -106,8 +108,9 @@ def test_a_refit_into_a_sleeping_engine_is_refused_on_entry(model):
         if asleep:
             raise Unsupported("this engine sleeps")
 
-    model._live, model.engine._refuse_asleep = object(), refuse_asleep
-    assert model.check() == "same"
+    model.weights.watch(LiveStorages(torch.nn.Linear(2, 2)), ())
+    model.engine.refuse_asleep = refuse_asleep
+    model.check()
     asleep.append(1)
     with pytest.raises(Unsupported, match="sleeps"):
         model.check()

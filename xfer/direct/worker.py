@@ -14,6 +14,7 @@ from xfer.direct.early import FIRST, EarlySums, first_storages, whole_storages
 from xfer.direct.plane import DirectPlane
 from xfer.errors import VerificationError
 from xfer.kernels.checksum import Constants, Sums
+from xfer.participants.worker import Adapter, Weights
 from xfer.plan.inventory import footprint_rows
 from xfer.plan.part import PlanPart
 from xfer.plan.table import padded_shapes
@@ -26,29 +27,31 @@ SAMPLED, SAMPLE_WORDS = 8, 1024
 """Storages, and words of 8 bytes of each, by which a worker sees that its weights are others than a refit left."""
 
 
-class LiveModel(Protocol):
-    """An engine framework's adapter on one worker; see `engines/vllm_layout.py` for vLLM's."""
-
-    device: torch.device
+class BoundWeights(Weights, Protocol):
+    """The live weights of one worker, as this route uses them."""
 
     def check(self, quick: bool = False) -> str: ...
 
-    def read(self, catalog: Catalog): ...
-
     def rebind(self) -> Mapping[str, torch.Tensor]: ...
-
-    def engage_lock(self) -> None: ...
 
     def run_recipes(self) -> None: ...
 
-    def synchronize(self) -> None: ...
+
+class LayoutReader(Adapter, Protocol):
+    """An engine framework's adapter, as this route uses it; see `engines/vllm_layout.py` for vLLM's."""
+
+    @property
+    def weights(self) -> BoundWeights: ...
+
+    def read(self, catalog: Catalog):
+        """Read the layout of the live weights: an `EngineLayout` (engines/layout.py)."""
 
 
 class DirectWorker:
     """Implements `WorkerSide` (participants/worker.py), and `Storages` for its plane.
 
     Args:
-        model: Adapter of the engine's model.
+        adapter: The adapter of the engine's framework.
         party: Client of the rendezvous.
         replica: The engine's replica number.
         index: Rank of this worker in its replica.
@@ -56,8 +59,9 @@ class DirectWorker:
 
     role = "worker"
 
-    def __init__(self, model: LiveModel, party: RendezvousClient, replica: int, index: int):
-        self.model, self.device, self.index, self.inventory = model, model.device, index, b""
+    def __init__(self, adapter: LayoutReader, party: RendezvousClient, replica: int, index: int):
+        self._adapter, self._weights = adapter, adapter.weights
+        self.device, self.index, self.inventory = adapter.weights.device, index, b""
         self.catalog: Catalog  # set by `read`
         self._party, self._replica = party, replica
         self._names: list[str] = []
@@ -73,7 +77,7 @@ class DirectWorker:
     # ---- for the session
 
     def read(self, catalog: Catalog) -> tuple[TensorSpec, ...]:
-        self.catalog, layout = catalog, self.model.read(catalog)
+        self.catalog, layout = catalog, self._adapter.read(catalog)
         if missing := set(layout.derived) - set(catalog.specs):
             return tuple(sorted(missing))
         made = layout.inventory(catalog, self.index, host_identity())
@@ -82,9 +86,12 @@ class DirectWorker:
         self._bind(layout.tensors)
         return ()
 
+    def check(self, quick: bool = False) -> str:
+        return self._weights.check(quick)
+
     def rebind(self) -> None:
         """Bind the storages again if they moved. Equal addresses mean equal storages, because this object keeps the old ones alive."""
-        tensors = self.model.rebind()
+        tensors = self._weights.rebind()
         if [tensors[n].data_ptr() for n in self._names] != [r.data_ptr() for r in self._roots]:
             self._bind(tensors)
 
@@ -98,7 +105,7 @@ class DirectWorker:
         """Samples tell whether something else has written since, or the engine has slept and lost its weights."""
         if self._base:
             now = self._sample()
-            self.model.synchronize()
+            self._weights.synchronize()
             if not torch.equal(now, self._left):
                 self._base = 0
         return self._base
@@ -128,10 +135,10 @@ class DirectWorker:
         """Do nothing: a worker sends nothing."""
 
     def as_bound(self) -> bool:
-        return self.model.check() == "same"
+        return self.check() == "same"
 
     def before(self) -> None:
-        self.model.engage_lock()  # on a stream that the transfer waits for; the device was idle when this worker was armed
+        self._weights.engage_lock()  # on a stream that the transfer waits for; the device was idle when this worker was armed
 
     def gate(self, go: m.Go, plan: PlanPart, routed: Routed) -> EarlySums | None:
         if self._early is not None and self._early[0] is not routed:
@@ -161,10 +168,10 @@ class DirectWorker:
                 raise VerificationError(
                     f"{wrong} constants (vocabulary padding) differ from those that the loader writes"
                 )
-        self.model.run_recipes()
+        self._weights.run_recipes()
         if go.bases:
             self._left = self._sample()  # the wait for it is that for the device
-        self.model.synchronize()
+        self._weights.synchronize()
         self._base = go.attempt if go.bases else 0
         return out, b""
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 import struct
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from xfer.errors import LayoutError
 from xfer.trace.fragment import TensorSpec
@@ -26,6 +27,7 @@ from xfer.trace.fragment import TensorSpec
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger("xfer")
 MAX_HEADER = 100 << 20
 """The limit that safetensors itself sets."""
 _SAFETENSORS = {
@@ -45,6 +47,23 @@ def canonical_specs(config: str | os.PathLike | Mapping, dtype: str | None = Non
     if not isinstance(config, Mapping):
         return _of_json(json.dumps(json.loads((Path(config) / "config.json").read_text()), sort_keys=True), dtype)
     return _of_json(json.dumps(dict(config), sort_keys=True), dtype)
+
+
+def specs_of_config(config: Any) -> tuple[TensorSpec, ...] | None:
+    """Return the checkpoint tensors of an engine by its own Hugging Face config, independent of the trainer.
+
+    Args:
+        config: A PretrainedConfig.
+
+    Returns:
+        The tensors; None if transformers does not know the model, which is logged.
+    """
+    try:
+        return canonical_specs(json.loads(config.to_json_string(use_diff=False)))
+    except Exception as e:
+        why = f"{type(config).__name__}: {type(e).__name__}: {str(e).partition(chr(10))[0]}"
+        logger.warning("xfer: transformers cannot name this engine's tensors, so only its loader checks them: %s", why)
+        return None
 
 
 @functools.cache

@@ -5,14 +5,13 @@ first byte and the commit then answers NaN instead of plausible nonsense. The te
 NaN in it must turn the model's own forward into NaN at every token.
 
 The refit writes the tensor's new bytes to scratch, which replaces its storage in the binding table; the commit copies
-them to the live storage. Checksums read the same table, so they see the new value and never the NaN. This module uses
-plain torch; vllm_layout.py runs vLLM's forward.
+them to the live storage (weights.py). Checksums read the same table, so they see the new value and never the NaN. This
+module uses plain torch and chooses the tensor; vllm_layout.py runs vLLM's forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,79 +23,12 @@ from xfer.plan.intervals import difference, size
 MAX_BYTES = 1 << 20
 """Largest lock. It is copied once per commit, while the engine is paused. A vector of the model's width is some KiB."""
 
-Forward = Callable[[], Sequence[torch.Tensor]]
-"""A dummy forward. Later code adds each returned tensor [tokens, …] to the token's state, or multiplies the state with it."""
-
-
-class Lock:
-    """One live storage, and the scratch that refits write in its place.
-
-    Attributes:
-        root: Name of the storage.
-        slot: The tensor that fills it.
-        scratch: Flat uint8. Every refit writes it whole, and the commit copies it to the live storage.
-    """
-
-    def __init__(self, slot: LiveSlot, live: torch.Tensor):
-        self.root, self.slot = slot.root, slot
-        self.scratch = live.clone()
-        self._live = live
-        self._engaged = False
-
-    def engage(self) -> None:
-        """Fill the live tensor with NaN, before the first write. After an aborted refit this changes nothing.
-
-        The old bytes are not kept: an engine whose refit fails answers NaN until a later one commits.
-        """
-        self._engaged = True
-        _fill_nan(self.slot, self._live)
-
-    def release(self) -> None:
-        """Copy scratch to the live storage, at the commit, after the last write."""
-        self._live.copy_(self.scratch)
-        self._engaged = False
-
-    def capture(self) -> None:
-        """Save the live bytes that a loader wrote (packed route) in scratch and fill the tensor with NaN again.
-
-        The commit installs them.
-
-        Raises:
-            XferError: The loader did not write the tensor.
-        """
-        if not self._live.view(self.slot.dtype).isfinite().any():
-            raise XferError(f"{self.slot.name} holds no number after loading: the loader did not write it")
-        self.scratch.copy_(self._live)
-        self._engaged = True
-        _fill_nan(self.slot, self._live)
-
-    def moved_to(self, live: torch.Tensor) -> None:
-        """Use `live`: the same storage at a new address."""
-        self._live = live
-        if self._engaged:
-            _fill_nan(self.slot, live)
-
-    def bound(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the binding table of a refit: `tensors` with scratch in place of the locked storage."""
-        return {**tensors, self.root: self.scratch}
-
-
-def kept(lock: Lock | None, layout: EngineLayout, live: LiveStorages) -> tuple[Lock | None, EngineLayout]:
-    """Return the lock, if a layout that was read anew still allows it, in the state that it has, and the layout whose tensors are the
-    binding table of a refit."""
-    if lock is None or lock.slot not in candidates(layout, live):
-        return None, layout
-    lock.moved_to(live.tensors[lock.root])
-    return lock, replace(layout, tensors=lock.bound(layout.tensors))
-
-
-def rebound(lock: Lock | None, layout: EngineLayout, live: LiveStorages) -> Mapping[str, torch.Tensor]:
-    """Return the binding table of a layout whose storages are now those of `live`."""
-    tensors = {r.name: live.tensors.get(r.name, layout.tensors[r.name]) for r in layout.roots}
-    if lock is None:
-        return tensors
-    lock.moved_to(tensors[lock.root])
-    return lock.bound(tensors)
+Forward = Callable[[], Sequence[torch.Tensor] | None]
+"""A dummy forward. Later code adds each returned tensor [tokens, …] to the token's state, or multiplies the state with it. None on
+ranks that need no lock: every token passes that of a later one."""
+Agree = Callable[[bool, str], bool]
+"""`agree(verdict, about)` returns whether all ranks of a forward said True. It raises if `about` differs between ranks, so that they
+stop together."""
 
 
 def candidates(layout: EngineLayout, live: LiveStorages) -> list[LiveSlot]:
@@ -126,52 +58,53 @@ def alone(live: LiveStorages) -> list[LiveSlot]:
     return out[::-1]
 
 
-def choose(
-    layout: EngineLayout, live: LiveStorages, forward: Forward, agree: Callable[[bool, str], bool]
-) -> Lock | None:
-    """Try the candidates until NaN in one of them makes every token of the forward NaN.
+def try_locks(order: Sequence[LiveSlot], live: LiveStorages, forward: Forward, agree: Agree) -> LiveSlot | None:
+    """Try these tensors until NaN in one of them makes every token of the forward NaN. Each has its bytes again afterwards.
 
     Collective over all ranks that share a forward.
 
     Args:
-        layout: Layout of the live model.
-        live: Its storages.
+        order: Candidates, in the order in which to try them.
+        live: Their storages.
         forward: The dummy forward.
-        agree: `agree(verdict, about)` returns whether all ranks said True. It raises if `about` differs between ranks, so
-            that they stop together.
+        agree: See `Agree`.
 
     Returns:
-        The lock; None if no candidate passes.
+        The tensor; None on ranks that need no lock.
 
     Raises:
-        XferError: The model answers NaN already, so no test can tell.
+        XferError: No candidate passes, or the model answers NaN already, so no test can tell.
     """
-    return try_locks(candidates(layout, live), live, forward, agree)
-
-
-def try_locks(
-    order: Sequence[LiveSlot], live: LiveStorages, forward: Forward, agree: Callable[[bool, str], bool]
-) -> Lock | None:
-    """Do the same as `choose` for these slots, in this order."""
-    if not agree(not _all_nan(forward()), " ".join(slot.name for slot in order)):
+    outputs = forward()
+    if outputs is None:
+        return None
+    if not agree(not _all_nan(outputs), " ".join(slot.name for slot in order)):
         raise XferError(
             "the engine answers NaN with the weights it has, so no lock can be tested",
             ["start it with a checkpoint or with load_format='dummy', and connect before its weights are disturbed"],
         )
-    for slot in order:
+
+    def turns_all_nan(slot: LiveSlot) -> bool:
         storage = live.tensors[slot.root]
         saved = storage.clone()
-        _fill_nan(slot, storage)
+        fill_nan(slot, storage)
         try:
-            found = _all_nan(forward())
+            return _all_nan(forward() or ())
         finally:
             storage.copy_(saved)
-        if agree(found, slot.name):
-            return Lock(slot, storage)
-    return None
+
+    found = next((slot for slot in order if agree(turns_all_nan(slot), slot.name)), None)
+    forward()  # an engine may keep what its last forward wrote, such as the KV slot of padded tokens: now without NaN
+    if found is None:
+        raise XferError(
+            "no small tensor of this model turns every output NaN, so a torn engine could not be told from another",
+            ["candidates: vectors that fill a storage of their own and that every refit writes"],
+        )
+    return found
 
 
-def _fill_nan(slot: LiveSlot, storage: torch.Tensor) -> None:
+def fill_nan(slot: LiveSlot, storage: torch.Tensor) -> None:
+    """Fill a tensor with NaN. `storage`: its storage, flat uint8."""
     storage.view(slot.dtype).fill_(float("nan"))
 
 

@@ -10,13 +10,12 @@ engines that cannot be refitted.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -24,24 +23,24 @@ from torch.overrides import TorchFunctionMode
 from xfer.engines.asleep import LeftAlone, refuse_asleep
 from xfer.engines.checks import matches, refuse_other_family
 from xfer.engines.copies import Copies, Tree, attributes, tensors_in
+from xfer.engines.hf_spec import specs_of_config
 from xfer.engines.layout import (
     EngineLayout,
     joined,
     read_layout,
     refuse_kept_in_vain,
     renamed,
-    run_recipes,
     some,
     without_roots,
 )
 from xfer.engines.live import DRAFT, LiveStorages
-from xfer.engines.lock import Lock, choose, kept, rebound
 from xfer.engines.processed import Processed, read_processed
 from xfer.engines.quantized import with_quantized
 from xfer.engines.relaid import AfterLoading, refuse_computed
 from xfer.engines.settings import refuse_settings
 from xfer.engines.vllm_checks import all_agree
-from xfer.errors import LayoutError, Unsupported, XferError
+from xfer.engines.weights import LiveWeights
+from xfer.errors import LayoutError, Unsupported
 from xfer.kernels.block_fp8 import ScaleRule
 from xfer.trace.fragment import TensorSpec
 from xfer.trace.loader import Step, trace_loader
@@ -106,10 +105,10 @@ def one_line_per_kind(package: str) -> Iterator[None]:
 
 
 class EngineModel:
-    """One worker's model, as a session uses it.
+    """One worker's model: implements `LayoutReader` (direct/worker.py) and `Loads` (packed/worker.py).
 
-    All workers of a replica call `read` and `choose_lock` together: `choose_lock` runs the model's own collectives. Not
-    thread-safe. Errors are XferErrors that name tensors; the live model is then unchanged.
+    All workers of a replica call `read` together, and `forward`, which runs the model's own collectives. Not thread-safe.
+    Errors are XferErrors that name tensors; the live model is then unchanged.
 
     Args:
         vllm_config: The configuration of the engine.
@@ -119,7 +118,7 @@ class EngineModel:
         drop: Globs over the names of checkpoint tensors that this engine ignores.
 
     Attributes:
-        version: Label of the last refit that was installed.
+        weights: Where its weights lie, what they hold, and their lock.
         workers: Number of workers of the replica, as its controller counts them.
         draft: The drafter, the second model of speculative decoding, if it was handed over.
     """
@@ -135,17 +134,10 @@ class EngineModel:
     ):
         self.vllm_config, self.model, self.device = vllm_config, model, device
         self.keep, self.drop = tuple(keep), tuple(drop)
-        self.version: int | str | None = None
         self.workers = 0
         self.draft: torch.nn.Module | None = None
-        self._live: LiveStorages | None = None
-        self._copies: Copies | None = None
-        self._layout: EngineLayout | None = None
-        self._tensors: Mapping[str, torch.Tensor] = {}
-        self._lock: Lock | None = None
-        self._kept: LeftAlone | None = None  # None unless the engine may sleep
         dummy = getattr(vllm_config.load_config, "load_format", "auto") == "dummy"
-        self._holds: Literal["whole", "mix", "nothing"] = "nothing" if dummy else "whole"
+        self.weights = LiveWeights(device, self.forward, all_agree, "nothing" if dummy else "whole")
 
     # ---- reading
 
@@ -164,12 +156,12 @@ class EngineModel:
         refuse_settings(self.vllm_config, self.workers)
         self._refuse_unseen_drafter()
         live = LiveStorages(self.model, draft=self.draft, wraps=self._wraps())
-        self._refuse_asleep(live)
+        self.refuse_asleep(live)
         processed = [read_processed(self.model)]
         processed += [] if self.draft is None else [read_processed(self.draft, DRAFT)]
         rule = ScaleRule.of_all(p.rule for p in processed)
         processed = [replace(p, rule=rule) for p in processed]
-        expected = self._expected()
+        expected = specs_of_config(self.vllm_config.model_config.hf_config)
         built = Watch()
         twin, drafter = self._twin(built), self._twin_drafter(built)
         copies = self._made_since(twin, drafter)
@@ -195,67 +187,8 @@ class EngineModel:
             if absent := [n for n in absent if not matches(n, self.keep)]:
                 e.violations = (*e.violations, f"not in the trainers' checkpoint, but in the engine's: {some(absent)}")
             raise
-        self._live, self._layout, self._copies = live, layout, copies
-        self._kept = LeftAlone(live, layout.kept, self._constants(copies)) if self._may_sleep() else None
-        self._lock, layout = kept(self._lock, layout, live)
-        self._layout = layout
-        self._tensors = layout.tensors
-        return layout
-
-    @property
-    def layout(self) -> EngineLayout:
-        if self._layout is None:
-            raise _not_read()
-        return self._layout
-
-    @property
-    def live(self) -> LiveStorages:
-        """The storages that the layout was read from, at the addresses of the last `rebind`."""
-        if self._live is None:
-            raise _not_read()
-        return self._live
-
-    @property
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The binding table: root name -> flat uint8 tensor, with scratch in place of the locked storage."""
-        return self._tensors
-
-    def check(self, quick: bool = False) -> Literal["same", "moved", "changed"]:
-        """Tell whether the bindings still hold. Costs microseconds.
-
-        Args:
-            quick: See `Slots.check`.
-
-        Returns:
-            "same"; "moved": call `rebind`; "changed": read and plan again.
-
-        Raises:
-            Unsupported: The engine sleeps, has lost kept parameters while it slept, or has made tensors in a forward that
-                no refit reaches.
-        """
-        if self._live is None or self._copies is None:
-            return "changed"
-        state = self._live.check(quick)
-        self._refuse_asleep(self._live)
-        if self._kept is not None:
-            self._kept.check(self._live)
-        if state != "changed":
-            self._copies.check()
-        return state
-
-    def rebind(self) -> Mapping[str, torch.Tensor]:
-        """Return the binding table at the present addresses.
-
-        Raises:
-            RebindError: The layout has changed. It names each difference.
-        """
-        layout = self.layout
-        if self._copies is None:
-            raise _not_read()
-        self._live = live = self.live.rebound()
-        self._copies.look()  # it compares with the storages, which are new
-        self._tensors = rebound(self._lock, layout, live)
-        return self._tensors
+        left_alone = LeftAlone(live, layout.kept, self._constants(copies)) if self._may_sleep() else None
+        return self.weights.bind(layout, live, copies, left_alone)
 
     def _twin(self, watch: Watch) -> torch.nn.Module:
         from xfer.engines.meta_model import make_meta_model
@@ -301,7 +234,8 @@ class EngineModel:
     def _may_sleep(self) -> bool:
         return self.device.type == "cuda" and self.vllm_config.model_config.enable_sleep_mode
 
-    def _refuse_asleep(self, live: LiveStorages) -> None:
+    def refuse_asleep(self, live: LiveStorages) -> None:
+        """Refuse storages without memory, if this engine may sleep."""
         if self._may_sleep():
             refuse_asleep(live)
 
@@ -392,20 +326,6 @@ class EngineModel:
         after.finish()
         return traced
 
-    def _expected(self) -> tuple[TensorSpec, ...] | None:
-        """The checkpoint tensors according to the engine's own HF config, independent of the trainer; None if unknown."""
-        from xfer.engines.hf_spec import canonical_specs
-
-        config = self.vllm_config.model_config.hf_config
-        try:
-            return canonical_specs(json.loads(config.to_json_string(use_diff=False)))
-        except Exception as e:
-            why = f"{type(config).__name__}: {type(e).__name__}: {str(e).partition(chr(10))[0]}"
-            logger.warning(
-                "xfer: transformers cannot name this engine's tensors, so only its loader checks them: %s", why
-            )
-            return None
-
     def _untied_head(
         self, twin: torch.nn.Module, specs: Sequence[TensorSpec], expected: Sequence[TensorSpec]
     ) -> _Head | None:
@@ -432,67 +352,21 @@ class EngineModel:
 
     # ---- the lock
 
-    def choose_lock(self) -> str:
-        """Find the storage that holds NaN while a refit is open. Collective over the workers of a replica.
-
-        Returns:
-            Its name; "" on pipeline stages before the last, since every token passes the lock on the last stage.
-
-        Raises:
-            XferError: No tensor qualifies.
-        """
-        if self._lock is not None:
-            return self._lock.root
-        from vllm.distributed.parallel_state import get_pp_group
-
-        if not get_pp_group().is_last_rank:
-            return ""
-        with torch.no_grad():  # tensors made in inference_mode could not be written outside it
-            lock = choose(self.layout, self.live, self.forward, all_agree)
-        if lock is None:
-            raise XferError(
-                "no small tensor of this model turns every output NaN, so a torn engine could not be told from another",
-                ["candidates: vectors that fill a storage of their own and that every refit writes"],
-            )
-        self._lock = lock
-        if self._holds != "whole":
-            lock.engage()
-        return lock.root
-
-    @property
-    def holds(self) -> Literal["whole", "mix", "nothing"]:
-        """Which weights the model holds.
-
-        "whole": one version, of a checkpoint or a committed refit. "mix": a refit has begun to write and none has committed
-        since. "nothing": the random weights of `load_format="dummy"`.
-        """
-        return self._holds
-
-    def engage_lock(self) -> None:
-        """Fill the lock with NaN, before the first byte is written: an engine that is resumed now answers NaN."""
-        self._holds = "mix"
-        if self._lock is not None:
-            self._lock.engage()
-
-    def release_lock(self) -> None:
-        """Install the new bytes of the lock, at the commit."""
-        if self._lock is not None:
-            self._lock.release()
-        self._holds = "whole"
-
     @torch.no_grad()
-    def forward(self) -> list[torch.Tensor]:
+    def forward(self) -> list[torch.Tensor] | None:
         """Run a dummy forward on a few tokens without attention metadata, as vLLM does to profile memory.
 
         It does not touch the KV cache. Collective over the ranks that share layers.
 
         Returns:
-            The hidden states [tokens, width]; on pipeline stages before the last, their intermediate tensors.
+            The hidden states [tokens, width]; None on pipeline stages before the last, which run nothing.
         """
         from vllm.config import set_current_vllm_config
         from vllm.distributed.parallel_state import get_pp_group
         from vllm.forward_context import set_forward_context
 
+        if not get_pp_group().is_last_rank:
+            return None
         config, n = self.vllm_config, DUMMY_TOKENS
         self._no_adapter(n)
         tokens = torch.arange(n, device=self.device)
@@ -507,9 +381,7 @@ class EngineModel:
         context = set_forward_context(None, config, num_tokens=n, skip_compiled=True)
         with set_current_vllm_config(config), context, EmptyIsZero():
             out = self.model(input_ids=tokens, positions=positions, intermediate_tensors=before, inputs_embeds=None)
-        if isinstance(out, tuple):  # some models also return hidden states for a drafter
-            out = out[0]
-        return [out] if isinstance(out, torch.Tensor) else list(out.tensors.values())
+        return [out[0] if isinstance(out, tuple) else out]  # some models also return hidden states for a drafter
 
     def _no_adapter(self, tokens: int) -> None:
         """Tell vLLM's wrappers that no token of the next forward has an adapter.
@@ -523,21 +395,6 @@ class EngineModel:
         from vllm.lora.layers import LoRAMapping
 
         manager.set_adapter_mapping(LoRAMapping((0,) * tokens, (0,), is_prefill=True))
-
-    # ---- around the wire
-
-    def run_recipes(self) -> None:
-        """Compute what the loader computes, from the checkpoint tensors that arrived in scratch."""
-        run_recipes(self.layout, self._tensors)
-
-    def synchronize(self) -> None:
-        """Wait until the device has done all queued work."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-
-def _not_read() -> XferError:
-    return XferError("the engine's layout has not been read yet")
 
 
 class EmptyIsZero(TorchFunctionMode):

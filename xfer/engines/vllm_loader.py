@@ -2,8 +2,8 @@
 
 Nothing is traced. If the live weights have the layout in which they were loaded, the loader writes them in place. If vLLM
 processed them after loading (quantized, experts laid out anew, packed for the CPU), vLLM's own layer-wise reload loads
-and processes each layer again and copies it to its old place. Both routes share the state of the weights, the version and
-the NaN lock (engines/vllm_layout.py), so either route repairs a model that the other left torn.
+and processes each layer again and copies it to its old place. Both routes share the `LiveWeights` of the engine
+(weights.py), so either route repairs a model that the other left torn.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from xfer.engines.checks import matches, refuse_other_family
+from xfer.engines.hf_spec import specs_of_config
 from xfer.engines.live import LiveSlot, LiveStorages
-from xfer.engines.lock import alone, try_locks
+from xfer.engines.lock import alone
 from xfer.engines.settings import refuse_settings
-from xfer.engines.vllm_checks import all_agree
-from xfer.errors import LayoutError, Unsupported, XferError, out_of_memory
+from xfer.errors import LayoutError, Unsupported, out_of_memory
 from xfer.trace.fragment import TensorSpec
 
 if TYPE_CHECKING:
@@ -31,41 +31,15 @@ logger = logging.getLogger("xfer")
 
 
 class PackedModel:
-    """See `EngineModel` in participants/worker.py and `Loader` in packed/worker.py."""
+    """Implements `Loader` (packed/worker.py)."""
 
     def __init__(self, engine: EngineModel):
-        self.engine, self.device = engine, engine.device
+        self.engine, self.weights = engine, engine.weights
         self._layerwise = False
         self._open = False  # a layer-wise reload has begun
         self._loaded: set[str] | None = set()  # parameters that the engine's loader has loaded; None: it does not say
         self._as_loaded: frozenset[str] | None = None  # parameters that a layer-wise reload loads; None: the live ones
         self._plain_scales: frozenset[str] | None = None  # of attention; found at the first layer-wise reload
-        self._live: LiveStorages | None = None
-
-    # ---- what is shared with the direct route
-
-    @property
-    def holds(self) -> str:
-        return self.engine.holds
-
-    @property
-    def version(self) -> int | str | None:
-        return self.engine.version
-
-    @version.setter
-    def version(self, label: int | str | None) -> None:
-        self.engine.version = label
-
-    @property
-    def drop(self) -> tuple[str, ...]:
-        return self.engine.drop
-
-    @drop.setter
-    def drop(self, globs: tuple[str, ...]) -> None:
-        self.engine.drop = globs
-
-    def synchronize(self) -> None:
-        self.engine.synchronize()
 
     # ---- joining
 
@@ -95,10 +69,12 @@ class PackedModel:
         bad += without_scales(engine.model, (s.name for s in catalog.specs))
         if bad:
             raise Unsupported("the packed route cannot refit this engine", bad)
-        self._live, self._plain_scales = LiveStorages(engine.model), None
-        engine._refuse_asleep(self._live)
+        live, self._plain_scales = LiveStorages(engine.model), None
+        engine.refuse_asleep(live)
+        # Every small vector may be the lock, since a refit that leaves one out does not commit.
+        self.weights.watch(live, [s for s in alone(live) if s.is_parameter])
         specs = self._wanted(catalog.specs)
-        expected = engine._expected()
+        expected = specs_of_config(engine.vllm_config.model_config.hf_config)
         if expected is not None:
             head = engine._untied_head(engine.model, specs, expected)
             ours = [s for s in expected if head is None or s != head.spec]
@@ -112,53 +88,17 @@ class PackedModel:
                     ],
                 )
         try:
-            emptied = any(slot.is_parameter and not slot.root for slot in self._live.slots.values())
+            emptied = any(slot.is_parameter and not slot.root for slot in live.slots.values())
             self._layerwise = emptied or bool(read_processed(engine.model).relaid)
         except Unsupported:
             self._layerwise = True
 
-    def _accepted(self) -> LiveStorages:
-        if self._live is None:
-            raise XferError("this engine has not accepted the trainers' catalog yet")
-        return self._live
-
-    def check(self, quick: bool = False) -> str:
-        """Return "same", since no address is kept between refits. Raise Unsupported while the engine sleeps."""
-        if self._live is not None:
-            self.engine._refuse_asleep(self._live)
-        return "same"
-
-    def rebind(self) -> Mapping[str, torch.Tensor]:
-        return {}
+    def check(self) -> None:
+        """Refuse an engine that sleeps."""
+        self.engine.refuse_asleep(self.weights.live)
 
     def _wanted(self, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-        return [s for s in specs if not matches(s.name, self.drop)]
-
-    # ---- the lock
-
-    def choose_lock(self) -> str:
-        """See EngineModel.choose_lock. Every small vector is a candidate, since a refit that leaves one out does not commit."""
-        from vllm.distributed.parallel_state import get_pp_group
-
-        engine = self.engine
-        if engine._lock is None and get_pp_group().is_last_rank:
-            vectors = [s for s in alone(self._accepted()) if s.is_parameter]
-            with torch.no_grad():
-                engine._lock = try_locks(vectors, self._accepted(), engine.forward, all_agree)
-            if engine._lock is None:
-                raise XferError(
-                    "no small tensor of this model turns every output NaN, so a torn engine could not be told from another",
-                    ["candidates: vectors that fill a storage of their own"],
-                )
-            if engine.holds != "whole":
-                engine._lock.engage()
-        return engine._lock.root if engine._lock is not None else ""
-
-    def engage_lock(self) -> None:
-        self.engine.engage_lock()
-
-    def release_lock(self) -> None:
-        self.engine.release_lock()
+        return [s for s in specs if not matches(s.name, self.engine.drop)]
 
     # ---- loading
 
@@ -214,9 +154,7 @@ class PackedModel:
         if self._open:
             self._close_layers()
         self._refuse_left_out()
-        lock = self.engine._lock
-        if lock is not None:
-            lock.capture()
+        self.weights.capture_lock()
 
     def abandon(self) -> None:
         """Restore incomplete layers after a failed refit and engage the lock, whose NaN the loader may have overwritten."""
@@ -224,7 +162,7 @@ class PackedModel:
             if self._open:
                 self._close_layers()
         finally:
-            self.engine.engage_lock()
+            self.weights.engage_lock()
 
     def _close_layers(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload

@@ -27,6 +27,7 @@ from xfer.packed.wire import (
     longest_of,
 )
 from xfer.participants.data_plane import Progress, Stop
+from xfer.participants.worker import Adapter
 from xfer.rendezvous.client import RendezvousClient
 from xfer.rendezvous.store import RendezvousStore
 from xfer.trace.catalog import Catalog
@@ -35,16 +36,13 @@ from xfer.transport.group import Link
 
 
 class Loader(Protocol):
-    """An engine framework's adapter on one worker; see `engines/vllm_loader.py` for vLLM's."""
-
-    device: torch.device
+    """The engine's own loader on one worker; see `engines/vllm_loader.py` for vLLM's."""
 
     def accept(self, catalog: Catalog) -> None:
         """Refuse a catalog whose tensors the engine's loader cannot take."""
 
-    def engage_lock(self) -> None: ...
-
-    def synchronize(self) -> None: ...
+    def check(self) -> None:
+        """Refuse an engine whose weights have no memory now. No address is kept between refits."""
 
     def begin(self, specs: Sequence[TensorSpec]) -> None: ...
 
@@ -58,10 +56,8 @@ class Loader(Protocol):
         """End a failed refit. Weights that were written stay, so the model is not usable."""
 
 
-class Loads(Protocol):
-    """The part of an engine framework's adapter that this route uses."""
-
-    device: torch.device
+class Loads(Adapter, Protocol):
+    """An engine framework's adapter, as this route uses it."""
 
     def loader(self) -> Loader: ...
 
@@ -72,8 +68,8 @@ class PackedWorker:
     role = "worker"
 
     def __init__(self, adapter: Loads, party: RendezvousClient, replica: int, index: int):
-        self.model = self.loader = adapter.loader()
-        self.device, self.index, self.inventory = adapter.device, index, b""
+        self.weights, self.loader = adapter.weights, adapter.loader()
+        self.device, self.index, self.inventory = adapter.weights.device, index, b""
         self.catalog: Catalog  # set by `read`
         self._party, self._replica = party, replica
 
@@ -81,6 +77,10 @@ class PackedWorker:
         self.loader.accept(catalog)
         self.catalog, self.inventory = catalog, catalog.digest().encode()
         return ()
+
+    def check(self, quick: bool = False) -> str:
+        self.loader.check()
+        return "same"
 
     def rebind(self) -> None:
         pass
@@ -126,7 +126,7 @@ class WorkerPlane(PackedPlane):
 
     def _move(self, go: m.Go, stop: Stop, until: float, progress: Progress) -> m.Moved:
         """Receive all messages and load them."""
-        link, model = self._linked(), self.side.loader
+        link, loader = self._linked(), self.side.loader
         _abandoned[:] = [x for x in _abandoned if not x[0].drained()]
         messages = self._announced(link, go, until)
         arrivals = self._arrivals(link, messages, go.verify, until)
@@ -134,9 +134,9 @@ class WorkerPlane(PackedPlane):
         specs = self.side.catalog.specs
         load_s, nbytes = 0.0, 0
         try:
-            model.engage_lock()
+            self.side.weights.engage_lock()
             with self._memory_for("made its model ready to be loaded"):
-                model.begin(specs)
+                loader.begin(specs)
             for number, message in enumerate(messages):
                 with self._memory_for(f"took in bucket {number}, of {message.nbytes:,} bytes"):
                     data = arrivals.take()
@@ -145,7 +145,7 @@ class WorkerPlane(PackedPlane):
                     began = time.perf_counter()
                     tensors = [(s.name, t) for s, t in unpacker.take(message, data)]
                     if tensors:
-                        model.load(tensors)
+                        loader.load(tensors)
                 del tensors, data
                 load_s += time.perf_counter() - began
                 nbytes += message.nbytes
@@ -154,19 +154,19 @@ class WorkerPlane(PackedPlane):
             unpacker.close(s.name for s in specs)
             began = time.perf_counter()
             with self._memory_for("finished what it had loaded"):
-                model.finish()
+                loader.finish()
             load_s += time.perf_counter() - began
         except BaseException as e:
             if not stop.stopped() and not isinstance(e, PeerLost):  # before other ranks see the broken link
                 self.party.try_send(m.Failed(m.WireError.of(e, self.party.label), go.attempt, self.replica))
             link.abort()  # otherwise the receiving thread would continue to write to buffers, and wait for more messages
-            model.abandon()
+            loader.abandon()
             raise
         finally:
             if not arrivals.close() or not link.drained():  # the link may still write to the buffers
                 _abandoned.append((link, self._buffers))
                 self._buffers = Buffers(2, self.side.device)
-        model.synchronize()
+        self.side.weights.synchronize()
         total = arrivals.total ^ int(go.verify and faults.wants("worker", self.side.index, "checksum"))
         sums = (m.Checksum.of(self.side.index, total),) if go.verify else ()
         carried = (m.RouteTaken("packed", nbytes, arrivals.seconds),)

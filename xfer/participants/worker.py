@@ -33,42 +33,44 @@ from xfer.turns import quick_turns
 logger = logging.getLogger("xfer")
 
 
+class Weights(Protocol):
+    """The live weights of one worker, through all its connections. `engines/weights.py` has them.
+
+    Attributes:
+        version: Label of the last refit that was installed.
+    """
+
+    device: torch.device
+    version: Label
+
+    @property
+    def holds(self) -> m.Holds:
+        """Which weights the model has. The engine may serve only "whole" ones."""
+
+    def choose_lock(self) -> str:
+        """Find the tensor whose NaN makes every output NaN. All workers of the replica call this together."""
+
+    def engage_lock(self) -> None:
+        """Fill that tensor with NaN, before the first write."""
+
+    def release_lock(self) -> None:
+        """Install the new value of that tensor, after the last write."""
+
+    def synchronize(self) -> None: ...
+
+
 class Adapter(Protocol):
     """An engine framework's adapter on one worker; `engines/vllm_layout.py` has the one for vLLM. The sides of the routes
     need more methods of it.
 
     Attributes:
         drop: Globs of checkpoint tensors that this engine does not take.
-        version: Label of the last refit that was installed, by any connection. The adapter keeps it for a session.
     """
 
-    device: torch.device
     drop: tuple[str, ...]
-    version: Label
 
     @property
-    def holds(self) -> m.Holds:
-        """Which weights the model has, from any connection. The engine may serve only "whole" ones."""
-
-
-class Model(Protocol):
-    """The live model of one worker, as a session uses it: an adapter itself, or a route's view of one."""
-
-    def check(self, quick: bool = False) -> str:
-        """Return the value of a `Change` (data_plane.py). Raises if weights that stay as they are
-        (`keep=`) are lost.
-
-        Args:
-            quick: Another check has said "same" a moment ago, and a whole one follows before the commit. This one may say "same" if
-                the tensors are the same objects at the same addresses.
-        """
-
-    def choose_lock(self) -> str:
-        """Find the tensor whose NaN makes every output NaN. All workers of the replica call this together."""
-
-    def release_lock(self) -> None: ...
-
-    def synchronize(self) -> None: ...
+    def weights(self) -> Weights: ...
 
 
 class WorkerSide(Protocol):
@@ -78,7 +80,6 @@ class WorkerSide(Protocol):
         inventory: Digest of this worker's layout, for the coordinator; empty before the first `read`.
     """
 
-    model: Model
     inventory: bytes
 
     def read(self, catalog: Catalog) -> tuple[TensorSpec, ...]:
@@ -87,6 +88,15 @@ class WorkerSide(Protocol):
         Returns:
             Tensors that trainers have to derive for this engine (trace/derived.py) and that are not in the catalog. `inventory`
             is then not set.
+        """
+
+    def check(self, quick: bool = False) -> str:
+        """Return the value of a `Change` (data_plane.py). Raises if weights that stay as they are
+        (`keep=`) are lost.
+
+        Args:
+            quick: Another check has said "same" a moment ago, and a whole one follows before the commit. This one may say "same" if
+                the tensors are the same objects at the same addresses.
         """
 
     def rebind(self) -> None:
@@ -152,7 +162,7 @@ class WorkerSession:
         self.replica, self.index, self.size = replica, worker_rank, workers
         self.rendezvous, self.deadline_s = rendezvous, deadline_s
         self._token, self._session_open, self._in_step = token, session_open, in_step
-        self.device = adapter.device
+        self._weights, self.device = adapter.weights, adapter.weights.device
         self.error: XferError | None = None
         self._party: RendezvousClient | None = None
         self._lane_: Lane | None = None
@@ -174,10 +184,6 @@ class WorkerSession:
         if self._side is None:
             raise self._never_joined()
         return self._side
-
-    @property
-    def model(self) -> Model:
-        return self.side.model
 
     def _never_joined(self) -> XferError:
         return self.error or PeerLost("this worker never joined")
@@ -205,9 +211,9 @@ class WorkerSession:
             replica=self.replica,
             deadline_s=self.deadline_s,
             settings=data_plane(self.device),
-            holds=self.adapter.holds,
+            holds=self._weights.holds,
             session_open=self._session_open,
-            version=self.adapter.version,
+            version=self._weights.version,
         )
         party.lanes, party.on_lane = self._lanes, partial(self._lane, party)
         self._side = self._new_side(party.welcome.route, self.adapter, party, self.replica, self.index)
@@ -233,7 +239,7 @@ class WorkerSession:
             # Not earlier: this runs the model's own collectives, and now all workers have planned. Not later: `connect` returns when
             # links are open, and raises if there is no lock. A replica may be ready without a link: the next refit opens it.
             if isinstance(message, m.OpenLink) or self._locked < 0:
-                lock = self.model.choose_lock()
+                lock = self._weights.choose_lock()
                 self.side.rebind()  # from now on refits write the lock's scratch instead of its live storage
             if isinstance(message, m.ReplicaReady):
                 break
@@ -332,12 +338,12 @@ class WorkerSession:
             raise self._never_joined()
         due = time.monotonic() + deadline_s
         mark(party.label, "in update")
-        self.model.synchronize()
+        self._weights.synchronize()
         mark(party.label, "its device is idle")
         unread = self._refresh(party, lane.plane.looked(attempt))
         faults.point("worker", self.index, "arm")
         rebound = lane.plane.moved()
-        base = self.side.base() if self.adapter.holds == "whole" else 0
+        base = self.side.base() if self._weights.holds == "whole" else 0
         mark(party.label, "looked at its storages: armed")
         staged = lane.plane.holds(attempt, base)
         party.send(m.Armed(attempt, self._generation, rebound, unread, self._in_step, base, staged))
@@ -363,9 +369,9 @@ class WorkerSession:
             elif isinstance(message, m.Commit):
                 faults.point("worker", self.index, "commit")
                 lane.wait_idle(STOP_GRACE_S)
-                self.model.release_lock()
-                self.model.synchronize()
-                self.adapter.version = message.version
+                self._weights.release_lock()
+                self._weights.synchronize()
+                self._weights.version = message.version
                 mark(party.label, "installed")
                 party.send(m.Committed(self.replica, attempt))
                 return
@@ -377,20 +383,20 @@ class WorkerSession:
 
     def _stopped(self, attempt: int) -> m.Stopped:
         lane = self._lane_
-        return m.Stopped(self.replica, attempt, self.adapter.holds == "mix", lane is None or lane.plane.drained)
+        return m.Stopped(self.replica, attempt, self._weights.holds == "mix", lane is None or lane.plane.drained)
 
     def _refresh(self, party: RendezvousClient, quick: bool) -> m.WireError | None:
         """Bring the layout up to date, and tell the coordinator if it has changed.
 
         Args:
             party: The connection.
-            quick: As of `Model.check`.
+            quick: As of `WorkerSide.check`.
 
         Returns:
             The error if the layout cannot be read. It ends the attempt only if trainers publish no newer catalog; their catalog may
             come before or after this.
         """
-        change = Change(self.model.check(quick))  # in any case: it refuses lost kept weights, which `read` would accept
+        change = Change(self.side.check(quick))  # in any case: it refuses lost kept weights, which `read` would accept
         if self._stale:
             change = Change.CHANGED
         newer = party.newest(m.CatalogMsg) if self._stale else None  # replaces the catalog that could not be read

@@ -142,7 +142,8 @@ def dummy_forward(runner: Any) -> list[torch.Tensor]:
         seen.append(forward(*args, **kwargs))
         return seen[-1]
 
-    with mock.patch.object(runner.model, "forward", watched), _with_length(runner.attn_backend):
+    # inference_mode: as SGLang's own forwards
+    with torch.inference_mode(), mock.patch.object(runner.model, "forward", watched), _with_length(runner.attn_backend):
         buffers = runner.eager_runner._alloc_dummy_decode_buffers(DUMMY_TOKENS, allocate_logits_buffer=False)
         runner.eager_runner._dummy_run(DUMMY_TOKENS, buffers=buffers)
     return [seen[-1].next_token_logits]

@@ -148,7 +148,7 @@ class SyntheticTrainer(_Synthetic):
 
 
 class SyntheticWorker(_Synthetic):
-    """Implements `Adapter` and `LiveModel` of the direct route, and `Loader` of the packed one. There is no forward to lock."""
+    """Implements `LayoutReader` and `BoundWeights` of the direct route, and `Loader` of the packed one. There is no forward to lock."""
 
     drop: tuple[str, ...] = ()
     version: Label = None
@@ -175,6 +175,10 @@ class SyntheticWorker(_Synthetic):
         own, i = self.layout, self.layout.inventory
         traced = Traced(tuple(own.specs.values()), own.fragments, i.fills, reads=own.reads)
         return EngineLayout(i.roots, own.tensors, traced, i.footprint, i.kept, i.staged)
+
+    @property
+    def weights(self) -> SyntheticWorker:
+        return self
 
     def choose_lock(self) -> str:
         return "nothing: there is no model here"
