@@ -90,8 +90,10 @@ if not os.fork():
 _, ended = os.wait()
 assert not ended, ended
 w.commits(2)
+print(w.rendezvous, flush=True)
+sys.stdin.readline()  # somebody connects
 if not os.fork():
-    print(os.getpid(), w.rendezvous, flush=True)  # by now it has closed its copies
+    print(os.getpid(), flush=True)  # by now it has closed its copies
     time.sleep(60)
     os._exit(0)
 w.commits(3)
@@ -107,13 +109,15 @@ def test_a_process_that_is_forked_from_one_that_connected_neither_ends_its_sessi
     late.start()
     with one.stdin, one.stdout, contextlib.ExitStack() as end:
         end.callback(lambda: [os.killpg(one.pid, signal.SIGKILL), one.wait(), late.cancel()])
-        line = one.stdout.readline().split()
-        assert line, "the parent or a child of it did not go on as it should"
-        staying, rendezvous = int(line[0]), line[1]
-        with pytest.raises(HandshakeError, match="in use"):
-            listen(rendezvous, TOKEN)
+        rendezvous = one.stdout.readline().strip()
+        assert rendezvous, "the parent or its first child did not go on as it should"
         ours, gone = dial(rendezvous, TOKEN, 20 * PATIENCE), threading.Event()
         ours.start(lambda message: None, lambda reason: gone.set())
+        one.stdin.write("\n")
+        one.stdin.flush()
+        staying = int(one.stdout.readline())
+        with pytest.raises(HandshakeError, match="in use"):
+            listen(rendezvous, TOKEN)
         one.kill()
         assert gone.wait(5 * PATIENCE), "the connection lives on in a child of the one that was killed"
         one.wait()

@@ -157,7 +157,8 @@ kernel does not ask such a host, but would send again for a quarter of an hour."
 
 
 def prepare(sock: socket.socket) -> None:
-    """Make a connected socket non-blocking, without delay, and alive as long as its host is."""
+    """Make a connected socket non-blocking, without delay, alive as long as its host is, and closed in forked processes."""
+    _own.add(sock)
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -291,11 +292,10 @@ class Channel:
                 self._lock.release()
 
     def leave(self) -> None:
-        """In a forked process: close this copy of the parent's connection, or it would stay open when the parent dies."""
+        """In a forked process: the connection is the parent's."""
         self.theirs = True
         self._closed = threading.Event()  # a thread of the parent may have held the old one's lock
         self._closed.set()
-        self._sock.close()
 
     def close(self) -> None:
         if not self._closed.is_set():
@@ -322,14 +322,15 @@ def _stop_reading() -> None:
     wait_for_all(channel.join for channel in channels)
 
 
-_listening: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_own: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+"""Sockets of this process, also those that listen."""
 
 
 def _forked() -> None:
     """In a forked process no other thread runs, so no connection works. Close the copies, so that the parent's death is noticed."""
     for channel in list(_open):
         channel.leave()
-    for sock in list(_listening):
+    for sock in list(_own):
         sock.close()
     _open.clear()
 
@@ -463,7 +464,7 @@ def _listen_at(addresses: Sequence[tuple[socket.AddressFamily, tuple]]) -> list[
                 for s in socks:
                     s.close()
                 raise
-    _listening.update(socks)
+    _own.update(socks)
     return socks
 
 

@@ -264,7 +264,6 @@ class _Connection:
         loop = self.server.loop
         prepare(self.sock)
         self.server.unproven[self] = time.monotonic()
-        _open.add(self)
         self._limit = loop.call_later(HANDSHAKE_S, self.end, "it did not prove the token in time")
         loop.add_reader(self.sock, self._readable)
         self.write(MAGIC + self._nonce)
@@ -387,7 +386,6 @@ class _Connection:
             self.server.loop.remove_reader(self.sock)
             self.server.loop.remove_writer(self.sock)
             self.sock.close()
-        _open.discard(self)
         self.server.lost(self, reason)
 
 
@@ -399,16 +397,3 @@ def _stop_feeding() -> None:
     """The interpreter ends, and all connections with it: the coordinators of this process need not hear of that."""
     for server in list(_servers):
         server.closing = True
-
-
-_open: weakref.WeakSet[_Connection] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    """Close the copies of the parent's connections in a forked process: they would keep them open when the parent dies."""
-    for connection in list(_open):
-        connection.sock.close()
-    _open.clear()
-
-
-os.register_at_fork(after_in_child=_forked)
