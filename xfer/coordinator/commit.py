@@ -370,10 +370,7 @@ class ReplicaRefit:
             return
         if self.phase is not Phase.SETTLING:
             # The controller heard nothing for so long that it assumed the worst. This ends the replica's part in any phase.
-            error = DeadlineExceeded(
-                f"replica {r.index}: its controller gave up waiting for the decision",
-                [f"waiting for {w}" for w in self.waiting_for()],
-            )
+            error = self.late(f"replica {r.index}: its controller gave up waiting for the decision")
             self.refit.coordinator.fail(self, error)
             self.error = self.error or error  # a decision that was taken cannot be taken back
             self.dirty = self.dirty or not msg.serving
@@ -460,11 +457,9 @@ class ReplicaRefit:
 
     def _install_late(self) -> None:
         if self.phase is Phase.COMMITTING:
-            r, late = self.replica, f"replica {self.replica.index} did not install version {self.refit.version!r}"
-            error = DeadlineExceeded(
-                f"{late} within {STOP_GRACE_S:.0f} s of the decision", [f"waiting for {w}" for w in self.waiting_for()]
-            )
-            missing = next(c for i, c in r.workers.items() if i not in self.committed)
+            what = f"replica {self.replica.index} did not install version {self.refit.version!r}"
+            error = self.late(f"{what} within {STOP_GRACE_S:.0f} s of the decision")
+            missing = next(c for i, c in self.replica.workers.items() if i not in self.committed)
             self.refit.coordinator.fail(self, error, by=missing)
 
     def _settle(self, dirty: bool) -> None:
@@ -500,6 +495,10 @@ class ReplicaRefit:
         co.at(co.now + SETTLE_GRACE_S, never)
 
     # ---- reports
+
+    def late(self, text: str) -> DeadlineExceeded:
+        """Make the error of a wait that has taken too long. It names what the replica waits for."""
+        return DeadlineExceeded(text, [f"waiting for {w}" for w in self.waiting_for()])
 
     def waiting_for(self) -> list[str]:
         """What keeps the replica in its phase, trainers included: one line each."""

@@ -821,14 +821,7 @@ def decode(data: bytes) -> Message:
     """
     try:
         return _decoder.decode(data)
-    except (
-        msgspec.DecodeError,
-        msgspec.ValidationError,
-        UnicodeDecodeError,
-        RecursionError,
-        OverflowError,
-        ValueError,
-    ) as e:
+    except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as e:
         raise ProtocolError(f"malformed control message of {len(data)} bytes: {e}"[:500]) from None
 
 

@@ -21,16 +21,7 @@ from xfer.coordinator.deadlines import ARM_AHEAD_S, TOGETHER_S
 from xfer.coordinator.messages import Label
 from xfer.coordinator.rolling import Rolling
 from xfer.coordinator.state import ReplicaPhase, broadcast
-from xfer.errors import (
-    DeadlineExceeded,
-    EngineLost,
-    PeerLost,
-    PlanMismatch,
-    ProtocolError,
-    Unsupported,
-    VerificationError,
-    XferError,
-)
+from xfer.errors import EngineLost, PeerLost, PlanMismatch, ProtocolError, Unsupported, VerificationError, XferError
 from xfer.plan import holders
 
 if TYPE_CHECKING:
@@ -459,8 +450,8 @@ class Refit(Transfer):
         for part in list(self.parts.values()):
             if part.phase in (Phase.STAGING, Phase.ARMING, Phase.MOVING):
                 version = "?" if self.version is None else repr(self.version)
-                late = f"refit of version {version} to replica {part.replica.index} ended at its deadline of {self.deadline_s:.1f} s"
-                self.coordinator.fail(part, DeadlineExceeded(late, [f"waiting for {w}" for w in part.waiting_for()]))
+                what = f"refit of version {version} to replica {part.replica.index}"
+                self.coordinator.fail(part, part.late(f"{what} ended at its deadline of {self.deadline_s:.1f} s"))
         self.finish_if_over()
 
     # ---- the end

@@ -16,7 +16,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from xfer.coordinator.commit import Phase
-from xfer.errors import DeadlineExceeded
 
 if TYPE_CHECKING:
     from xfer.coordinator.commit import ReplicaRefit
@@ -62,7 +61,6 @@ class Rolling:
             return  # the refit's own deadline says what it waited for
         self._late.add(part)
         if part.phase in (Phase.ARMING, Phase.MOVING):
-            late = f"replica {part.replica.index} was not done when its turn of {seconds:.1f} s ended"
-            why = DeadlineExceeded(late, [f"waiting for {w}" for w in part.waiting_for()])
-            refit.coordinator.fail(part, why)
+            late = part.late(f"replica {part.replica.index} was not done when its turn of {seconds:.1f} s ended")
+            refit.coordinator.fail(part, late)
         refit.arm_all()
