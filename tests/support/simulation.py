@@ -40,7 +40,6 @@ from xfer import api  # noqa: F401
 from xfer.coordinator import messages as m
 from xfer.coordinator.coordinator import Coordinator
 from xfer.coordinator.events import Connected, Disconnected, Received, Tick
-from xfer.coordinator.state import Ended
 from xfer.direct import trainer, worker  # noqa: F401
 from xfer.engines import choose_handle  # noqa: F401
 from xfer.errors import DeadlineExceeded, PeerLost
@@ -210,7 +209,8 @@ class Simulation:
         self.main = self.running = Thread(target=None, name="MainThread")
         self.main.who = "test"
         self.threads.append(self.main)
-        self._patched, self._items = [], []
+        self._patches = pytest.MonkeyPatch()
+        self.patch, self.patch_item = self._patches.setattr, self._patches.setitem
         doubles = {
             id(real_threading): THREADING,
             id(real_raw_threads): RAW_THREADS,
@@ -235,14 +235,6 @@ class Simulation:
         self.patch(routes, "open_group", open_group)
         return self
 
-    def patch(self, module: object, key: str, value: object) -> None:
-        self._patched.append((module, key, getattr(module, key)))
-        setattr(module, key, value)
-
-    def patch_item(self, of: dict, key: object, value: object) -> None:
-        self._items.append((of, key, of[key]))
-        of[key] = value
-
     def __exit__(self, *exc: object) -> None:
         try:
             self.stopped.clear()
@@ -253,10 +245,7 @@ class Simulation:
             self.why, self.ending = "", True
             self.block(lambda: len(self.threads) == 1, self.now + 1e6)
         finally:
-            for module, key, value in reversed(self._patched):
-                setattr(module, key, value)
-            for of, key, value in self._items:
-                of[key] = value
+            self._patches.undo()
             Simulation.now_running = None
             gc.enable()
             os.sched_setaffinity(0, self._processors)
@@ -555,11 +544,8 @@ class Server(server.Server):
         sim.block(lambda: self.closing or not (0 in co.trainers or len(co.met) < co.options.trainers), until)
         sim.block(lambda: self.closing or co.refit is None, sim.now + 5.0)
         self.closing = True
-        _sim().servers.pop(self.rendezvous, None)
-        if co.failure is not None and (missing := frozenset(range(co.options.trainers)) - co.met):
-            server._ended[self.rendezvous] = Ended(co.session, m.WireError.of(co.failure, "rendezvous"), missing)
-        else:
-            server._ended.pop(self.rendezvous, None)
+        sim.servers.pop(self.rendezvous, None)
+        self._remember()
         for c in self._connections.values():
             c.finish()
 

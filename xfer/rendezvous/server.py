@@ -104,15 +104,20 @@ class Server:
         # An engine that hears nothing more of a running refit must assume the worst.
         while co.refit is not None and self._thread.is_alive() and time.monotonic() < ends:
             time.sleep(0.005)
+        self._remember()
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self._stop_listening)
+            asyncio.run_coroutine_threadsafe(self._close(), self.loop)
+            self._thread.join(2 * GOODBYE_S + 1.0)
+
+    def _remember(self) -> None:
+        """Keep why the session failed, for trainers that come late to the next one at this address."""
+        co = self.coordinator
         missing = frozenset(range(co.options.trainers)) - co.met
         if co.failure is not None and missing:
             _ended[self.rendezvous] = Ended(co.session, WireError.of(co.failure), missing)
         else:
             _ended.pop(self.rendezvous, None)
-        if self._thread.is_alive():
-            self.loop.call_soon_threadsafe(self._stop_listening)
-            asyncio.run_coroutine_threadsafe(self._close(), self.loop)
-            self._thread.join(2 * GOODBYE_S + 1.0)
 
     # ---- on the loop
 
