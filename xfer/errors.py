@@ -55,9 +55,8 @@ class XferError(Exception):
         return " ".join(f"{type(self).__name__}: {self.message}{first}{more} ({self.code})".split())
 
     def to_wire(self) -> tuple[str, str, tuple[str, ...], str]:
-        known = next(
-            c for c in type(self).__mro__ if _BY_NAME.get(c.__name__) is c
-        )  # the base of another module's class
+        # Of a class of another module this is its base.
+        known = next(c for c in type(self).__mro__ if _BY_NAME.get(c.__name__) is c)
         return known.__name__, self.message, tuple(by_kind(self.violations)), self.where
 
 

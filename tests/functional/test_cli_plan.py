@@ -33,9 +33,8 @@ pytestmark = BOTH
 SIZES = dict(world=8, tp=2, pp=2, ep=2, etp=1)
 WIDE = dict(hidden_size=256, head_dim=128, num_attention_heads=4, num_key_value_heads=2, intermediate_size=512)
 WIDE |= dict(moe_intermediate_size=256, num_experts=16)  # in FP8 each rank's part consists of whole blocks
-MOE = (
-    toy.FAMILIES["qwen3_moe"] | WIDE | {"vocab_size": 256}
-)  # as many as vLLM pads them to: declared engines have no padding
+# As many as vLLM pads them to: declared engines have no padding.
+MOE = toy.FAMILIES["qwen3_moe"] | WIDE | {"vocab_size": 256}
 
 
 COUNTED = "tensors model_bytes bytes_per_replica nbytes broadcast_bytes most_out most_in between_hosts matrix hosts floor_s".split()

@@ -71,9 +71,8 @@ def test_a_head_that_vllm_unties_takes_the_embedding_of_a_tied_trainer(folders, 
                 with pytest.raises(LayoutError, match="has a head of its own") as error:
                     packed.accept(Catalog(checkpoint_specs(folder)))
                 assert [v.split(":")[0] for v in error.value.violations] == ["lm_head.weight"]
-            layout = written(
-                config, live, Catalog(checkpoint_specs(folder)), tensors
-            )  # the trainer's catalog has no head
+            # The trainer's catalog has no head.
+            layout = written(config, live, Catalog(checkpoint_specs(folder)), tensors)
             assert ("lm_head.weight" in {r.name for r in layout.roots}) is not tie_again
             assert torch.equal(live.lm_head.weight, live.model.embed_tokens.weight)
             assert {s.name for s in layout.traced.specs} == tensors.keys()

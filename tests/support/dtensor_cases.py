@@ -294,9 +294,8 @@ def kept_and_followed(rank, size, device, plans, peer):
         version += 1
         plans.clear()
         if device != "cpu":
-            torch.cuda._sleep(
-                20_000_000
-            )  # what writes the source and the destination has not begun when the call comes
+            # What writes the source and the destination has not begun when the call comes.
+            torch.cuda._sleep(20_000_000)
         torch.add(full.chunk(size)[rank], version, out=src)
         with exchanges() as exchanged:
             xferdtensor(src, mesh, [Shard(0)], got.fill_(-1), mesh, [Shard(1)], peer=peer)

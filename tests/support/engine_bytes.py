@@ -44,9 +44,8 @@ def written(config, live, catalog, tensors, rank: int = 0, twin=None, draft=None
     model = EngineModel(config, live, torch.device("cpu"), **options)
     model.draft = draft
     layout = model.read(catalog)
-    layout.inventory(
-        catalog.deriving((s.of, s.rule) for s in layout.derived), rank
-    )  # what a session publishes; it raises unless each byte has a class
+    # What a session publishes. It raises unless each byte has a class.
+    layout.inventory(catalog.deriving((s.of, s.rule) for s in layout.derived), rank)
     scramble(model, 5)
     if twin is not None:
         storages = LiveStorages(twin).tensors

@@ -139,9 +139,8 @@ def of_mbridge(made: Made, bridge, chunks: Sequence[torch.nn.Module]):
     from megatron.core import parallel_state
     from megatron.core.transformer import MLATransformerConfig
 
-    def config(
-        *, max_position_embeddings, **given
-    ):  # the field's name of Megatron-Core 0.12, which mbridge 0.15.1 passes
+    # The field has this name in Megatron-Core 0.12, and mbridge 0.15.1 passes it.
+    def config(*, max_position_embeddings, **given):
         return MLATransformerConfig(original_max_position_embeddings=max_position_embeddings, **given)
 
     DeepseekV3Bridge.TransformerConfigClass = staticmethod(config)

@@ -59,9 +59,8 @@ class Plain:
             dist.init_process_group(backend, init_method=f"tcp://{address}:{port}", rank=rank, world_size=world)
         self.config, self.rank, self.world, self.experts = config, rank, world, experts
         torch.zeros(1, device=DEVICE)  # or the mesh chooses a device by rank
-        self.mesh = init_device_mesh(
-            "cuda", (world,)
-        )  # nothing of DTensor's communicates here, so the group may be gloo's
+        # Nothing of DTensor's communicates here, so the group may be gloo's.
+        self.mesh = init_device_mesh("cuda", (world,))
         self.memory: list[Pausable] | None = [] if pausable else None
         self.changes = 0
         some = [x for x in checkpoints.shapes(config) if not leave or not x[0].startswith(leave)]

@@ -132,9 +132,8 @@ def execute(plan, world: World) -> tuple[list[dict[str, np.ndarray]], list[dict[
     count = [[np.zeros(len(s), int) for s in some] for some in storages]
     for p in programs[T:]:
         for m in p.receives():
-            assert (
-                m.rows.tobytes() == sent.pop((m.wave, m.src, m.dst)).rows.tobytes()
-            )  # both ends derive the same message
+            # Both ends derive the same message.
+            assert m.rows.tobytes() == sent.pop((m.wave, m.src, m.dst)).rows.tobytes()
             filled = np.zeros(m.nbytes, int)
             for r in m.rows:
                 src, dst = DTYPES[r["src_dtype"]], DTYPES[r["dst_dtype"]]

@@ -108,7 +108,6 @@ class DeepSeekV32Bridge(GLM5Bridge):
         )
         for name in ("rotary_scaling_factor", "mscale", "mscale_all_dim"):
             setattr(provider, name, getattr(plain, name))
-        provider.num_moe_experts = (
-            hf_pretrained.config.n_routed_experts
-        )  # transformers 5.12 has a default of another name
+        # transformers 5.12 has a default of another name
+        provider.num_moe_experts = hf_pretrained.config.n_routed_experts
         return provider

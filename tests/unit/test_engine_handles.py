@@ -286,9 +286,8 @@ def commits(handle, core, version, ahead, paused):
     calls = core.calls[began:]
     assert core.version == version and not core.active and not handle.session_open
     assert all(calls.count(c) == 1 for c in ("update_weights", *CACHES)), calls
-    finished = (
-        len(calls) - 1 - calls[::-1].index("finish_weight_update")
-    )  # the first one may have closed an older session
+    # The first one may have closed an older session.
+    finished = len(calls) - 1 - calls[::-1].index("finish_weight_update")
     last = [calls.index("update_weights"), finished, *map(calls.index, CACHES)]
     assert last == sorted(last) and core.calls[-1] in ("is_paused", "resume_generation", CACHES[1]), calls
     assert calls.index("start_weight_update") < last[0] and core.paused == paused

@@ -108,9 +108,8 @@ def test_a_client_that_reaches_some_of_the_workers_is_told_by_its_engine_or_by_t
         for dense in (False, True):
             told = refused(config(parallel_config=parallel(balanced, ranks, local, dense)), counted)
             assert bool(told) == (unreached and not (dense and balanced == "hybrid")), (balanced, ranks, dense)
-        assert not refused(
-            config(parallel_config=parallel(balanced, ranks, local)), 2 * local
-        )  # a forwarder that counts right
+        # A forwarder that counts right.
+        assert not refused(config(parallel_config=parallel(balanced, ranks, local)), 2 * local)
 
 
 class TestConnectors:

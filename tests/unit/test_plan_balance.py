@@ -60,9 +60,8 @@ def traffic(draw):
     unit = draw(st.sampled_from([8, 16]))
     message = unit * draw(st.integers(1, 16))
     bounds = dict(message=message, per_rank=message + draw(st.integers(0, 300)), unit=unit)
-    hosts = np.array(
-        draw(st.lists(st.integers(0, 2), min_size=t + w, max_size=t + w))
-    )  # all pairs near, all far, or some
+    # All pairs are near, all are far, or some are.
+    hosts = np.array(draw(st.lists(st.integers(0, 2), min_size=t + w, max_size=t + w)))
     ends = np.array(sorted(pairs), np.int64).reshape(-1, 2).T
     more = {"rotation": draw(st.integers(0, 3)), "far": hosts[ends[0]] != hosts[ends[1]]}
     return sorted(pairs), np.array(sizes, np.int64), bounds | more

@@ -61,9 +61,8 @@ def test_a_part_is_read_only_when_the_one_before_has_it(parts, length, seed):
             row[j].after(part, None)
 
     for run in (1, 2):
-        all_good(
-            run_ranks(length, lambda j, run=run: pull(length - 1 - j, run))
-        )  # the last of the chain is there first
+        # The last of the chain is there first.
+        all_good(run_ranks(length, lambda j, run=run: pull(length - 1 - j, run)))
         assert not wrong and has[run - 1] == [parts] * length
 
 

@@ -273,9 +273,8 @@ def test_the_device_is_where_tensors_lie_when_they_are_first_read_and_then_for_g
     trainer.read()
     net.to("meta")
     assert trainer.device.type == "cpu"
-    at = [
-        SimpleNamespace(device=torch.device(d)) for d in ("cpu", "cuda:1", "cuda:0")
-    ]  # a GPU, where only a part is there
+    # A GPU counts even where only a part lies on it.
+    at = [SimpleNamespace(device=torch.device(d)) for d in ("cpu", "cuda:1", "cuda:0")]
     assert device_of(at) == torch.device("cuda:1") and device_of(at[:1]) == torch.device("cpu") == device_of([])
 
 

@@ -157,9 +157,8 @@ def _timeline(r: Report) -> str:
     start = spent["control"]
     wire_end, filling = start + spent["pack"] + spent["wire"], r.transfer_s - spent["fill"]
     group = -(-len(r.timeline) // STEPS_DRAWN) or 1
-    runs = [
-        (i, r.timeline[i : i + group]) for i in range(0, len(r.timeline), group)
-    ]  # with the number of their first wave
+    # Each with the number of its first wave.
+    runs = [(i, r.timeline[i : i + group]) for i in range(0, len(r.timeline), group)]
     runs = [(i, w) for i, w in runs if sum(x.nbytes for x in w)]
     waves = []
     for row, (first, w) in enumerate(runs):

@@ -204,9 +204,8 @@ class Planning:
         if any(r.phase.opening and r.first is None for r in co.replicas.values()):
             return co.at(co.now + RELEASE_LOOK_S, lambda: self._release_when_open(client, call))
         self._releasing[client] = call
-        copying = {
-            r.index for r in co.replicas.values() if r.first is not None
-        }  # these have mapped no trainer's storages
+        # These have mapped no trainer's storages.
+        copying = {r.index for r in co.replicas.values() if r.first is not None}
         for r in co.replicas.values():
             if r.index not in copying:
                 self.unmap(r)

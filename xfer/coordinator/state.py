@@ -119,9 +119,8 @@ class Replica:
     scratch: int | None = None  # bytes of scratch into which its routes bring bytes; None: into live storage
     joined: bool = False  # it was ready since its controller came
     base: int = 0  # the refit by changes whose bytes all of its workers hold, as far as they have said; 0: none
-    sources: tuple[
-        tuple[int, int], ...
-    ] = ()  # by share of its bytes, the replica that brings it, and that one's `offered`
+    # By share of its bytes, the replica that brings it, and that one's `offered`.
+    sources: tuple[tuple[int, int], ...] = ()
     follows: set[int] = field(default_factory=set)  # workers that read from these replicas
     receives: bool = False  # all its workers pull nothing from trainers
     apart: bool = False  # in a relay ring, some worker could not read from the others
@@ -229,11 +228,8 @@ _ADVICE = {
 
 def _short(globs: tuple[str, ...]) -> str:
     text = ", ".join(sorted(set(globs)))
-    return (
-        text
-        if len(text) <= 200
-        else f"{len(globs)} patterns, blake2b {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
-    )
+    digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return text if len(text) <= 200 else f"{len(globs)} patterns, blake2b {digest}"
 
 
 def differences(h: m.Hello, o: Options) -> list[str]:

@@ -106,9 +106,8 @@ def refuse_shared_weights(vllm_config: Any) -> None:
     """
     configs = {"load_format": getattr(vllm_config, "load_config", None)}
     spec = getattr(vllm_config, "speculative_config", None)
-    configs["draft_load_config"] = getattr(
-        spec, "draft_load_config", None
-    )  # without one a drafter loads as the model does
+    # Without one a drafter loads as the model does.
+    configs["draft_load_config"] = getattr(spec, "draft_load_config", None)
     bad = [
         f'{name}: ipc_cache maps a daemon\'s memory into this engine; set "mode": "copy" in its model_loader_extra_config, or load '
         "otherwise"

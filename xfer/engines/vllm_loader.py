@@ -105,9 +105,7 @@ class PackedModel:
     def begin(self, specs: Sequence[TensorSpec]) -> None:
         self._loaded = set()
         self._dropped = {s.name for s in specs} - {s.name for s in self._wanted(specs)}
-        if (
-            self._open
-        ):  # an earlier refit failed inside a reload; its layers must be closed before they are opened again
+        if self._open:  # an earlier refit failed inside a reload; layers are opened again only when they were closed
             self._close_layers()
         if self._layerwise:
             from vllm.model_executor.model_loader.reload import initialize_layerwise_reload

@@ -73,9 +73,8 @@ def _copy_and_sum(
             j = -1 - k
             for w in range(tl.load(needs + 2 * j), tl.load(needs + 2 * j + 1)):
                 seen = tl.atomic_add(done + w, 0, sem="acquire")
-                while (
-                    seen == 0
-                ):  # a stopped pull leaves copies out; one thread looks for all, or they would part at the barriers
+                # A stopped pull leaves copies out. One thread looks for all, or they would part at the barriers.
+                while seen == 0:
                     seen = tl.atomic_add(done + w, 0, sem="acquire") + tl.atomic_add(abort, 0, sem="relaxed")
             tl.debug_barrier()  # no thread reads before one has seen it
             t = sums + j.to(tl.int64) * SUM_COLS

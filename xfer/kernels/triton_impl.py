@@ -97,9 +97,8 @@ def _copy_tiles(
                 b = ((r * dst_row + c) * VEC)[:, None] + word[None, :]
                 tl.store(dst + b, tl.load(src + a, mask=keep), mask=keep)
         i = tl.atomic_add(counter, 1)
-        if (
-            ABORTABLE
-        ):  # past the end, whatever `count` is; threads that still see 0 move one tile more, of a pull that was stopped
+        # Past the end, whatever `count` is. Threads that still see 0 move one tile more, of a pull that was stopped.
+        if ABORTABLE:
             i += (tl.load(abort, volatile=True) != 0).to(tl.int32) * 0x40000000
 
 
@@ -150,9 +149,8 @@ def _convert_tiles(
                 y = x.to(tl.float64 if SRC == tl.float64 else tl.float32).to(DST)
             tl.store(dst + (r * dst_row + c * dst_one), y, mask=keep)
         i = tl.atomic_add(counter, 1)
-        if (
-            ABORTABLE
-        ):  # past the end, whatever `count` is; threads that still see 0 move one tile more, of a pull that was stopped
+        # Past the end, whatever `count` is. Threads that still see 0 move one tile more, of a pull that was stopped.
+        if ABORTABLE:
             i += (tl.load(abort, volatile=True) != 0).to(tl.int32) * 0x40000000
 
 

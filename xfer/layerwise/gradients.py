@@ -64,9 +64,7 @@ def _started(peers: Peers, shares: Sequence) -> list[_Sum]:
         out.append(s)
         if s.flat.is_cuda:
             s.works.append(wire.reduce(s.flat, owner))
-        elif (
-            owner == peers.rank
-        ):  # summed here, in the order of ranks: several reductions of gloo's wait for each other
+        elif owner == peers.rank:  # summed here, in the order of ranks: reductions of gloo's wait for each other
             s.others = {r: torch.empty_like(s.flat) for r in range(peers.size) if r != owner}
             s.works += [wire.receive(t, r) for r, t in s.others.items()]
         else:

@@ -176,9 +176,8 @@ class Controller:
         def over() -> XferError | None:
             if self._closed:
                 return self._closed_error(f"was closed before {awaited} came")
-            repaired = (
-                self.torn and self._phase is not ControllerPhase.OVER
-            )  # by the next refit, also one without weights yet
+            # By the next refit. It also repairs an engine that has no weights yet.
+            repaired = self.torn and self._phase is not ControllerPhase.OVER
             return self.lost if repaired or self.error is None else self.error
 
         awaited = "a version that a refit brought" if version is None else f"version {version!r}"

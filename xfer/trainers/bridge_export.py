@@ -167,9 +167,8 @@ def owned_tasks(model_bridge, chunks: Sequence[torch.nn.Module], names: Checkpoi
     forget_names(model_bridge)
     try:
         tasks = model_bridge.build_conversion_tasks(names, list(chunks))
-        is_copy = getattr(
-            model_bridge, "_should_skip_mtp_duplicate_embedding_export", lambda task, chunks: False
-        )  # Bridge 0.6
+        # Bridge 0.6 has this method.
+        is_copy = getattr(model_bridge, "_should_skip_mtp_duplicate_embedding_export", lambda task, chunks: False)
         return [t for t in tasks if t is not None and t.param_weight is not None and not is_copy(t, list(chunks))]
     finally:
         forget_names(model_bridge)  # its cache has only this rank's names now

@@ -125,9 +125,8 @@ class Computed:
 
     def _wanted(self, x: Exchange, gather: Gather) -> list[int]:
         """The gathers that some rank of the group needs. Ranks have to exchange this."""
-        mine = torch.zeros(
-            2, len(x.gathers), dtype=torch.uint8
-        )  # row 0: this rank needs it; row 1: this rank cannot compute its part
+        # Row 0: this rank needs it. Row 1: this rank cannot compute its part.
+        mine = torch.zeros(2, len(x.gathers), dtype=torch.uint8)
         mine[0, list(x.needed)] = 1
         mine[1] = torch.tensor([any(peers_needed(g.mine)) for g in x.gathers])
         every = torch.stack([t.cpu() for t in gather(x.group, mine.reshape(-1).to(self._device))]).view(-1, *mine.shape)

@@ -131,9 +131,8 @@ class Taken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
 
 _T = TypeVar("_T", Offer, Taken)
 Root = TypeVar("Root")
-_decoders: dict[type, msgspec.msgpack.Decoder] = {
-    kind: msgspec.msgpack.Decoder(kind) for kind in (Offer, Taken)
-}  # once: see plan/inventory.py
+# Made once: see plan/inventory.py.
+_decoders: dict[type, msgspec.msgpack.Decoder] = {kind: msgspec.msgpack.Decoder(kind) for kind in (Offer, Taken)}
 
 
 def _decode(data: bytes, kind: type[_T], rank: int) -> _T:
@@ -472,9 +471,8 @@ class Pull:
         self._stopped = False
         # Another priority is another channel to the device: behind a stream that waits for a word it would wait too.
         self._aside = torch.cuda.Stream(self.device, priority=-1)
-        self._abort.record_stream(
-            self._aside
-        )  # the copy that stops a pull may land after its end, when this tensor was freed
+        # The copy that stops a pull may land after its end, when this tensor was freed.
+        self._abort.record_stream(self._aside)
         self._gate = gate
         self._waves = [0] if gate is None else sorted(set(rows["wave"].tolist()))
         parts = [rows] if gate is None else [rows[rows["wave"] == w] for w in self._waves]

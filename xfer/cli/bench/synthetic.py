@@ -96,9 +96,8 @@ def _values(
     if bits < 64:
         place &= (1 << bits) - 1
         if kind.is_floating_point and bits >= 16:
-            place &= ~(
-                1 << (bits - 2)
-            )  # the exponent's highest bit: neither infinite nor NaN, so that casts are defined
+            # Without the exponent's highest bit it is neither infinite nor NaN, so that casts are defined.
+            place &= ~(1 << (bits - 2))
         place -= (place >> (bits - 1)) << bits
     return place.to(_INTEGERS[kind.itemsize]).view(kind)
 
