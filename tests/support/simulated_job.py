@@ -48,8 +48,9 @@ class Source(Meets):
     value = staticmethod(lambda name, shape, version: value(name, tuple(shape), version))
 
     def read(self):
-        self.point("look")
-        return super().read() if self.computes else ToySource.read(self)
+        layout = super().read() if self.computes else ToySource.read(self)
+        self.point("look")  # now: the next `check` compares with what this look has seen
+        return layout
 
     def finishes_alone(self) -> bool:
         return self.rank > 0
@@ -88,8 +89,9 @@ class Taker(ToyTaker):
         return super().check(quick)
 
     def read(self, catalog):
+        layout = super().read(catalog)
         self.engine.job.point("worker", self.rank, "look")
-        return super().read(catalog)
+        return layout
 
     def engage_lock(self) -> None:
         self.engine.job.sim.must(self.engine.paused, f"{self.engine.name} is written while it serves")
