@@ -24,10 +24,10 @@ from tests.support.hosts import Cluster, Host, missing
 from tests.support.proc import PATIENCE, ROOT, environment
 from xfer.cli.doctor import visits
 from xfer.cli.doctor.facts import Checkup
-from xfer.cli.doctor.line import Line
 from xfer.cli.doctor.look import look
 from xfer.cli.doctor.meeting import Begin, Join, Leader, Result, Terms, attend
 from xfer.cli.doctor.visits import open_door, visit
+from xfer.cli.line import Line
 from xfer.coordinator.state import Options
 from xfer.errors import HandshakeError, PeerLost
 from xfer.rendezvous.channel import dial_socket, listen
@@ -192,7 +192,7 @@ def test_one_that_comes_when_all_have_come_is_told_so():
     first.take(soon(), Begin)
     late.send(Join(look(), 2, {}), soon())
     until = soon()
-    while leader._joined.empty():
+    while leader._callers._came.empty():
         assert time.monotonic() < until
         time.sleep(0.01)
     first.close()

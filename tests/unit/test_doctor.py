@@ -14,7 +14,8 @@ from itertools import combinations
 import msgspec
 import pytest
 
-from xfer.cli.doctor import line, visits
+from xfer.cli import line
+from xfer.cli.doctor import visits
 from xfer.cli.doctor.addresses import chosen, gloo_addresses, nccl_interfaces
 from xfer.cli.doctor.checks import examine
 from xfer.cli.doctor.facts import (

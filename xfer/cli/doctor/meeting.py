@@ -1,24 +1,20 @@
 """Brings the doctors of several machines together, and measures between each two of them.
 
-The process that has an address of the rendezvous' host listens there, or one with `--listen`. All dial it, this one too, prove the
-job's token as sessions do (rendezvous/channel.py), and join with their facts. The leader, a thread of the process that listens, sends
-each of them the facts of all, tells pairs to visit each other, and sends everything that was found to all.
+The process that has an address of the rendezvous' host listens there, or one with `--listen` (cli/line.py). All dial it, this one too,
+and join with their facts. The leader, a thread of the process that listens, sends each of them the facts of all, tells pairs to visit
+each other, and sends everything that was found to all.
 
-A visit (visits.py) has no process in common with others of its step.
-
-Every message has a length and a type that msgspec decodes; nothing is unpickled. Every wait has a deadline. A process that is lost or
-late becomes a failure in the report, and the others go on.
+A visit (visits.py) has no process in common with others of its step. A process that is lost or late becomes a failure in the report, and
+the others go on.
 """
 
 from __future__ import annotations
 
-import queue
 import socket
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
@@ -28,12 +24,11 @@ from msgspec import Meta
 from xfer.cli.doctor import visits
 from xfer.cli.doctor.addresses import is_loopback
 from xfer.cli.doctor.facts import Checkup, Finding, HostFacts, MemoryRead, NetworkPath, problem
-from xfer.cli.doctor.line import GREET_S, Door, Line, Note
-from xfer.errors import DeadlineExceeded, HandshakeError, PeerLost, ProtocolError, XferError
-from xfer.rendezvous.channel import dial_socket, listen
+from xfer.cli.line import GREET_S, Gathering, Line, Note, advised, listeners
+from xfer.errors import XferError
+from xfer.rendezvous.channel import dial_socket
 
 SLACK_S = 10.0
-MOST_REJECTED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,21 +109,11 @@ class Leader:
 
     def __init__(self, listeners: Sequence[socket.socket], terms: Terms):
         self._terms = terms
-        self._joined: queue.Queue[tuple[Line, Join, str]] = queue.Queue()
-        self._rejected: deque[str] = deque(maxlen=MOST_REJECTED)
-        self._door = Door(listeners, terms.token, self._welcome, self._rejected.append)
+        self._callers = Gathering(listeners, terms.token, Join)
         self.failures: list[Finding] = []
         self._gone: set[Line] = set()
         self._thread = threading.Thread(target=self._run, name="xfer-doctor-leader", daemon=True)
         self._thread.start()
-
-    def _welcome(self, sock: socket.socket, address: str) -> None:
-        line = Line(sock, address)
-        try:
-            self._joined.put((line, line.take(time.monotonic() + GREET_S, Join), address))
-        except XferError as e:
-            self._rejected.append(e.message)
-            raise
 
     def close(self) -> None:
         """Called when the own member has its result: the others have theirs, or do not read."""
@@ -136,7 +121,6 @@ class Leader:
 
     def _run(self) -> None:
         came = self._gather()
-        self._door.close()
         lines = [line for line, _, _ in came]
         try:
             self._lead(lines, [j for _, j, _ in came], [address for *_, address in came])
@@ -147,8 +131,7 @@ class Leader:
 
     def _send_away(self) -> None:
         """Tells those who came when there were enough."""
-        while not self._joined.empty():
-            line, join, _ = self._joined.get()
+        for line, join in self._callers.late():
             said = f"all {self._terms.size} processes of --size had come before this one"
             failure = problem("meeting", join.facts.host, said, "give the number of all processes as --size")
             self._tell(line, Result(Checkup((join.facts,), failures=(failure,))), time.monotonic() + GREET_S)
@@ -156,18 +139,14 @@ class Leader:
 
     def _gather(self) -> list[tuple[Line, Join, str]]:
         terms = self._terms
-        came: list[tuple[Line, Join, str]] = []
-        until = time.monotonic() + terms.timeout_s
-        with suppress(queue.Empty):
-            while len(came) < terms.size:
-                came.append(self._joined.get(timeout=max(0.0, until - time.monotonic())))
+        came = self._callers.wait(terms.size, terms.timeout_s)
         came.sort(key=lambda c: (c[1].facts.host, c[1].facts.machine, c[1].facts.pid))
         if len(came) < terms.size:
             here = ", ".join(j.facts.host for _, j, _ in came)
             said = f"only {len(came)} of {terms.size} processes came within {terms.timeout_s:g} s: {here}"
             advice = "start it on all machines within that time; one that cannot reach this address says why there"
             self._fail(terms.rendezvous, said, advice)
-            for line in dict.fromkeys(self._rejected):
+            for line in dict.fromkeys(self._callers.rejected):
                 self._fail(terms.rendezvous, f"rejected: {line}", "is XFER_TOKEN the same everywhere?")
         for _, join, _ in came:
             if join.size != terms.size:
@@ -242,40 +221,24 @@ def attend(terms: Terms, facts: HostFacts) -> Checkup:
     Raises:
         XferError: This process could not take part. Its violations say what to do.
     """
+    leader, (sockets, why) = None, listeners(terms.rendezvous, terms.token, terms.listen)
     door, port = visits.open_door(facts.identity, terms.token)
-    leader, why = None, ""
     try:
-        listeners, why = _listeners(terms)
-        at = terms.rendezvous
-        if listeners:
-            leader, at = Leader(listeners, terms), _own(listeners[0])
-        offers, kept = visits.offer_probes(facts)
-        line = Line(dial_socket(at, terms.token, terms.timeout_s), "the doctor that listens")
-        try:
-            return _take_part(line, terms, replace(facts, port=port), offers)
-        finally:
-            line.close()
-            del kept
-    except DeadlineExceeded as e:
-        last = [v for v in e.violations if v.startswith("last attempt")]
-        advice = "is xfer doctor running on the machine that has this address? --listen there if it is behind NAT"
-        raise DeadlineExceeded("; ".join((e.message, *last, *filter(None, [why]))), [advice]) from None
-    except (PeerLost, ProtocolError) as e:
-        raise type(e)(e.message, ["is a session running at this address? give doctor a port of its own"]) from None
+        with advised("doctor", why, " --listen there if it is behind NAT"):
+            at = terms.rendezvous
+            if sockets:
+                leader, at = Leader(sockets, terms), _own(sockets[0])
+            offers, kept = visits.offer_probes(facts)
+            line = Line(dial_socket(at, terms.token, terms.timeout_s), "the doctor that listens")
+            try:
+                return _take_part(line, terms, replace(facts, port=port), offers)
+            finally:
+                line.close()
+                del kept
     finally:
         door.close()
         if leader is not None:
             leader.close()
-
-
-def _listeners(terms: Terms) -> tuple[list[socket.socket], str]:
-    """Sockets of the rendezvous, if this process is the one that listens; else none, and why it does not if it tried."""
-    try:
-        return listen(terms.rendezvous, terms.token, elsewhere=terms.listen), ""
-    except HandshakeError as e:
-        if terms.listen:
-            raise
-        return [], e.message  # another doctor of this machine listens already, or this machine does not know the name
 
 
 def _own(listener: socket.socket) -> str:

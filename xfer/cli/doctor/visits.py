@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from xfer.cli.doctor.addresses import chosen
 from xfer.cli.doctor.facts import HostFacts, MemoryRead, NetworkPath
-from xfer.cli.doctor.line import GREET_S, Door, Line, Note
+from xfer.cli.line import GREET_S, Door, Line, Note
 from xfer.errors import HandshakeError, XferError
 from xfer.rendezvous.channel import connect_handshake, read_exactly
 
