@@ -1,18 +1,22 @@
-"""`xfer bench` from a config.json alone: true layouts, processes of this host, every route of CPUs, every element compared."""
+"""`xfer bench` from a config.json alone: true layouts, every route of CPUs, every element compared, on this host and on emulated ones."""
 
 from __future__ import annotations
 
 import json
 import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from examples.common import toy
+from examples.common.ports import free_port
 from tests.support import forge
+from tests.support.hosts import Cluster, Host, missing
 from tests.support.marks import BOTH
-from tests.support.proc import ROOT, environment
+from tests.support.proc import PATIENCE, PYTHON, ROOT, environment
 from xfer.cli import app, children
 
 pytestmark = BOTH
@@ -52,7 +56,8 @@ def test_every_route_moves_every_bit_and_is_timed_beside_its_floor(folder, tmp_p
     assert code == 0, text
     assert text.count("all equal") == 3
     found = json.loads(data.read_text())["bench"]
-    assert {"versions", "hardware", "settings", "title"} <= found.keys() and found["devices"] == ["cpu"] * 4
+    assert found["title"] and found["devices"] == ["cpu"] * 4 and found["host"] == [0] * 4
+    assert [h.keys() for h in found["hosts"]] == [{"versions", "hardware", "settings"}]
     routes = {r["route"]: r for r in found["routes"]}
     assert [*routes] == ["pull", "gloo", "packed"]
     for name, r in routes.items():
@@ -66,6 +71,93 @@ def test_every_route_moves_every_bit_and_is_timed_beside_its_floor(folder, tmp_p
 
 def test_mistakes_are_listed_before_anything_starts(folder):
     sides = ("--trainer", f"{folder} world=2 tp=3", "--engine", "tp=1", "--route", "nccl", "--device", "cpu")
-    code, text = xfer_bench(*sides, "--deadline", 0)
+    code, text = xfer_bench(*sides, "--deadline", 0, "--trainer-hosts", 2)
     assert code == 2
     assert "--route nccl: on this device pull, gloo, packed" in text and "--deadline" in text and "tp" in text
+    assert "--trainer-hosts 2: at most 1" in text
+    code, text = xfer_bench(
+        "--trainer", f"{folder} world=2", "--route", "pull", "--device", "cpu", "--rendezvous", "h0:1"
+    )
+    assert code == 2 and "tcp://HOST:PORT" in text and "--trainer-hosts 2 is needed" in text
+
+
+# ---- several hosts
+
+
+MBIT = 400
+
+
+class OnHost:
+    """`xfer bench` of a host: an emulated one, or one that calls itself so."""
+
+    def __init__(self, folder: Path, host: Host | str, *arguments: object, python: str = sys.executable):
+        name, emulated = (host, None) if isinstance(host, str) else (host.name, host)
+        env = environment(
+            XFER_TOKEN="a token for tests", COLUMNS="160", **(emulated.env() if emulated else {"XFER_HOST": name})
+        )
+        run = ["-m", "xfer", "bench", "--device", "cpu", *map(str, arguments)]
+        self._said = folder / f"{name}.said"
+        with open(self._said, "w") as out:
+            self._process = forge.start(python, run, env, folder, out, out, emulated)
+
+    def end(self) -> tuple[int, str]:
+        try:
+            code = self._process.wait(300 * PATIENCE)
+        finally:
+            self._process.kill()
+        return code, self._said.read_text()
+
+
+def test_trainers_refit_engines_of_other_hosts_and_of_their_own(folder, tmp_path):
+    """By gloo from two hosts with Megatron-Bridge alone to two with vLLM alone; on hosts with both sides each worker also pulls."""
+    if why := missing():
+        pytest.skip(why)
+    sides = ("--trainer", f"{folder} world=2 tp=2 ep=2 etp=1", "--engine", "tp=1 replicas=2", "--repeats", 2)
+
+    def bench(hosts: list[Host], sides_of: str, *more: object) -> tuple[str, dict, dict]:
+        data = tmp_path / "bench.json"
+        where = ("--rendezvous", "tcp://h0:29600", "--size", len(hosts), "--json", data, "--cache", tmp_path, *more)
+        ran = [OnHost(tmp_path, h, *sides, *where, python=PYTHON[side]) for h, side in zip(hosts, sides_of.split())]
+        (code, text), *others = [r.end() for r in ran]
+        assert code == 0 and text.count("all equal") == 1, text
+        assert all(c == 0 and "done: h0 prints the table" in t for c, t in others), others
+        found = json.loads(data.read_text())["bench"]
+        (r,) = found["routes"]
+        assert r["wrong"] == 0 and not r["error"] and not r["floor_error"] and len(r["floor_s"]) == 2
+        assert r["bytes"] == sum(r["carried"].values()) > 0 and len(found["hosts"]) == len(hosts)
+        sent_s = r["carried"]["gloo"] / 2 / (MBIT * 1e6 / 8)  # by each of two network cards
+        assert min(*r["floor_s"], *r["transfer_s"]) > 0.8 * sent_s, r
+        return text, found, r
+
+    with Cluster(4, mbit=MBIT) as cluster:
+        text, found, r = bench(cluster.hosts, "trainer trainer engine engine", "--route", "gloo")
+        assert "trainers on h0 cpu; h1 cpu" in text and "workers on h2 cpu; h3 cpu" in text
+        assert found["host"] == [0, 1, 2, 3] and [*r["carried"]] == ["gloo"]
+        text, found, r = bench(cluster.hosts[:2], "trainer engine", "--route", "pull", "--trainer-hosts", 2)
+        assert found["host"] == [0, 1, 0, 1] and r["carried"].keys() == {"gloo", "peer"} and "by peer" in text
+
+
+@pytest.fixture
+def met(tmp_path, folder):
+    """Runs hosts with these arguments each, and gives their exit codes and what they said."""
+
+    def run(*arguments_of: tuple, size: int) -> list[tuple[int, str]]:
+        where = ("--rendezvous", f"tcp://127.0.0.1:{free_port()}", "--size", size)
+        ran = [OnHost(tmp_path, f"h{i}", *more, *where) for i, more in enumerate(arguments_of)]
+        return [r.end() for r in ran]
+
+    return run
+
+
+def test_a_host_that_does_not_come_is_told_on_those_that_did(folder, met):
+    both = met(*[("--trainer", f"{folder} world=1", "--deadline", 6 * PATIENCE)] * 2, size=3)
+    assert [code for code, _ in both] == [1, 1]
+    assert all(f"only 2 of 3 hosts came within {6 * PATIENCE:g} s: h" in text for _, text in both), both
+
+
+def test_hosts_that_are_asked_different_things_are_told_what_differs(folder, met):
+    sides = [("--trainer", f"{folder} world=1", "--repeats", 3), ("--trainer", f"{folder} world=2", "--repeats", 3)]
+    both = met(*sides, size=2)
+    assert [code for code, _ in both] == [1, 1]
+    for _, text in both:
+        assert f"{folder} world=1 on h0" in text and f"{folder} world=2 on h1" in text and "--repeats" not in text

@@ -105,7 +105,7 @@ def plain(command: str) -> list[str]:
 
 
 HELP = "\n\n".join((plan.HELP, doctor.HELP, bench.HELP))
-HELPED = re.findall(r"(?<=Example:\[/bold\] )xfer .*|^xfer doctor.*", HELP, flags=re.M)
+HELPED = re.findall(r"(?<=Example:\[/bold\] )xfer .*|^xfer (?:doctor|bench).*", HELP, flags=re.M)
 COMMANDS = sorted(
     {
         (command, plain(command)[0])

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from xfer.cli.examples import FOLDER
 from xfer.cli.html import page, seconds, ticks
 from xfer.cli.layouts import processes as tracing
 from xfer.cli.layouts.child import TraceTask
-from xfer.cli.layouts.processes import Tracer, _Processes, classes
+from xfer.cli.layouts.processes import Framework, Tracer, _Processes, classes, look
 from xfer.cli.plan_report import Header, KeptTotal, Report, make_report
 from xfer.errors import DeadlineExceeded, XferError
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
@@ -351,11 +352,14 @@ def test_numbers_on_axes():
 def test_a_key_tells_apart_everything_that_a_layout_depends_on(monkeypatch):
     """Descriptions, classes of ranks, catalogs, versions, and the environment that the processes may read."""
     catalog, *_ = job(**SMALL)
-    tracer = Tracer({})
-    tracer._versions = {"engine": {"vllm": "1"}}
+    monkeypatch.setattr(tracing, "_python", lambda side, given: given)
+    monkeypatch.setattr(tracing, "_versions", lambda python, side: {"vllm": python})
 
-    def key(class_of=(0, 1), of=catalog, **more):
-        return tracer._key(TraceTask("engine", CONFIG, {"tp": 2}, {}, **more), list(class_of), of)
+    def key(class_of=(0, 1), of=catalog, vllm="1", **more):
+        found, _ = look({"engine": vllm})
+        return Tracer({"engine": found["engine"]})._key(
+            TraceTask("engine", CONFIG, {"tp": 2}, {}, **more), list(class_of), of
+        )
 
     keys = [key()]
     monkeypatch.setenv("A_VARIABLE_OF_NOBODY", "1")
@@ -370,8 +374,7 @@ def test_a_key_tells_apart_everything_that_a_layout_depends_on(monkeypatch):
     keys.append(key())
     monkeypatch.setattr(tracing, "BOOT", tracing.BOOT + "\n")
     keys.append(key())
-    tracer._versions = {"engine": {"vllm": "2"}}
-    keys.append(key())
+    keys.append(key(vllm="2"))
     assert len(set(keys)) == len(keys)
 
 
@@ -393,9 +396,9 @@ def test_an_interpreter_that_fails_is_told_by_its_code_and_last_words(tmp_path, 
     for name, text in (("python", f"#!/bin/sh\n{program}\n"), ("none", "#!/no/such/program\n")):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    with pytest.raises(XferError) as e:
-        Tracer({"trainer": str(tmp_path / "python"), "engine": str(tmp_path / "none")}).look()
-    mine, other = e.value.violations
+    found, missing = look({"trainer": str(tmp_path / "python"), "engine": str(tmp_path / "none")})
+    mine, other = missing["trainer"], missing["engine"]
+    assert not found
     assert mine.startswith(f"--trainer-python {tmp_path}/python ") and re.search(said, mine, re.S)
     assert "not this" not in mine and "json.dumps(" not in re.sub("(?s)does not answer.*", "", mine)
     assert other == f"--engine-python {tmp_path}/none cannot be run: No such file or directory"
@@ -409,7 +412,9 @@ def processes(folder: Path, side: str, ranks: int, text: str) -> _Processes:
     python = folder / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} {folder}/fake.py "$4"\n')
     python.chmod(0o755)
-    return _Processes(str(python), TraceTask(side, CONFIG, {"tp": ranks}, {}), list(range(ranks)))
+    return _Processes(
+        partial(tracing._start, str(python)), TraceTask(side, CONFIG, {"tp": ranks}, {}), list(range(ranks))
+    )
 
 
 @pytest.mark.parametrize(
@@ -449,8 +454,8 @@ def test_processes_share_the_ranks_and_what_they_traced_is_kept(tmp_path):
     for i in destinations:
         (tmp_path / str(i.rank)).write_bytes(i.to_bytes())
     said = []
-    tracer = Tracer({}, jobs=3, cache=tmp_path / "kept", progress=lambda side, done, of: said.append((side, done, of)))
-    tracer._versions = {"engine": {}}
+    of = {"engine": Framework({}, lambda name, task: None)}
+    tracer = Tracer(of, jobs=3, cache=tmp_path / "kept", progress=lambda side, done, of: said.append((side, done, of)))
 
     def layouts() -> tuple:
         said.clear()
@@ -471,7 +476,7 @@ REFUSES = """
 from xfer.cli.children import serve
 from xfer.errors import Unsupported
 def make():  # a trainer that is told to read has no such method, which is another error
-    if "engine" in sys.argv[1]:
+    if b"engine" in open(sys.argv[1], "rb").read():
         raise Unsupported("no such size")
     return object()
 serve("fake", make)
@@ -479,8 +484,8 @@ serve("fake", make)
 
 
 def test_both_descriptions_are_checked_before_a_rank_is_traced(tmp_path, config):
-    told, tracer = describe(f"{config} world=2 tp=2", "tp=2"), Tracer({})
+    told = describe(f"{config} world=2 tp=2", "tp=2")
     with processes(tmp_path, "trainer", 1, REFUSES) as p:
-        tracer._found = dict.fromkeys(("trainer", "engine"), p.python)
+        tracer = Tracer(dict.fromkeys(("trainer", "engine"), Framework({}, p.begin)))
     with pytest.raises(XferError, match="no such size"):
         tracer.trace(told.trainer, told.engine)

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread, Timer
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -27,22 +28,36 @@ ANSWER_S = 1800.0
 """Most seconds for an answer: the largest ranks take minutes to read, and to compare."""
 
 
-class Child:
-    """A process that runs `serve`, and the thread that waits for it.
-
-    Args:
-        name: Of the process, in errors and of its files.
-        command: Runs it; the path of its task is added.
-        task: What its object is made of.
-        folder: Of its task and its log.
-        env: Variables beside those of this process.
+class Process(Protocol):
+    """A process that obeys, of this host or of another one.
 
     Attributes:
-        ready: Done when the object is made, with what that raised.
+        name: Of the process, in errors.
+        ready: Done when its object is made, with what that raised.
     """
 
-    def __init__(self, name: str, command: Sequence[str], task: msgspec.Struct, folder: Path, env: Mapping[str, str]):
-        self.name, given, self._log = name, folder / f"{name}.task", folder / f"{name}.log"
+    name: str
+    ready: Future[Any]
+
+    def order(self, do: str, **how: Any) -> Future[Any]:
+        """Call a method of its object, after the orders before. The result is the method's, or raises an XferError."""
+        ...
+
+    def stop(self) -> None: ...
+
+
+class Child:
+    """A process that runs `serve`, and the thread that waits for it. It implements `Process`.
+
+    Args:
+        command: Runs it; the path of its task is added.
+        task: What its object is made of.
+        env: Variables beside those of this process.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], task: msgspec.Struct, env: Mapping[str, str]):
+        self._folder = tempfile.TemporaryDirectory(prefix="xfer-child-")
+        self.name, given, self._log = name, Path(self._folder.name, "task"), Path(self._folder.name, "log")
         given.write_bytes(msgspec.msgpack.encode(task))
         with open(self._log, "w") as log:
             self._process = subprocess.Popen(
@@ -50,10 +65,9 @@ class Child:
                 errors="replace", env={**os.environ, **env}, start_new_session=True,
             )  # fmt: skip
         self._orders = ThreadPoolExecutor(1)
-        self.ready = self._orders.submit(self._hear)
+        self.ready: Future[Any] = self._orders.submit(self._hear)
 
     def order(self, do: str, **how: Any) -> Future[Any]:
-        """Call a method of its object, after the orders before. The result is the method's, or raises an XferError."""
         return self._orders.submit(self._ask, {"do": do, **how})
 
     def _ask(self, order: dict[str, Any]) -> Any:
@@ -95,9 +109,10 @@ class Child:
             with suppress(OSError):
                 if pipe is not None:
                     pipe.close()
+        self._folder.cleanup()
 
 
-def on_all(children: Sequence[Child], do: str, **how: Any) -> list[Any]:
+def on_all(children: Sequence[Process], do: str, **how: Any) -> list[Any]:
     """Give all of them the same order at once. Raise the first error after all have answered."""
     orders = [c.order(do, **how) for c in children]
     wait(orders)

@@ -17,10 +17,10 @@ from xfer.cli import output
 from xfer.cli.examples import FOLDER, MODELS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from xfer.cli.describe import Described
-    from xfer.cli.layouts.processes import TracedSide
+    from xfer.cli.layouts.processes import Framework, TracedSide
     from xfer.cli.plan_report import Report
 
 MOST_LINKS = 8
@@ -70,6 +70,7 @@ def plan_refit(
 ) -> None:
     """Runs `xfer plan`; HELP describes it."""
     from xfer.cli.describe import describe
+    from xfer.cli.layouts.processes import look
     from xfer.cli.plan_report import Header, make_report
     from xfer.plan.planner import plan_replicas
     from xfer.transport.p2p import WAVE_BYTES
@@ -79,7 +80,8 @@ def plan_refit(
         told = describe(trainer, engine, fabric, job, output.wrong_files(html, json_))
     with output.told_errors(json_=json_, refused=True):
         with output.counting() as count:
-            sources, destinations = traced(told, trainer_python, engine_python, cache, count, jobs)
+            frameworks = both(*look({"trainer": trainer_python, "engine": engine_python}))
+            sources, destinations = traced(told, frameworks, cache, count, jobs)
             plans = plan_replicas(
                 sources.catalog,
                 sources.ranks,
@@ -117,26 +119,31 @@ def plan_refit(
             output.say(f"page: {html}")
 
 
+def both(found: Mapping[str, Framework], missing: Mapping[str, str]) -> Mapping[str, Framework]:
+    """`found`, if it has both sides. Else the command ends, with those lines of `missing`."""
+    from xfer.errors import XferError
+
+    with output.told_errors(output.WRONG):
+        if bad := [line for side, line in missing.items() if side not in found]:
+            raise XferError("layouts are read by the frameworks' own code, and it was not found", bad)
+    return found
+
+
 def traced(
     told: Described,
-    trainer_python: str | None,
-    engine_python: str | None,
+    frameworks: Mapping[str, Framework],
     cache: str | None,
     count: Callable[[str, int, int], None],
     jobs: int = 1,
 ) -> tuple[TracedSide, TracedSide]:
-    """Layouts of both sides. A Python that was not found ends the command."""
+    """Layouts of both sides."""
     from xfer.cli.layouts.processes import Tracer, cache_folder
 
     def progress(side: str, done: int, of: int) -> None:
         count(f"{side}: different ranks traced", done, of)
 
     folder = cache_folder() if cache is None else Path(cache) if cache else None
-    pythons = {"trainer": trainer_python, "engine": engine_python}
-    tracer = Tracer(pythons, jobs=jobs, cache=folder, progress=progress)
-    with output.told_errors(output.WRONG):
-        tracer.look()
-    return tracer.trace(told.trainer, told.engine)
+    return Tracer(frameworks, jobs=jobs, cache=folder, progress=progress).trace(told.trainer, told.engine)
 
 
 def _quantized(sources: TracedSide) -> list[str]:

@@ -35,10 +35,10 @@ class Task(msgspec.Struct, forbid_unknown_fields=True):
         joint: Rank among all processes; trainers come first, then the workers of each replica.
         world: Number of processes.
         trainers: Number of trainer ranks.
-        device: torch's name of its device.
-        devices: Those of all processes.
+        devices: torch's names of the devices of all processes.
+        hosts: Names of the hosts of all processes.
         pairs: Bytes of a refit from trainer i to process j, by [i][j].
-        meet: Port of this host at which process groups meet.
+        meet: Host, by a name or address that all reach, and port at which process groups meet.
         route, drop, narrow, replicas: Arguments of connect.
         catalog, inventory: Their wire forms.
     """
@@ -47,10 +47,10 @@ class Task(msgspec.Struct, forbid_unknown_fields=True):
     joint: int
     world: int
     trainers: int
-    device: str
     devices: list[str]
+    hosts: list[str]
     pairs: list[list[int]]
-    meet: int
+    meet: tuple[str, int]
     route: str
     drop: list[str]
     narrow: list[str]
@@ -65,26 +65,28 @@ class BenchRank:
     session: Any = None
 
     def __init__(self, task: Task):
-        self.task, self.device = task, torch.device(task.device)
+        self.task, self.device = task, torch.device(task.devices[task.joint])
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._layout = Layout(Catalog.from_bytes(task.catalog), Inventory.from_bytes(task.inventory), self.device)
 
     def floor(self, repeats: int) -> list[float]:
-        """Seconds of each raw transfer of the refit's bytes, with nothing of xfer: copies out of the trainers' devices for the route
-        that pulls, else torch's send and receive. By this process's clock, from a barrier to the end of its own part."""
+        """Seconds of each raw transfer of the refit's bytes, with nothing of xfer: copies out of the trainers' devices where the route
+        pulls, else torch's send and receive. By this process's clock, from a barrier to the end of its own part."""
         t = self.task
         self._meet("gloo", t.world)
         try:
-            group = dist.new_group(backend="nccl") if t.route == "nccl" else None
+            sent = any(n and not self._copied(i, j) for i, row in enumerate(t.pairs) for j, n in enumerate(row))
+            group = dist.new_group(backend="nccl") if sent and self.device.type == "cuda" else None
             if group is not None:  # a group's first call needs all its ranks, and some may have nothing to send
                 dist.all_reduce(torch.zeros(1, device=self.device), group=group)
-            move = self._copies() if t.route == "pull" else self._messages(group)
+            copy, send = self._copies(), self._messages(group)
             out = []
             for _ in range(repeats + 2):
                 dist.barrier()
                 began = time.perf_counter()
-                move()
+                copy()
+                send()
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
                 out.append(time.perf_counter() - began)
@@ -97,13 +99,18 @@ class BenchRank:
     def _meet(self, backend: str, world: int) -> None:
         """Make torch's default group of the first `world` processes."""
         t, wait = self.task, timedelta(seconds=GROUP_S)
-        store = dist.TCPStore("127.0.0.1", t.meet, world, t.joint == 0, timeout=wait)
+        store = dist.TCPStore(*t.meet, world, t.joint == 0, timeout=wait)
         dist.init_process_group(backend, store=store, rank=t.joint, world_size=world, timeout=wait)
+
+    def _copied(self, trainer: int, joint: int) -> bool:
+        """Whether the floor copies that trainer's bytes for a process, and sends no messages."""
+        return self.task.route == "pull" and self.task.hosts[trainer] == self.task.hosts[joint]
 
     def _copies(self) -> Callable[[], None]:
         """Copy what each trainer has for this worker out of a buffer on that trainer's device, piece by piece."""
         t, piece = self.task, BUCKET_BYTES[self.device.type]
-        wanted = [(t.devices[i], t.pairs[i][t.joint]) for i in range(t.trainers) if t.role == "worker"]
+        of = [i for i in range(t.trainers) if t.role == "worker" and self._copied(i, t.joint)]
+        wanted = [(t.devices[i], t.pairs[i][t.joint]) for i in of]
         held = [
             (torch.zeros(min(n, piece), dtype=torch.uint8, device=d), torch.zeros(min(n, piece), dtype=torch.uint8, device=self.device), n)
             for d, n in wanted if n
@@ -122,7 +129,8 @@ class BenchRank:
         t, piece = self.task, BUCKET_BYTES[self.device.type]
         sends = t.role == "trainer"
         others = range(t.trainers, t.world) if sends else range(t.trainers)
-        sizes = {j: t.pairs[t.joint][j] if sends else t.pairs[j][t.joint] for j in others}
+        pairs = {j: (t.joint, j) if sends else (j, t.joint) for j in others}
+        sizes = {j: t.pairs[a][b] for j, (a, b) in pairs.items() if not self._copied(a, b)}
         buffers = {j: torch.zeros(min(n, piece), dtype=torch.uint8, device=self.device) for j, n in sizes.items() if n}
         call = dist.isend if sends else dist.irecv
 

@@ -1,24 +1,22 @@
-"""Starts the processes of `xfer bench`, refits between them by each route, and collects what was measured."""
+"""Has the processes of `xfer bench` started, refits between them by each route, and collects what was measured."""
 
 from __future__ import annotations
 
-import secrets
 import socket
 import statistics
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import xfer
+from xfer.cli.bench.hosts import BenchHost
 from xfer.cli.bench.rank import Task
-from xfer.cli.children import Child, on_all
+from xfer.cli.children import Child, Process, on_all
 from xfer.cli.layouts.processes import TracedSide
 from xfer.errors import XferError
 from xfer.plan.options import PlanOptions
@@ -58,6 +56,34 @@ class Job:
     @property
     def world(self) -> int:
         return self.trainers + self.replicas * self.workers
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a process runs. `device`: torch's name, on that host."""
+
+    host: BenchHost
+    device: str
+
+
+def placed(job: Job, hosts: Sequence[BenchHost], trainer_hosts: int | None, device: str) -> list[Place]:
+    """Spread the trainers over the first hosts and the workers over the rest, or both over all.
+
+    Args:
+        trainer_hosts: How many of them have trainers. None: their part of all processes, but not all of several hosts.
+        device: "cpu" or "cuda". Processes of a host take its GPUs in turn.
+    """
+    size, workers, taken = len(hosts), job.world - job.trainers, Counter[str]()
+    k = trainer_hosts or max(1, min(size - 1, round(size * job.trainers / job.world)))
+    first = k % size
+    on = [hosts[i * k // job.trainers] for i in range(job.trainers)]
+    on += [hosts[first + i * (size - first) // workers] for i in range(workers)]
+    places = []
+    for host in on:
+        number = taken[host.has.name] % host.has.gpus if device == "cuda" else 0
+        places.append(Place(host, f"cuda:{number}" if device == "cuda" else "cpu"))
+        taken[host.has.name] += 1
+    return places
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +144,7 @@ def pair_bytes(job: Job, bucket_bytes: int) -> list[list[int]]:
 class EngineOfWorkers:
     """One replica, as `xfer.serve` takes an engine: it hands calls on to the workers' processes. It serves no requests."""
 
-    def __init__(self, workers: Sequence[Child]):
+    def __init__(self, workers: Sequence[Process]):
         self._workers = workers
 
     def get_world_size(self) -> int:
@@ -137,42 +163,58 @@ class EngineOfWorkers:
     start_weight_update = finish_weight_update = pause_generation = resume_generation = reset_prefix_cache = _nothing
 
 
+def start_rank(token: str, name: str, task: Task) -> Child:
+    """Start a process on this host."""
+    env = {"XFER_TOKEN": token, "OMP_NUM_THREADS": "1"}
+    if task.route in ("nccl", "gloo"):  # workers must not read trainers' memory
+        if task.role == "worker":
+            env["XFER_HOST"] = f"{host_identity()}-engines"
+        else:
+            env |= dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
+    return Child(name, [sys.executable, "-m", "xfer.cli.bench.rank"], task, env)
+
+
 def bench(
-    job: Job, route: str, devices: Sequence[str], repeats: int, deadline_s: float, say: Callable[[str], None]
+    job: Job,
+    route: str,
+    places: Sequence[Place],
+    at: str,
+    token: str,
+    repeats: int,
+    deadline_s: float,
+    say: Callable[[str], None],
 ) -> RouteResult:
     """Refit by one route between new processes.
 
     Args:
         job: The layouts.
         route: One of `ROUTES`.
-        devices: torch's name of each process's device: trainers first, then the workers of each replica.
+        places: Of each process: trainers first, then the workers of each replica. Trainer 0 is on this host.
+        at: Name or address by which processes reach this host.
+        token: Of the sessions, and of all hosts.
         repeats: Number of timed refits, after two that are not timed; as many again with verify=True.
         deadline_s: For connecting and for each refit.
         say: Called with what is being done.
     """
     found: dict[str, Any] = {"route": route}
-    bucket = BUCKET_BYTES[devices[0].partition(":")[0]]
+    bucket = BUCKET_BYTES[places[0].device.partition(":")[0]]
+    hosts = [p.host.has.name for p in places]
     common: dict[str, Any] = dict(
-        world=job.world, trainers=job.trainers, devices=list(devices), pairs=pair_bytes(job, bucket), meet=free_port(), route=route,
-        drop=list(job.drop), narrow=list(job.narrow), replicas=job.replicas, catalog=job.sources.catalog.to_bytes(),
+        world=job.world, trainers=job.trainers, devices=[p.device for p in places], hosts=hosts, pairs=pair_bytes(job, bucket),
+        meet=(at, free_port()), route=route, drop=list(job.drop), narrow=list(job.narrow), replicas=job.replicas,
+        catalog=job.sources.catalog.to_bytes(),
     )  # fmt: skip
-    beside: dict[str, dict[str, str]] = {"trainer": {}, "worker": {}}
-    if route in ("nccl", "gloo"):  # workers must not read trainers' memory
-        beside["trainer"] = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
-        beside["worker"] = {"XFER_HOST": f"{host_identity()}-engines"}
-    secret = {"XFER_TOKEN": secrets.token_hex(16), "OMP_NUM_THREADS": "1"}
     with ExitStack() as stack:
-        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="xfer-bench-")))
-        children: list[Child] = []
-        for joint, device in enumerate(devices):
+        children: list[Process] = []
+        for joint, place in enumerate(places):
             mine = joint < job.trainers
             inventory = (
                 job.sources.ranks[joint] if mine else job.destinations.ranks[(joint - job.trainers) % job.workers]
             )
             role = "trainer" if mine else "worker"
-            task = Task(role=role, joint=joint, device=device, inventory=inventory.to_bytes(), **common)
-            run = [sys.executable, "-m", "xfer.cli.bench.rank"]
-            children.append(Child(f"{role} {joint}", run, task, work, {**secret, **beside[role]}))
+            task = Task(role=role, joint=joint, inventory=inventory.to_bytes(), **common)
+            name = f"{role} {joint}" + (f" on {hosts[joint]}" if len(set(hosts)) > 1 else "")
+            children.append(place.host.start("rank", name, task))
             stack.callback(children[-1].stop)
         try:
             say(f"{route}: starting {job.world} processes")
@@ -186,10 +228,10 @@ def bench(
                 except XferError as e:
                     found["floor_error"] = e.message
             trainers, workers = children[: job.trainers], children[job.trainers :]
-            rendezvous = f"tcp://127.0.0.1:{free_port()}"
+            rendezvous = f"tcp://{f'[{at}]' if ':' in at else at}:{free_port()}"
             for r in range(job.replicas):
                 engine = EngineOfWorkers(workers[r * job.workers : (r + 1) * job.workers])
-                serving = xfer.serve(engine, rendezvous, secret["XFER_TOKEN"], replica=r, deadline_s=deadline_s)
+                serving = xfer.serve(engine, rendezvous, token, replica=r, deadline_s=deadline_s)
                 stack.enter_context(serving)
             say(f"{route}: connecting")
             on_all(trainers, "connect", rendezvous=rendezvous, deadline_s=deadline_s)

@@ -13,19 +13,19 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import as_completed
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
 
 import msgspec
 
-from xfer.cli.children import Child
+from xfer.cli.children import Child, Process
 from xfer.cli.describe import DescribedEngine, DescribedTrainer
 from xfer.cli.layouts.child import FRAMEWORKS, NAMES, TraceTask
 from xfer.direct.quantized import with_quantized
@@ -86,11 +86,50 @@ class TracedSide:
     classes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Framework:
+    """A side's framework, on this host or on another one.
+
+    Attributes:
+        versions: what layouts depend on there, also variables of the environment.
+        start: starts a process that reads layouts, of a name and a task.
+    """
+
+    versions: Mapping[str, str]
+    start: Callable[[str, TraceTask], Process]
+
+
+def look(pythons: Mapping[str, str | None]) -> tuple[dict[str, Framework], dict[str, str]]:
+    """Finds the frameworks of this host.
+
+    Args:
+        pythons: side -> interpreter; None: look for one.
+
+    Returns:
+        Those that are there, and a line about each that is not, by side.
+    """
+    found: dict[str, Framework] = {}
+    bad: dict[str, str] = {}
+    for side in FRAMEWORKS:
+        try:
+            python = _python(side, pythons.get(side))
+            given = {k: v for k, v in os.environ.items() if k.startswith(READ_BY_FRAMEWORKS)} | ENVIRONMENT
+            found[side] = Framework(_versions(python, side) | given, partial(_start, python))
+        except XferError as e:
+            bad[side] = e.message
+    return found, bad
+
+
+def _start(python: str, name: str, task: TraceTask) -> Child:
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if task.side == "trainer" else {}  # trainers are built on the CPU
+    return Child(name, [python, "-c", BOOT, str(ROOT)], task, ENVIRONMENT | hidden)
+
+
 class Tracer:
     """Reads the layouts of both sides.
 
     Args:
-        pythons: side -> interpreter; None: look for one.
+        frameworks: by side.
         jobs: processes per side.
         cache: folder of layouts read before, or None.
         progress: called as ranks are read: (side, ranks read, ranks to read).
@@ -98,32 +137,14 @@ class Tracer:
 
     def __init__(
         self,
-        pythons: dict[str, str | None],
+        frameworks: Mapping[str, Framework],
         *,
         jobs: int = 1,
         cache: Path | None = None,
         progress: Callable[[str, int, int], None] = lambda side, done, of: None,
     ):
-        self._given, self._jobs, self._progress = pythons, max(1, jobs), progress
+        self._frameworks, self._jobs, self._progress = frameworks, max(1, jobs), progress
         self._cache = FileCache(cache, SUFFIX, _MAGIC, KEPT_BYTES) if cache is not None and KEEPS else None
-        self._found: dict[str, str] = {}
-        self._versions: dict[str, dict[str, str]] = {}
-
-    def look(self) -> None:
-        """Finds both interpreters.
-
-        Raises:
-            XferError: names each side that has none.
-        """
-        bad: list[str] = []
-        for side in FRAMEWORKS:
-            try:
-                self._found[side] = _python(side, self._given.get(side))
-                self._versions[side] = _versions(self._found[side], side)
-            except XferError as e:
-                bad.append(e.message)
-        if bad:
-            raise XferError("layouts are read by the frameworks' own code, and it was not found", bad)
 
     def trace(self, trainer: DescribedTrainer, engine: DescribedEngine) -> tuple[TracedSide, TracedSide]:
         """Returns the layouts of the trainers and of one replica's workers; other replicas are equal.
@@ -141,8 +162,8 @@ class Tracer:
         globs = {"keep": list(engine.keep), "drop": list(engine.drop)}
         for_engine = TraceTask("engine", dict(engine.config.content), sizes, dict(engine.args), **globs)
         with (
-            _Processes(self._found["trainer"], for_trainer, classes(t, t.world)) as first,
-            _Processes(self._found["engine"], for_engine, classes(e, e.world)) as second,
+            _Processes(self._frameworks["trainer"].start, for_trainer, classes(t, t.world)) as first,
+            _Processes(self._frameworks["engine"].start, for_engine, classes(e, e.world)) as second,
         ):
             sources = self._layouts(first, None, [first, second])
             destinations = self._layouts(second, sources.catalog, [second])
@@ -212,14 +233,14 @@ class Tracer:
     def _names(self, of: _Processes) -> list[str]:
         """Names of the checkpoint's tensors, by the engine's transformers, which is newer than the trainer's."""
         task = msgspec.structs.replace(of.task, side=NAMES)
-        return of.child(self._found["engine"], task, NAMES).order("names").result()
+        return of.child(self._frameworks["engine"].start, task, NAMES).order("names").result()
 
     def _key(self, task: TraceTask, class_of: list[int], catalog: Catalog | None) -> str:
         """Digest of everything that a layout depends on, such as the frameworks' versions, their environment variables and
         xfer's source."""
-        given = {k: v for k, v in os.environ.items() if k.startswith(READ_BY_FRAMEWORKS)} | ENVIRONMENT
-        versions = self._versions if task.names is None else self._versions[task.side]
-        parts = msgspec.to_builtins(task), class_of, versions, READERS, given, BOOT, catalog and catalog.digest()
+        sides = self._frameworks if task.names is None else (task.side,)
+        versions = {side: dict(self._frameworks[side].versions) for side in sides}
+        parts = msgspec.to_builtins(task), class_of, versions, READERS, BOOT, catalog and catalog.digest()
         return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -238,27 +259,25 @@ def cache_folder() -> Path:
 
 
 class _Processes(ExitStack):
-    """The processes of one side, which share one folder and end with the context.
+    """The processes of one side, which end with the context.
 
     The first rank of each class is read; `class_of` is the class of each rank.
     """
 
-    def __init__(self, python: str, task: TraceTask, class_of: list[int]):
+    def __init__(self, begin: Callable[[str, TraceTask], Process], task: TraceTask, class_of: list[int]):
         super().__init__()
-        self.python, self.task, self.class_of = python, task, class_of
+        self.begin, self.task, self.class_of = begin, task, class_of
         self.firsts = [class_of.index(c) for c in range(max(class_of) + 1)]
-        self.children: list[Child] = []
-        self._folder = Path(self.enter_context(tempfile.TemporaryDirectory(prefix="xfer-trace-")))
+        self.children: list[Process] = []
 
     def start(self, most: int) -> None:
         """Starts processes until there are so many, or one for each rank that is read. All check the description."""
         while len(self.children) < min(most, len(self.firsts)):
             name = f"process {len(self.children)} for the {self.task.side}'s layouts"
-            self.children.append(self.child(self.python, self.task, name))
+            self.children.append(self.child(self.begin, self.task, name))
 
-    def child(self, python: str, task: TraceTask, name: str) -> Child:
-        hidden = {"CUDA_VISIBLE_DEVICES": ""} if task.side == "trainer" else {}  # trainers are built on the CPU
-        child = Child(name, [python, "-c", BOOT, str(ROOT)], task, self._folder, ENVIRONMENT | hidden)
+    def child(self, begin: Callable[[str, TraceTask], Process], task: TraceTask, name: str) -> Process:
+        child = begin(name, task)
         self.callback(child.stop)
         return child
 
