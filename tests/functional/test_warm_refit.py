@@ -13,7 +13,10 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from tests.support.fake_group import one_rank
 from tests.support.world import SHAPES, World
 from xfer.engines.copies import Copies, attributes
 from xfer.trace.slots import Slots, walk
@@ -78,6 +81,13 @@ def named(tree: nn.Module):
     return trainer(lambda: given)
 
 
+def sharded(tree: nn.Module):
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in tree:
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
+    return trainer(tree)
+
+
 def copies(tree: nn.Module):
     for layer in tree:
         layer.gain, layer.rows, layer.nested = torch.ones(1), [None], {"a": [torch.ones(1)]}
@@ -93,22 +103,26 @@ def copies(tree: nn.Module):
         pytest.param(lambda tree: slots(tree, quick=True), id="storages, quickly"),
         pytest.param(trainer, id="a trainer's module"),
         pytest.param(named, id="a trainer's named tensors"),
+        pytest.param(sharded, id="a trainer's DTensors"),
         pytest.param(copies, id="plain attributes"),
     ],
 )
 def test_a_look_at_many_layers_makes_no_more_calls_than_one_at_few(made):
-    def calls_of(layers: int) -> int:
-        look, calls = made(nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))), Calls()
-        gc.collect()  # finalizers of objects that other tests left are not counted
-        gc.disable()
-        calls.on = True
-        sys.setprofile(calls)
-        try:
-            state = look()
-        finally:
-            sys.setprofile(None)
-            gc.enable()
-        assert state == "same"
-        return calls.count
+    with one_rank(0, 1):
+        few, many = calls_of(made, 2), calls_of(made, 200)
+    assert many == few
 
-    assert calls_of(200) == calls_of(2)
+
+def calls_of(made, layers: int) -> int:
+    look, calls = made(nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))), Calls()
+    gc.collect()  # finalizers of objects that other tests left are not counted
+    gc.disable()
+    calls.on = True
+    sys.setprofile(calls)
+    try:
+        state = look()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    assert state == "same"
+    return calls.count

@@ -324,12 +324,11 @@ class _SlotReading:
         """Whether each tensor lives, at its address. Of what is in the tables it looks at DTensors alone: each has its local tensor."""
         tables, keys, refs, parts, addresses, *_ = self.contents
         tensors = [ref() for ref in refs]
+        whole = map(dict.get, compress(tables, parts), compress(keys, parts))
         return (
             all(map(is_not, tensors, repeat(None)))
             and [*map(_T.data_ptr, tensors)] == addresses
-            and all(
-                getattr(x.get(k), "_local_tensor", None) is t for x, k, t in compress(zip(tables, keys, tensors), parts)
-            )
+            and all(map(is_, map(getattr, whole, repeat("_local_tensor"), repeat(None)), compress(tensors, parts)))
         )
 
     def is_laid_out(self) -> bool:
