@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From a bare clone to a live engine refitted bit for bit after every optimizer step, on a machine without a GPU.
-# Makes the two virtual environments on first use (scripts/setup.sh: 8.9 GB, a few minutes).
+# Makes the two virtual environments on first use (scripts/setup.sh: 9.4 GB, a few minutes).
 #   scripts/demo.sh [--steps N] [--plan] [--work FOLDER] [--svg FILE]
 #     --steps N        training steps, each with a refit (5)         --work FOLDER    model, export and logs (.demo)
 #     --plan           print what moves where                        --svg FILE       also write the final table as a picture

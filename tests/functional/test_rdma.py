@@ -6,7 +6,6 @@ Real RDMA is not here: over TCP a thread of UCX in the source's process sends wh
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 
 import pytest
@@ -44,14 +43,12 @@ def test_refits_changes_and_moved_storages(monkeypatch):
 
 
 @pytest.fixture
-def world(tmp_path, monkeypatch, request):
+def world(tmp_path, request):
     """As of test_hosts.py, with workers that read by NIXL."""
     if why := missing():
         pytest.skip(why)
-    monkeypatch.setenv("UCX_TLS", "tcp")
     with Cluster(4, mbit=getattr(request, "param", 16.0)) as c:
-        for h in c.hosts:  # where UCX looks for network cards
-            subprocess.run(h.command("mount", "-t", "sysfs", "sysfs", "/sys"), check=True)
+        c.show_nics()
         with HostWorld(c, tmp_path, trainers=2, workers=1, deadline_s=FAR, rdma=True) as w:
             good(w.meet())
             good(w.refit(1))

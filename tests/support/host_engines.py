@@ -1,4 +1,4 @@
-"""Real vLLMs on emulated hosts (hosts.py), refitted by trainers on other hosts, over NCCL's sockets on GPUs, gloo on CPUs.
+"""Real vLLMs on emulated hosts (hosts.py), refitted by trainers on other hosts, over NCCL's sockets on GPUs, gloo or NIXL on CPUs.
 
 Trainers are on hosts 0 and 1, engines of one worker on hosts 2 and 3. Each host sees all GPUs and uses one; hosts share GPUs where there
 are fewer. Hosts have names and process ids of their own, so neither xfer nor NCCL takes two ranks for ranks of one machine.
@@ -31,7 +31,8 @@ NOWHERE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 class Bench:
     """`network`: more arguments of `Cluster`. After a test that fails, `whole` is False and `ensure` starts everything anew."""
 
-    transport: str
+    transports: set[str]
+    """Routes of a refit's bytes."""
     config: dict
 
     def __init__(self, work: Path, **network):
@@ -163,7 +164,7 @@ class Bench:
         said = self.answers(within=2 * FAR)
         assert all(s["kind"] == "refitted" and s["committed"] == [True, True] for s in said), said
         by = {k for k in said[0]["scalars"] if k.startswith("route/") and k.endswith("_bytes")}
-        assert by == {f"route/{self.transport}_bytes"}, said[0]["routes"]
+        assert by == {f"route/{t}_bytes" for t in self.transports}, said[0]["routes"]
         return said[0]
 
     def right(self, seed: int, **how) -> dict:
@@ -189,7 +190,7 @@ class Bench:
 class GlooBench(Bench):
     """CPUs. The truth is what vLLM loaded from the checkpoint of seed 1."""
 
-    transport = "gloo"
+    transports = {"gloo"}
     config = toy.config("qwen3")
 
     def _begin(self, folder: Path) -> None:
@@ -219,10 +220,23 @@ class GlooBench(Bench):
         return self.made[i].observe().same(self.truth) == (seed == 1)
 
 
+class NixlBench(GlooBench):
+    """CPUs. Rows of short runs go by gloo."""
+
+    transports = {"rdma", "gloo"}
+
+    def _begin(self, folder: Path) -> None:
+        self.cluster.show_nics()
+        super()._begin(folder)
+
+    def meet(self, **how) -> list[dict]:
+        return super().meet(rdma=True, **how)
+
+
 class NcclBench(Bench):
     """GPUs. The truth is what vLLM's loader makes of the weights of a seed in a second model beside the live one."""
 
-    transport = "nccl"
+    transports = {"nccl"}
     config = gpu_job.config(
         "qwen3",
         hidden_size=1024,

@@ -107,9 +107,9 @@ class Host:
         return f"[{self.address}]" if ":" in self.address else self.address
 
     def env(self, rank: int = 0) -> dict[str, str]:
-        """Variables by which gloo and NCCL use the NIC of local rank `rank`."""
+        """Variables by which gloo, NCCL and UCX use the NIC of local rank `rank`."""
         nic = f"nic{rank % (len(self.addresses) // len(self.nets))}"
-        return {"GLOO_SOCKET_IFNAME": nic, "NCCL_SOCKET_IFNAME": nic, "UCX_NET_DEVICES": nic}
+        return {"GLOO_SOCKET_IFNAME": nic, "NCCL_SOCKET_IFNAME": nic, "UCX_NET_DEVICES": nic, "UCX_TLS": "tcp"}
 
     def command(self, *words: str) -> list[str]:
         """A command that runs `words` on this host, in the caller's folder."""
@@ -235,6 +235,11 @@ class Cluster:
         for h, r in ports:
             self._links[h.name, r] = _Link(self.rate)
             self._shape(h, r)
+
+    def show_nics(self) -> None:
+        """Has each host see its own NICs in /sys, where UCX looks for them."""
+        for h in self.hosts:
+            subprocess.run(h.command("mount", "-t", "sysfs", "sysfs", "/sys"), check=True)
 
     # ---- what becomes of a link
 
