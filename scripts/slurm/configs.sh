@@ -3,7 +3,7 @@
 #   engines             replicas of one vLLM each; "tp4dp4" of a table is 4 replicas of tp 4 here
 # Model folders: $XFER_MODELS/NAME, a Hugging Face checkpoint; "toy" models are written by the job.
 
-configs() { echo smoke smoke-over-nodes 4b-dp8-to-dp8 4b-dp8-to-tp8 4b-pp2dp4-to-tp4dp2 4b-pp4dp2-to-tp4dp2 4b-tp2pp2dp2-to-tp4dp2 4b-tp2dp4-to-tp4dp2 \
+configs() { echo smoke smoke-apart smoke-over-nodes 4b-dp8-to-dp8 4b-dp8-to-tp8 4b-pp2dp4-to-tp4dp2 4b-pp4dp2-to-tp4dp2 4b-tp2pp2dp2-to-tp4dp2 4b-tp2dp4-to-tp4dp2 \
   30b-ep4tp2dp2-to-tp4dp4 30b-ep4tp2pp2-to-tp4dp4 30b-ep8pp2-to-tp2dp8 30b-ep8pp2-to-tp8dp2 nano_v3-ep8tp2-to-tp4dp4 \
   super_v3-ep8tp8pp2dp2-to-tp8dp2 235b-tp4pp8ep16-to-tp8dp16 deepseek_v3-pp16ep16-to-tp32dp8; }
 
@@ -21,6 +21,8 @@ config() {
   case $1 in
     # The two-node run of the functional test: tensor parallel cut in half on the way, data parallel on both sides.
     smoke) model=toy kind=dense dtype=float32 tp=2 ranks=4 ranks_per_node=4 engine_tp=1 replicas=2 engine_ranks_per_node=2 steps=4 ;;
+    # The same with half as much on each node.
+    smoke-apart) model=toy kind=dense dtype=float32 tp=2 ranks=4 ranks_per_node=2 engine_tp=1 replicas=2 engine_ranks_per_node=1 steps=4 ;;
     # One vLLM over two nodes, as the last row has it.
     smoke-over-nodes) model=toy kind=dense dtype=float32 tp=2 ranks=2 ranks_per_node=2 engine_tp=2 replicas=1 engine_ranks_per_node=1 steps=4 ;;
     4b-dp8-to-dp8)          model=Qwen3-4B kind=dense ranks=8             engine_tp=1 replicas=8 ;;

@@ -1,5 +1,5 @@
-"""The loop under a real slurmctld and real slurmds, three emulated nodes. Without a Slurm: what the job of every named config would
-start.
+"""The loop under a real slurmctld and real slurmds, on three nodes of one host, and on emulated hosts. Without a Slurm: what the job of
+every named config would start.
 
     .venvs/trainer/bin/python -m pytest -q tests/functional/test_slurm.py               # every config, dry: seconds
     .venvs/trainer/bin/python -m pytest -q -m slow tests/functional/test_slurm.py       # the jobs; root, slurm-wlm and munge
@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from examples.grpo.gate import Row
+from tests.support import hosts
 from tests.support.marks import BOTH
 from tests.support.proc import PATIENCE, PYTHON, ROOT, environment
 from tests.support.slurm_cluster import Cluster, missing
@@ -30,7 +31,22 @@ def slow_job(test):
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     with Cluster(tmp_path_factory.mktemp("slurm") / "cluster", nodes=3) as made:
-        made.env |= {f"{side.upper()}_PYTHON": python for side, python in PYTHON.items()}
+        yield made
+
+
+@pytest.fixture(scope="module")
+def network():
+    if why := hosts.missing():
+        pytest.skip(why)
+    with hosts.Cluster(4, mbit=200) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory, network):
+    """Each node is a host with a name, process ids and a network card of its own, by whose address jobs go."""
+    with Cluster(tmp_path_factory.mktemp("slurm") / "cluster", hosts=network.hosts) as made:
+        made.env["XFER_INTERFACE"] = "nic0"
         yield made
 
 
@@ -48,22 +64,33 @@ def the_gate_held(done: subprocess.CompletedProcess, work: Path) -> None:
 def batch(cluster, work: Path, *words: str, **how) -> subprocess.CompletedProcess:
     """`sbatch` of the loop's script; `words`: options of sbatch, then of the script."""
     at = next(i for i, word in enumerate(words) if not word.startswith("--") or word == "--config")
-    command = ["sbatch", f"--output={work}/job.log", *words[:at], "scripts/slurm/refit.sbatch", *words[at:]]
-    env = {**cluster.env, "XFER_WORK": str(work), "VLLM_LOGGING_LEVEL": "INFO"}  # whose lines are looked for
-    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=900 * PATIENCE, **how)
+    options = [f"--output={work}/job.log", *words[:at]]
+    how |= dict(XFER_WORK=str(work), VLLM_LOGGING_LEVEL="INFO")  # whose lines are looked for
+    return cluster.run("sbatch", *options, "scripts/slurm/refit.sbatch", *words[at:], timeout=900 * PATIENCE, **how)
 
 
 @slow_job
 def test_two_nodes_train_and_sample_and_the_gate_holds(cluster, tmp_path):
-    command = [ROOT / "tests/functional/slurm_smoke.sh", tmp_path]
-    done = subprocess.run(command, env=cluster.env, capture_output=True, text=True, timeout=900 * PATIENCE)
-    the_gate_held(done, tmp_path)
+    the_gate_held(cluster.run("tests/functional/slurm_smoke.sh", str(tmp_path), timeout=900 * PATIENCE), tmp_path)
 
 
 @slow_job
-def test_one_vllm_over_two_nodes(cluster, tmp_path):
+def test_trainers_on_two_hosts_refit_a_vllm_on_each_of_two_others(network, apart, tmp_path):
+    before = [network.bytes_in(h) for h in network.hosts]
+    the_gate_held(batch(apart, tmp_path, "--wait", "--nodes=4", "--config", "smoke-apart", "--verify"), tmp_path)
+    came = [network.bytes_in(h) - b for h, b in zip(network.hosts, before)]
+    refits = 5 * 4 * 102_848  # the first one and one a step, each of all parameters in fp32
+    assert all(refits < n < 1.1 * refits for n in came[2:]), came
+    said = (tmp_path / "trainer-0.log").read_text()
+    assert all(f"replica {i} has joined: 1 worker on h{2 + i}" in said for i in range(2))
+
+
+@slow_job
+@pytest.mark.parametrize("where", ["cluster", "apart"])
+def test_one_vllm_over_two_nodes(request, tmp_path, where):
     """As a replica of tp 32 lies over four: each node's workers join by themselves, and only the first answers."""
-    the_gate_held(batch(cluster, tmp_path, "--wait", "--nodes=3", "--config", "smoke-over-nodes"), tmp_path)
+    made = request.getfixturevalue(where)
+    the_gate_held(batch(made, tmp_path, "--wait", "--nodes=3", "--config", "smoke-over-nodes"), tmp_path)
     first, other = ((tmp_path / f"engine-{i}.log").read_text() for i in range(2))
     assert "rollout 0 serves version" in first and "rollout" not in other
     assert "Worker_TP0" in first and "Worker_TP1" in other
@@ -76,7 +103,7 @@ def test_a_requeued_job_goes_on_from_its_checkpoint(cluster, tmp_path, every):
     checkpoint, or at the beginning where there is none yet, and its engines have those weights."""
 
     def told(*command: str) -> str:
-        return subprocess.run(command, env=cluster.env, capture_output=True, text=True, timeout=120, check=True).stdout
+        return cluster.run(*command, check=True).stdout
 
     def curve() -> list[Row]:
         path = tmp_path / "curve.jsonl"

@@ -1,8 +1,8 @@
 """A real Slurm on this machine: one slurmctld and a slurmd per emulated node, from Debian's slurm-wlm and munge packages.
 
     why = missing()                                 # a sentence, or None
-    with Cluster(folder, nodes=2) as cluster:
-        subprocess.run(["sbatch", ...], env=cluster.env)
+    with Cluster(folder, nodes=2) as cluster:       # or hosts=network.hosts: each node is an emulated host (hosts.py)
+        cluster.run("sbatch", ...)
 
 Everything lies in `folder`, with a munge key and ports of its own, so that several may run beside each other. Needs root.
 """
@@ -16,10 +16,12 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from examples.common.ports import free_port
-from tests.support.proc import PATIENCE
+from tests.support.hosts import Host
+from tests.support.proc import PATIENCE, PYTHON, ROOT
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "sinfo", "scontrol")
 
@@ -33,12 +35,21 @@ def missing() -> str | None:
     return None
 
 
+def _on(host: Host | None, *words: str) -> list[str]:
+    return list(words) if host is None else host.command(*words)
+
+
 class Cluster:
-    def __init__(self, folder: Path, nodes: int = 2, cpus: int = 16):
-        self.folder, self.nodes = Path(folder), [f"n{i + 1}" for i in range(nodes)]
+    """`hosts`: the nodes, the first of them also for slurmctld. Without them, `nodes` on this machine."""
+
+    def __init__(self, folder: Path, nodes: int = 2, cpus: int = 16, hosts: Sequence[Host] = ()):
+        self.folder = Path(folder)
+        self._hosts: Sequence[Host | None] = hosts or [None] * nodes
+        self.nodes = [f"n{i + 1}" for i in range(len(self._hosts))]
         self._conf = self.folder / "slurm.conf"
         self._cpus = cpus
-        self.env = {**os.environ, "SLURM_CONF": str(self._conf)}
+        pythons = {f"{side.upper()}_PYTHON": python for side, python in PYTHON.items()}
+        self.env = {**os.environ, "SLURM_CONF": str(self._conf), **pythons}
         self._daemons: list[subprocess.Popen] = []
 
     def __enter__(self) -> Cluster:
@@ -49,14 +60,14 @@ class Cluster:
             key.write_bytes(secrets.token_bytes(128))
             key.chmod(0o400)
             sock = self.folder / "munge.socket"
-            self._start("munged", "--foreground", "--force", f"--key-file={key}", f"--socket={sock}",
+            self._start(None, "munged", "--foreground", "--force", f"--key-file={key}", f"--socket={sock}",
                         f"--pid-file={self.folder}/munged.pid",
                         f"--log-file={self.folder}/log/munged.log", f"--seed-file={self.folder}/munged.seed")  # fmt: skip
             self._until(sock.exists, "munged")
             self._conf.write_text(self._text(sock))
-            self._start("slurmctld", "-D")
-            for node in self.nodes:
-                self._start("slurmd", "-D", "-N", node)
+            self._start(self._hosts[0], "slurmctld", "-D")
+            for node, host in zip(self.nodes, self._hosts):
+                self._start(host, "slurmd", "-D", "-N", node)
             self._until(self._idle, "all nodes are idle")
         except BaseException:
             self.__exit__()
@@ -64,33 +75,34 @@ class Cluster:
         return self
 
     def _text(self, sock: Path) -> str:
-        host = socket.gethostname()
-        f = self.folder
+        f, here = self.folder, (socket.gethostname(), "127.0.0.1")
+        where = [here if h is None else (h.name, h.address) for h in self._hosts]
+        name, address = where[0]
         lines = [
-            "ClusterName=local", f"SlurmctldHost={host}(127.0.0.1)", "SlurmUser=root", "AuthType=auth/munge", "CredType=cred/munge",
+            "ClusterName=local", f"SlurmctldHost={name}({address})", "SlurmUser=root", "AuthType=auth/munge", "CredType=cred/munge",
             f"AuthInfo=socket={sock}", f"SlurmctldPort={free_port()}", f"StateSaveLocation={f}/state", f"SlurmdSpoolDir={f}/spool-%n",
             f"SlurmctldPidFile={f}/run/slurmctld.pid", f"SlurmdPidFile={f}/run/slurmd-%n.pid", f"SlurmctldLogFile={f}/log/slurmctld.log",
             f"SlurmdLogFile={f}/log/slurmd-%n.log", "ProctrackType=proctrack/linuxproc", "TaskPlugin=task/none",
             "SelectType=select/cons_tres", "SelectTypeParameters=CR_Core", "ReturnToService=2", "SlurmdParameters=config_overrides",
             "MpiDefault=none", "KillWait=5", "SlurmdTimeout=600", "MessageTimeout=60", "InactiveLimit=0",
-            *(f"NodeName={n} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs={self._cpus}" for n in self.nodes),
+            *(f"NodeName={n} NodeHostname={h} NodeAddr={at} Port={free_port()} CPUs={self._cpus}" for n, (h, at) in zip(self.nodes, where)),
             f"PartitionName=debug Nodes={','.join(self.nodes)} Default=YES MaxTime=INFINITE State=UP",
         ]  # fmt: skip
         return "\n".join(lines) + "\n"
 
-    def _start(self, *command: str) -> None:
-        log = open(self.folder / "log" / f"{'-'.join(command[:1] + command[2:4])[:40].replace('/', '_')}.out", "w")
-        with log:
-            self._daemons.append(
-                subprocess.Popen(
-                    command, env=self.env, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
-                )
-            )
+    def run(self, *words: str, timeout: float = 120, check: bool = False, **env: str) -> subprocess.CompletedProcess:
+        """Runs `words` in this repository, where programs of Slurm reach the cluster. env: more variables."""
+        how = dict(cwd=ROOT, env={**self.env, **env}, capture_output=True, text=True)
+        return subprocess.run(_on(self._hosts[0], *words), timeout=timeout, check=check, **how)
+
+    def _start(self, host: Host | None, *command: str) -> None:
+        name = f"{'-'.join(command[:1] + command[2:4])[:40].replace('/', '_')}.out"
+        with open(self.folder / "log" / name, "w") as log:
+            how = dict(env=self.env, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+            self._daemons.append(subprocess.Popen(_on(host, *command), **how))
 
     def _idle(self) -> bool:
-        said = subprocess.run(
-            ["sinfo", "-h", "-N", "-o", "%N %t"], env=self.env, capture_output=True, text=True, timeout=90
-        )
+        said = self.run("sinfo", "-h", "-N", "-o", "%N %t")
         return sorted(said.stdout.split("\n"))[1:] == [f"{n} idle" for n in self.nodes]
 
     def _until(self, condition, what: str, seconds: float = 60) -> None:
@@ -104,9 +116,7 @@ class Cluster:
 
     def __exit__(self, *exc) -> None:
         if self._daemons and self._conf.exists():
-            subprocess.run(
-                ["scancel", "--full", "--signal=KILL", "--user=root"], env=self.env, capture_output=True, timeout=90
-            )
+            self.run("scancel", "--full", "--signal=KILL", "--user=root")
         for p in reversed(self._daemons):  # munged last: the others speak through it
             p.terminate()
             try:
