@@ -39,7 +39,7 @@ from benchmarks.lib import command
 from benchmarks.lib.host_ranks import Mapping, MappingWorld, first_fit, nbytes
 from benchmarks.lib.layouts import ROWS
 from examples.common.ports import free_port
-from tests.support.hosts import Cluster, missing
+from tests.support.hosts import BUFFER_S, Cluster, missing
 from xfer.plan.fabric import Site
 from xfer.plan.fabric_file import read_site
 from xfer.plan.planner import plan_replicas
@@ -150,7 +150,7 @@ def measure(a: argparse.Namespace, name: str) -> list[Measured]:
     rows = []
     with (
         tempfile.TemporaryDirectory() as folder,
-        Cluster(hosts, a.ranks, mbit=a.mbit, tcp=a.tcp, apart=a.apart) as cluster,
+        Cluster(hosts, a.ranks, mbit=a.mbit, tcp=a.tcp, apart=a.apart, buffer_s=a.buffer_ms / 1e3) as cluster,
     ):
         with MappingWorld(cluster, Path(folder), mapping, a.deadline) as w:
             port = free_port()
@@ -231,6 +231,9 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--map", default="", help="only mappings whose name contains this")
     p.add_argument("--ranks", type=int, default=1, help="ranks of a host, which share its NIC")
     p.add_argument("--tcp", default="reno", help="congestion control, such as bbr; the kernel must have it")
+    p.add_argument(
+        "--buffer-ms", type=float, default=1e3 * BUFFER_S, help="how much a NIC holds back, each way, in ms at its rate"
+    )
     p.add_argument(
         "--messages", type=float, nargs="+", default=[64.0], help="largest message, MiB of the real model's bytes"
     )

@@ -162,7 +162,7 @@ class _Link:
 
 class Cluster:
     """`hosts` of `ranks` each with a NIC of `mbit` Mbit/s each way; `rails` or `apart`: a NIC of that rate for each rank. `tcp`: the
-    congestion control. `ipv6`: all addresses, instead of IPv4."""
+    congestion control. `ipv6`: all addresses, instead of IPv4. `buffer_s`: how much a NIC holds back."""
 
     def __init__(
         self,
@@ -174,11 +174,12 @@ class Cluster:
         apart: bool = False,
         tcp: str = "reno",
         ipv6: bool = False,
+        buffer_s: float = BUFFER_S,
     ):
         if not 1 <= hosts <= 250 or not 1 <= ranks <= 250:  # see _address
             raise ValueError(f"hosts={hosts}, ranks={ranks}: 1 to 250 of each")
         self.ranks, self.rate, self.nics = ranks, mbit * 1e6, ranks if rails or apart else 1
-        self.apart, self.ipv6 = apart, ipv6
+        self.apart, self.ipv6, self.buffer_s = apart, ipv6, buffer_s
         self.hosts: list[Host] = []
         self._count, self._tcp = hosts, tcp
         self._keepers: list[subprocess.Popen] = []
@@ -277,7 +278,7 @@ class Cluster:
 
     def _shape(self, host: Host, nic: int) -> None:
         rate = self._links[host.name, nic].rate
-        how = f"root tbf rate {rate:.0f}bit burst {BURST} latency {BUFFER_S * 1e3:g}ms"
+        how = f"root tbf rate {rate:.0f}bit burst {BURST} latency {self.buffer_s * 1e3:g}ms"
         _batch(host.rank(nic), "tc", [f"qdisc replace dev {self._nic(nic)} {how}"])
         _batch(self._switch, "tc", [f"qdisc replace dev {_port(host, nic)} {how}"])
 
