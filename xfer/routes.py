@@ -81,7 +81,8 @@ class Direct:
             shares from the others as they arrive (a relay ring). What is read from trainers of the same host the first
             one reads, and each other one reads it from the one before it (a relay chain). For few trainers and many
             replicas, which otherwise share the trainers' outgoing links. A replica waits for those from which it reads,
-            and fails if one of them fails before what it brings is there.
+            and fails if one of them fails before what it brings is there. Within a replica, what several workers of a host
+            need from other hosts is sent to one of them, which sends it on to the others.
         rdma: For weights in host memory: engine workers read the trainers' memory by NIXL, on any host, so that the trainers
             send nothing but short runs. For hosts with RDMA network cards, on which it was never run; needs the extra `nixl`
             on both sides (docs/hosts.md).
@@ -134,7 +135,7 @@ class Direct:
             narrow=tuple(self.narrow),
             site=site.to_bytes() if site is not None else b"",
             host_pull=self.host_pull,
-            relay=self.relay and options.replicas > 1,
+            relay=self.relay,
             rdma=self.rdma,
             first_copies=options.replicas > 1,
         )

@@ -23,7 +23,8 @@ from tests.support.hosts import Cluster, ended, missing
 from tests.support.marks import BOTH
 from tests.support.proc import PATIENCE, ROOT
 from tests.support.refit_job import Job
-from tests.support.world import ToyTaker, specs_of, until_true
+from tests.support.world import ToySource, ToyTaker, specs_of, until_true
+from tests.support.world_processes import _controller, _worker
 from xfer.coordinator.deadlines import CALL_GRACE_S
 from xfer.plan.fabric import Site
 from xfer.plan.fabric_file import read_site
@@ -75,6 +76,55 @@ def test_a_session_between_hosts_brings_every_byte_in_once(tmp_path, network):
             for h, b in zip(c.hosts, before):
                 needed, came = ranks * NEEDED * (h in takers), c.bytes_in(h) - b
                 assert needed <= came <= needed * 1.02 + 0.05 * NEEDED * (h not in takers), (h.name, came)
+
+
+WIDE = {"layers.0.w": (1024, 1024), "layers.1.w": (512, 1024), "router": (512 << 10,), "embed": (36, 8), "norm": (12,)}
+WIDE_NEEDED = sum(2 * math.prod(shape) for shape in WIDE.values())
+
+
+class WideSource(ToySource):
+    def __init__(self, rank: int, world: int, _):
+        super().__init__(rank, world, WIDE)
+
+
+def _wide_taker(rank: int, world: int) -> ToyTaker:
+    return ToyTaker(rank, world, WIDE)
+
+
+class WideWorld(HostWorld):
+    """All workers of a replica need a quarter of its bytes, its vectors."""
+
+    mains = (functools.partial(_trainer, source=WideSource), functools.partial(_worker, make=_wide_taker), _controller)
+
+
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_what_all_workers_of_a_host_need_enters_it_once(tmp_path, replicas):
+    """One of them receives it. If that one dies, its replica fails, and the next refit brings all bytes. Two replicas on the host are a
+    relay ring besides."""
+    how = dict(trainers=2 * replicas, workers=2, replicas=replicas, relay=True)
+    with Cluster(2, 2 * replicas, mbit=100) as c, WideWorld(c, tmp_path, **how) as w:
+        good(w.meet())
+        here = c.hosts[-1]
+
+        def refit(version: int, most: float = 1.0, **options) -> dict:
+            before = c.bytes_in(here)
+            report = good(w.refit(version, **options))
+            came = (c.bytes_in(here) - before) / WIDE_NEEDED
+            assert report["committed"] == [True] * replicas and came <= 1.02 * most, (came, report)
+            right(w, version)
+            return came, report
+
+        for version in (1, 2):
+            came, report = refit(version, verify=True)
+            assert came >= 1 and all({"gloo", "relay"} == set(r) for r in report["routes"]), report
+        refit(3, verify=True, stage=True)
+        came, _ = refit(4, verify=True, delta="auto")
+        assert refit(5, 0.3, verify=True, delta="auto")[0] < 0.3 and came >= 1
+        w.fault("replica0", "worker:1:wave:kill")
+        for a in w.refit(6, deadline_s=FAR):
+            assert a["kind"] == "raised" and a["type"] in ("PeerLost", "EngineLost"), a
+        w.restart(0)
+        refit(7, verify=True)
 
 
 class CopiesWorld(HostWorld):

@@ -11,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support import plan_worlds
 from tests.support.examples import EXAMPLES
 from tests.support.memory import allocations
+from tests.support.plan_worlds import quick
 from tests.support.proc import PATIENCE
 from tests.support.row_worlds import apply_world, change, fresh_sources, random_world, read_box, row
 from tests.support.threads import all_good, memory_store, run_ranks, soon
@@ -120,6 +122,44 @@ def test_a_run_by_changes_leaves_what_a_whole_one_leaves(
         elif not share:
             parts = [part for step in steps(p, step_bytes, 1 << 62) for part in step.sends]
             assert stats[r].bytes_out == sum(part.nbytes for part in parts if not unit_of(part.rows))
+
+
+@pytest.fixture(scope="module")
+def many():
+    store = memory_store()
+    found = all_good(run_ranks(9, lambda r: open_group(store, r, 9, 20.0)))
+    yield found
+    for link in found:
+        link.close()
+
+
+@settings(quick)
+@given(
+    plan_worlds.worlds(relay=True),
+    st.sampled_from([1, 64, 300, 1 << 20]),
+    st.sampled_from([1, 40, 1 << 20]),
+    st.sampled_from([0.02, 1.0]),
+    st.integers(0, 2**32 - 1),
+)
+def test_workers_hand_on_what_they_have_received(many, world, step_bytes, direct_bytes, share, seed):
+    """Also in a run by changes, in which a worker receives only these, and hands on all bytes."""
+    sides, plan = [*world.trainers, *world.workers], world.plan()
+    inventories = [*world.sources(), *world.destinations()]
+    roots = [[torch.from_numpy(s.storage[r.name]) for r in i.roots] for s, i in zip(sides, inventories)]
+    cut = dict(step_bytes=step_bytes, direct_bytes=direct_bytes)
+    runs = [P2P(many[r], plan.program(r), some, **cut) for r, some in enumerate(roots)]
+    rng = np.random.default_rng(seed)
+    for base in (None, HeldBytes(5, 77)):
+        before = [[t.clone() for t in some] for some in roots]
+        bases = [base and replace(base, before=b if r < plan.trainers else None) for r, b in enumerate(before)]
+        for value in world.values.values() if base else ():
+            new = np.roll(value, 1, axis=0)
+            value[:] = np.where(rng.random((len(value), 1)) < share, new, value)
+        world.load_trainers()
+        want = [world.expected(w) for w in world.workers]
+        all_good(run_ranks(len(runs), lambda r: runs[r].run(soon(), base=bases[r])))  # noqa: B023
+        for side, expected in zip(world.workers, want):
+            assert all(np.array_equal(side.storage[root], expected[root]) for root in expected)
 
 
 @pytest.mark.parametrize("source", [HeldBytes(6, 77, []), HeldBytes(5, 78, [])])

@@ -19,7 +19,7 @@ from tests.support.row_worlds import apply_world, wire_bytes
 from tests.support.trace_maps import addresses
 from xfer.plan.inventory import Inventory, Kept, engine_inventory, trainer_inventory
 from xfer.plan.planner import PlanOptions, SubPlan, plan_replica
-from xfer.plan.program import DTYPES, Op
+from xfer.plan.program import DTYPES, LAG, Op, Program
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import Fill, Fragment, Root, Span, TensorSpec
 
@@ -127,8 +127,8 @@ def execute(plan, world: World) -> tuple[list[dict[str, np.ndarray]], list[dict[
     names = [[r.name for r in i.roots] for i in inventories]
     storages = [[s.storage[n] for n in some] for s, some in zip((*world.trainers, *world.workers), names)]
     programs = [plan.program(rank) for rank in range(len(storages))]
-    sent = {(m.wave, m.src, m.dst): m for p in programs[:T] for m in p.sends()}
-    assert len(sent) == sum(1 for p in programs[:T] for _ in p.sends())
+    sent = {(m.wave, m.src, m.dst): m for p in programs for m in p.sends()}
+    assert len(sent) == sum(1 for p in programs for _ in p.sends())
     count = [[np.zeros(len(s), int) for s in some] for some in storages]
     for p in programs[T:]:
         for m in p.receives():
@@ -140,11 +140,15 @@ def execute(plan, world: World) -> tuple[list[dict[str, np.ndarray]], list[dict[
                 assert r["op"] == (Op.COPY if src == dst else Op.CAST) and r["wire"] % min(SIZE[src], SIZE[dst]) == 0
                 filled[r["wire"] : r["wire"] + wire_bytes(r)] += 1
             assert (filled == 1).all()
-        for r in p.rows:
+        for r in p.rows[p.rows["dst"] == p.rank]:
             at = places(r["dst_offset"], r["extent"], r["dst_strides"], SIZE[DTYPES[r["dst_dtype"]]])
             np.add.at(count[p.rank][r["dst_root"]], at.reshape(-1), 1)
     assert not sent  # every message that is sent is received
-    out = apply_world(programs, storages)
+    before = [storages]  # what ranks hold when a wave begins
+    for wave in range(max(1, plan.waves)):
+        now = [Program(p.rank, 1, p.rows[p.rows["wave"] == wave]) for p in programs]
+        before.append(apply_world(now, before[-1], before[max(0, wave - LAG + 1)]))
+    out = before[-1]
     return tuple([dict(zip(names[w], some[w])) for w in range(T, len(names))] for some in (out, count))
 
 
@@ -214,8 +218,9 @@ def place(draw, side: Side, roots: int, tensor: str, origin, extent, dtype: str,
 
 
 @st.composite
-def worlds(draw):
-    """1 to 4 trainers and 1 to 3 workers of 1 to 3 tensors, some of them groups of experts. Trainers and workers may widen."""
+def worlds(draw, relay: bool = False):
+    """1 to 4 trainers and 1 to 3 workers of 1 to 3 tensors, some of them groups of experts. Trainers and workers may widen. `relay`:
+    workers hand bytes on; there are up to 5, which often need the same boxes."""
     specs: list[TensorSpec] = []
     held: dict[str, str] = {}
     for i in range(draw(st.integers(1, 3))):
@@ -243,9 +248,13 @@ def worlds(draw):
                 draw(place(trainers[t], 2, s.name, origin, extent, held[s.name], False))
         if draw(st.integers(0, 4)) == 0:  # a trainer also holds a box that is cut otherwise
             draw(place(draw(st.sampled_from(trainers)), 2, s.name, *draw(sub_boxes(s.shape)), held[s.name], False))
-    workers = [Side() for _ in range(draw(st.integers(1, 3)))]
+    workers = [Side() for _ in range(draw(st.integers(1, 5 if relay else 3)))]
     for w in workers:
         for s in specs:
+            if relay and w is not workers[0] and draw(st.booleans()):
+                for f in [f for f in workers[0].fragments if f.tensor == s.name]:
+                    draw(place(w, 3, s.name, f.origin, f.extent, f.dtype, True))
+                continue
             dtype = draw(st.sampled_from([s.dtype, "float32"])) if s.dtype in ("bfloat16", "float16") else s.dtype
             all_of_it = ((0,) * len(s.shape), s.shape)
             several = st.one_of(
@@ -260,7 +269,10 @@ def worlds(draw):
     bucket = draw(st.sampled_from([8, 16, 64, 1024]))
     ranks = len(trainers) + len(workers)
     hosts = draw(st.one_of(st.just(()), st.tuples(*[st.sampled_from("ab")] * ranks)))
+    if relay and draw(st.booleans()):
+        hosts = (*"t" * len(trainers), *draw(st.tuples(*[st.sampled_from("aaab")] * len(workers))))
     options = PlanOptions(
+        relay=relay,
         bucket_bytes=bucket, wave_bytes=bucket * draw(st.integers(1, 3)), align_bytes=8,
         hosts=hosts, rotation=draw(st.integers(0, 3)),
     )  # fmt: skip

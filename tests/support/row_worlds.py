@@ -243,12 +243,14 @@ def random_world(
     return programs, [_values(rng, heaps[k].storages(), table[table["src"] == k]) for k in range(ranks)]
 
 
-def apply_world(programs: list[Program], storages: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
-    """All storages after a refit: every row reads what was there before it."""
+def apply_world(
+    programs: list[Program], storages: list[list[np.ndarray]], before: list[list[np.ndarray]] | None = None
+) -> list[list[np.ndarray]]:
+    """All storages after a refit: every row reads what was there before it, or, if given, `before`."""
     out = [[r.copy() for r in s] for s in storages]
     for p in programs:
         for r in p.rows[p.rows["dst"] == p.rank]:
-            apply_row(r, storages[int(r["src"])], out[p.rank][r["dst_root"]])
+            apply_row(r, (before or storages)[int(r["src"])], out[p.rank][r["dst_root"]])
     return out
 
 

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.support.plan_worlds import quick, worlds
 from tests.support.row_worlds import row
 from tests.support.sums import checksum_rows
 from xfer.direct.sums import SourceSums
+from xfer.kernels.checksum import Sums
+from xfer.plan.checksum import added
+from xfer.plan.inventory import footprint_rows
+from xfer.plan.part import PlanPart
+from xfer.plan.table import padded_shapes
 
 
 def whole(value: torch.Tensor, **columns):
@@ -26,7 +35,8 @@ def made(device: str, elements: int) -> tuple[torch.Tensor, SimpleNamespace, Sou
     """(values, a plan that sends all of them to worker 0 of two, the sums)."""
     value = torch.randn(elements, dtype=torch.bfloat16, device=device)
     rows = whole(value, dst=1)
-    plan = SimpleNamespace(program=SimpleNamespace(rows=rows), trainers=1, workers=2, shared=rows[:0])
+    program, none = SimpleNamespace(rows=rows), np.zeros((0, 2), np.int32)
+    plan = SimpleNamespace(program=program, trainers=1, workers=2, shared=rows[:0], handed_on=none)
     return value, plan, SourceSums(0, [value.view(torch.uint8)], [(elements,)])
 
 
@@ -47,6 +57,22 @@ def test_sums_are_of_the_bytes_when_asked_for_and_are_bound_once(device):
     assert sums.values(0, other, 3) == expected(value)
     SourceSums(0, [], []).begin({0: plan}, 1)
     sums.end()
+
+
+@given(st.booleans().flatmap(worlds))
+@quick
+def test_the_sums_of_all_trainers_are_those_of_the_bytes_that_each_worker_is_to_hold(world):
+    """Whether it gets them from a trainer or from another worker."""
+    plan, shapes = world.plan(), padded_shapes(world.catalog)
+    sent = [0] * plan.workers
+    for inv, side in zip(world.sources(), world.trainers):
+        roots = [torch.from_numpy(side.storage[r.name]) for r in inv.roots]
+        part = PlanPart.from_bytes(PlanPart.of(plan, inv.rank).to_bytes())
+        sent = list(map(added, sent, SourceSums(inv.rank, roots, shapes).values(0, part, 1)))
+    for inv, side, value in zip(world.destinations(), world.workers, sent):
+        want = world.expected(side)
+        roots = [torch.from_numpy(want[r.name]) for r in inv.roots]
+        assert Sums.of_one(footprint_rows(inv), roots, "dst", shapes).values() == [value]
 
 
 @pytest.mark.parametrize("device", [GPU])

@@ -22,7 +22,7 @@ from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import Fill, Fragment, Root, Span, TensorSpec
 
 
-@given(worlds())
+@given(st.booleans().flatmap(worlds))
 @settings(quick, max_examples=EXAMPLES // 2 + 1)
 def test_every_destination_byte_is_right_and_written_once(world):
     plan = world.plan()
@@ -62,7 +62,7 @@ def test_ranks_have_their_rows_in_waves_and_messages_within_the_bounds(world):
     assert max(flow.values(), default=0) <= options.wave_bytes
 
 
-@given(worlds(), st.randoms(use_true_random=False))
+@given(st.booleans().flatmap(worlds), st.randoms(use_true_random=False))
 @quick
 def test_the_plan_does_not_depend_on_the_order_of_anything(world, rng: random.Random):
     one, tables = world.plan(), [i.content() for i in (*world.sources(), *world.destinations())]
@@ -78,7 +78,7 @@ def test_the_plan_does_not_depend_on_the_order_of_anything(world, rng: random.Ra
     assert all(one.program(r).digest() == two.program(r).digest() for r in one.ranks)
 
 
-@given(worlds())
+@given(st.booleans().flatmap(worlds))
 @quick
 def test_a_plan_survives_bytes_and_so_do_inventories(world):
     plan = world.plan()
@@ -96,6 +96,37 @@ def test_a_plan_survives_bytes_and_so_do_inventories(world):
             inv.table.fragments(world.catalog, inv.roots)
         )
         assert (back.fills, back.footprint, back.kept, back.reads) == (inv.fills, inv.footprint, inv.kept, inv.reads)
+
+
+@given(worlds(relay=True))
+@quick
+def test_what_workers_of_a_host_need_alike_enters_it_once(world):
+    """Pieces that several of them need, byte for byte, from sources on other hosts."""
+    plan, alone, hosts = world.plan(), world.plan(replace(world.options, relay=False)), world.options.hosts
+    moved = np.concatenate([np.zeros(0, ROW), *plan.rows()])
+    moved = moved[moved["op"] != Op.FILL]
+    handed = moved[moved["src"] >= plan.trainers]
+    assert bool(len(handed)) == bool((moved["common"] > 0).any())
+    for r in handed:
+        assert hosts[r["src"]] == hosts[r["dst"]] and r["op"] == Op.COPY
+    wants: dict[tuple, list[int]] = {}
+    for rows in alone.rows():
+        seen: dict[tuple, int] = {}
+        for r in rows[rows["op"] != Op.FILL]:
+            far = bool(hosts) and hosts[r["src"]] != hosts[r["dst"]]
+            wire, item = row_wire_bytes(r[None])[0], ITEMSIZE[DTYPES[r["dst_dtype"]]]
+            for i in np.ndindex(*r["extent"]) if far and wire == r["extent"].prod() * item else ():
+                key = hosts[r["dst"]], int(r["tensor"]), int(r["dst_dtype"]), *(r["origin"] + i).tolist()
+                seen[key] = seen.get(key, 0) + item
+        for key, n in seen.items():
+            wants.setdefault(key, []).append(n)
+    again = sum(sum(some) - max(some) for some in wants.values())
+    saved = alone.summary.nbytes - plan.summary.nbytes
+    assert saved == row_wire_bytes(handed).sum() and saved <= again
+    boxes = [sorted((f.tensor, f.origin, f.extent, f.dtype) for f in w.fragments) for w in world.workers]
+    if all(b == boxes[0] for b in boxes):
+        assert saved == again
+    assert sum(plan.summary.bytes_in) == sum(alone.summary.bytes_in)
 
 
 @given(worlds())

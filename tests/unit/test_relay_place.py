@@ -176,11 +176,12 @@ class Offered:
 
 
 class Replica:
-    """One worker of a replica. `todo`: what comes to it, in two queues: (wave, rows) by pull and by link."""
+    """One worker of a replica. `fellows`: all of them. `todo`: what comes to it, in two queues: (wave, rows) by pull and by link."""
 
-    def __init__(self, world, plan, number: int, worker: int, taken, step_bytes: int):
+    def __init__(self, world, plan, number: int, worker: int, taken, step_bytes: int, fellows: list[Replica]):
         side, rank, self.said, self.others = world.workers[worker], len(world.trainers) + worker, -1, {}
-        self.program, self.taken, self.step_bytes = plan.program(rank), {rank: taken}, step_bytes
+        self.program, self.taken, self.step_bytes = plan.program(rank), taken, step_bytes
+        self.fellows, self.trainers, self.here = fellows, len(world.trainers), set()
         self.storage = [side.storage[r.name].copy() for r in world.destinations()[worker].roots]
         self.offer = Offered(len(plan.ranks) + number)
         self.hand = self.open((b"",)).hand()
@@ -197,9 +198,10 @@ class Replica:
         self.others = {r.offer.rank: r for r in sources if r is not self}
         assert not self.place.why and self.place.follows == bool(self.others)
         self.place.steps.begin(1, 0.0, lambda: False, True)
-        rank, fills = self.program.rank, self.program.fills()
+        fills = self.program.fills()
         rest = peer.split(self.program, self.taken)[1]
-        mine = Program(rank, rest.waves, shares(rest.rows, {rank: self.place.share}))  # as both ends of the link cut it
+        takes = dict.fromkeys(rest.rows["dst"].tolist(), self.place.share)
+        mine = shares(rest, takes)  # as both ends of the link cut it
         came = [self.place.rows, arrivals(mine, self.step_bytes)]
         self.todo = [[(w, rows[rows["wave"] == w]) for w in np.unique(rows["wave"])] for rows in came]
         self.rows = np.concatenate([fills, *came])
@@ -207,23 +209,34 @@ class Replica:
 
     def can(self, queue: int) -> bool:
         todo = self.todo[queue]
-        waits = self.others.values() if queue == 0 else ()
-        return bool(todo) and all(r.said >= todo[0][0] for r in waits)
+        if queue or not todo:
+            return bool(todo) and all(place(r, "src") in f.here for r in todo[0][1] if (f := self.fellow(r)))
+        return all(r.said >= todo[0][0] for r in self.others.values())
+
+    def fellow(self, row_) -> Replica | None:
+        """The worker of this replica that hands this row on."""
+        return self.fellows[row_["src"] - self.trainers] if row_["src"] >= self.trainers else None
 
     def take(self, queue: int, trainers) -> None:
         wave, rows = self.todo[queue].pop(0)
         self.apply(rows, trainers)
+        if queue:
+            self.here |= {place(r, "dst") for r in rows}
         (self.place.steps.after, self.place.steps.arrived)[queue](wave, None)
 
     def apply(self, rows, trainers) -> None:
         for r in rows:
-            other = self.others.get(int(r["src"]))
             fill = r["op"] == Op.FILL
+            other = self.others.get(int(r["src"])) or self.fellow(r)
             apply_row(r, other.storage if other else [] if fill else trainers[r["src"]], self.storage[r["dst_root"]])
 
 
+def place(row_, end: str) -> tuple:
+    return int(row_[f"{end}_root"]), int(row_[f"{end}_offset"]), row_["extent"].tobytes()
+
+
 @given(
-    worlds(),
+    st.booleans().flatmap(worlds),
     st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=5),
     st.sampled_from([8, 64, 1 << 20]),
     st.data(),
@@ -232,7 +245,7 @@ class Replica:
 def test_each_byte_enters_a_host_once_and_each_byte_of_a_destination_is_written_once(world, hosts, step_bytes, data):
     """Replicas of one layout on several hosts hand bytes on, in any order that the news of parts allows. In a chain the first on a host
     takes its bytes from the trainers, in part by reads and in part by messages. In a ring some receive a share each; the others are
-    late, and read all shares."""
+    late, and read all shares. Workers of a replica hand on to each other what they take of its bytes."""
     plan, trainers = world.plan(), len(world.trainers)
     names = [[r.name for r in i.roots] for i in world.sources()]
     held = [[s.storage[n] for n in some] for s, some in zip(world.trainers, names)]
@@ -240,29 +253,32 @@ def test_each_byte_enters_a_host_once_and_each_byte_of_a_destination_is_written_
     roots = st.just(frozenset()) if ring else st.frozensets(st.integers(0, 2), max_size=3)
     late = {i for i, _ in enumerate(hosts) if ring and data.draw(st.integers(0, 3)) == 3}
     with patch.object(relay_place, "PART_BYTES", data.draw(st.sampled_from([16, 64]))), patch.object(relay, "GRAIN", 2):
-        for w, side in enumerate(world.workers):
-            taken = {s: data.draw(roots) for s in range(trainers)}
-            replicas = [Replica(world, plan, i, w, taken, step_bytes) for i, _ in enumerate(hosts)]
-            for i, r in enumerate(replicas):
-                here = [j for j, host in enumerate(hosts) if host == hosts[i]]
-                owners = [j for j in here if j not in late] or here
-                r.begin([replicas[j] for j in (owners if ring else [max((j for j in here if j < i), default=i)])])
-            while choice := [(r, q) for r in replicas for q in (0, 1) if r.can(q)]:
-                replica, queue = data.draw(st.sampled_from(choice))
-                replica.take(queue, held)
-            entered, want = dict.fromkeys(hosts, 0), world.expected(side)
-            for r, host in zip(replicas, hosts):
-                assert not any(r.todo), "news of its parts never came"
-                from_trainers = r.rows[(r.rows["op"] != Op.FILL) & (r.rows["src"] < trainers)]
-                entered[host] += row_wire_bytes(from_trainers).sum()
-                written = [np.zeros(len(s), int) for s in r.storage]
-                for row_ in r.rows:
-                    item = ITEMSIZE[DTYPES[row_["dst_dtype"]]]
-                    at = places(row_["dst_offset"], row_["extent"], row_["dst_strides"], item)
-                    np.add.at(written[row_["dst_root"]], at.reshape(-1), 1)
-                for root, got, count in zip(world.destinations()[w].roots, r.storage, written):
-                    kept = np.zeros(len(got), int)
-                    for k in side.kept:
-                        kept[k.start : k.stop] |= k.root == root.name
-                    assert np.array_equal(got, want[root.name]) and np.array_equal(count, 1 - kept)
-            assert set(entered.values()) == {plan.summary.bytes_in[w]}
+        taken = {r: {s: data.draw(roots) for s in range(trainers)} for r in plan.ranks[trainers:]}
+        replicas: list[list[Replica]] = [[] for _ in hosts]
+        for i, fellows in enumerate(replicas):
+            fellows += [Replica(world, plan, i, w, taken, step_bytes, fellows) for w in range(plan.workers)]
+        for i, fellows in enumerate(replicas):
+            here = [j for j, host in enumerate(hosts) if host == hosts[i]]
+            owners = [j for j in here if j not in late] or here
+            for w, r in enumerate(fellows):
+                r.begin([replicas[j][w] for j in (owners if ring else [max((j for j in here if j < i), default=i)])])
+        every = [(r, w, host) for some, host in zip(replicas, hosts) for w, r in enumerate(some)]
+        while choice := [(r, q) for r, _, _ in every for q in (0, 1) if r.can(q)]:
+            replica, queue = data.draw(st.sampled_from(choice))
+            replica.take(queue, held)
+        entered, want = dict.fromkeys(hosts, 0), [world.expected(side) for side in world.workers]
+        for r, w, host in every:
+            assert not any(r.todo), "news of its parts never came"
+            from_trainers = r.rows[(r.rows["op"] != Op.FILL) & (r.rows["src"] < trainers)]
+            entered[host] += row_wire_bytes(from_trainers).sum()
+            written = [np.zeros(len(s), int) for s in r.storage]
+            for row_ in r.rows:
+                item = ITEMSIZE[DTYPES[row_["dst_dtype"]]]
+                at = places(row_["dst_offset"], row_["extent"], row_["dst_strides"], item)
+                np.add.at(written[row_["dst_root"]], at.reshape(-1), 1)
+            for root, got, count in zip(world.destinations()[w].roots, r.storage, written):
+                kept = np.zeros(len(got), int)
+                for k in world.workers[w].kept:
+                    kept[k.start : k.stop] |= k.root == root.name
+                assert np.array_equal(got, want[w][root.name]) and np.array_equal(count, 1 - kept)
+        assert set(entered.values()) == {plan.summary.nbytes}

@@ -61,7 +61,7 @@ def plan_refit(
         int, typer.Option(help="largest message; sessions use 240 on GPUs, 64 on CPUs", min=1, max=1 << 40)
     ] = 240,
     relay: Annotated[
-        bool, typer.Option("--relay", help="replicas on the same hosts hand bytes on, as with Direct(relay=True)")
+        bool, typer.Option("--relay", help="replicas and workers of a host hand bytes on, as with Direct(relay=True)")
     ] = False,
     trainer_python: output.TrainerPython = None,
     engine_python: output.EnginePython = None,
@@ -103,7 +103,7 @@ def plan_refit(
                 f"Layouts traced by the frameworks' own code: {sources.classes} different trainer ranks, {destinations.classes} "
                 f"different workers. Messages of at most {bucket_mib} MiB.",
                 PREDICTED,
-                *["Replicas on the same hosts hand bytes on to each other."] * relay,
+                *["Replicas on the same hosts, and workers of a host, hand bytes on to each other."] * relay,
                 *_quantized(sources),
             ),
         )

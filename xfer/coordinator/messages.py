@@ -24,7 +24,7 @@ from msgspec import Meta, Struct
 from xfer.errors import ProtocolError, XferError, from_wire
 from xfer.plan.explain import size
 
-WIRE_VERSION = 27
+WIRE_VERSION = 28
 """Sent in the challenge (rendezvous/channel.py), before any message that another version could not decode."""
 MAX_FRAME = 1 << 30
 """Bytes of one control frame. All layouts of a thousand ranks take well below 1 MB."""
@@ -217,7 +217,7 @@ class PlanInputs(WireMessage, frozen=True):
 
     `turn`: the place of this replica among `replicas` where sources take turns. Replicas of one layout share it if they
     hand bytes on to each other. `sources`: how many ranks have the weights. `donor`: the replica whose workers these ranks are, with
-    their roll in place of that of the trainers; -1 for the trainers.
+    their roll in place of that of the trainers; -1 for the trainers. `relay`: workers of one host hand on what several of them need.
     """
 
     replica: Count
@@ -232,6 +232,7 @@ class PlanInputs(WireMessage, frozen=True):
     deadline_s: Seconds = 600.0
     sources: Count = 0
     donor: Annotated[int, Meta(ge=-1, lt=1 << 31)] = -1
+    relay: bool = False
 
 
 class Planned(WireMessage, frozen=True):

@@ -68,6 +68,7 @@ class Planning:
             o.deadline_s,
             sources,
             -1 if first is None else first.donor.index,
+            o.relay,
         )
         broadcast(domain, inputs)
 
@@ -122,7 +123,7 @@ class Planning:
         replica.sources, replica.opened, replica.follows = relays.place(co, replica), {}, set()
         if replica.first is None and co.refit is not None and co.refit.called:
             replica.scratch = co.refit.scratch
-        relay = o.relay and replica.first is None
+        relay = o.relay and o.replicas > 1 and replica.first is None
         order = m.OpenLink(
             replica.index, replica.epoch, fresh, replica.size, o.host_pull, relay, o.rdma, scratch=replica.scratch
         )

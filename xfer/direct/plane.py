@@ -267,6 +267,7 @@ class DirectPlane:
             wave_bytes=max(WAVE_BYTES["cuda"], inputs.bucket_bytes) if cuda else 0,
             site=site,
             replica=inputs.replica if site is not None else 0,
+            relay=inputs.relay,
         )
 
     def agreed(self) -> None:
@@ -403,6 +404,7 @@ class DirectPlane:
             routed.place.steps.begin(go.attempt, until, stop.stopped, go.tells)
         base = HeldBytes(go.base, int(part.digest[:15], 16), side.remembered(go.base)) if go.base else None
         stats = routed.run(until, stop.stopped, moved, side.gate(go, part, routed), base)
+        handed_on = sum(p.bytes_in for p in stats.peers if p.peer >= part.trainers)
         mark(self.party.label, "bytes have moved")
         stop.check()
         if (held := routed.held(base is not None)) is not None:
@@ -411,7 +413,7 @@ class DirectPlane:
         rest = m.Moved(self.replica) if go.kind is m.GoKind.STAGE else self._finish(go, stop, until, part)
         return msgspec.structs.replace(
             rest, bytes_in=stats.bytes_in, bytes_out=stats.bytes_out, pack_s=stats.pack_s, wire_s=stats.wire_s,
-            unpack_s=stats.unpack_s, routes=self._by_route(routed), scratch_bytes=self._scratch_bytes,
+            unpack_s=stats.unpack_s, routes=self._by_route(routed, handed_on), scratch_bytes=self._scratch_bytes,
         )  # fmt: skip
 
     def _looks_as_bound(self) -> bool:
@@ -458,11 +460,16 @@ class DirectPlane:
     def _scratch_bytes(self) -> int:
         return self._scratch.extra_bytes if self._scratch is not None else 0
 
-    def _by_route(self, routed: routes.Routed) -> tuple[m.RouteTaken, ...]:
+    def _by_route(self, routed: routes.Routed, handed_on: int) -> tuple[m.RouteTaken, ...]:
+        """Return the bytes that came by each route. `handed_on`: those of the link that other workers of the replica sent."""
         r, wire = routed.report, "nccl" if self.side.device.type == "cuda" else "gloo"
         pulled = "rdma" if routed.kind is peer_rdma else "peer"
         pulled = "relay" if routed.place is not None and routed.place.follows else pulled
-        some = ((pulled, r.pulled_bytes, r.pull_s), (wire, r.p2p_bytes, r.p2p_s))
+        some = (
+            (pulled, r.pulled_bytes, r.pull_s),
+            (wire, r.p2p_bytes - handed_on, r.p2p_s),
+            ("relay", handed_on, r.p2p_s),
+        )
         return tuple(m.RouteTaken(name, n, seconds) for name, n, seconds in some if n)
 
     # ---- close

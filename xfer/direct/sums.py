@@ -17,6 +17,7 @@ import torch
 from xfer.direct.holders import SharedSums
 from xfer.kernels.checksum import Sums
 from xfer.plan.part import PlanPart
+from xfer.plan.subplan import spans
 
 
 class _Reading:
@@ -116,8 +117,7 @@ class SourceSums:
         """Prepare the sums of a replica, for all of its workers. Does all Python work per row and loads all kernels, once per plan."""
         held = self._bound.get(replica)
         if held is None or held.plan is not plan:
-            rows = plan.program.rows
-            rows = rows[rows["src"] == self._index]
+            rows = _sent(plan, self._index)
             worker = rows["dst"].astype(np.int64) - plan.trainers
             sent = Sums(rows, worker, plan.workers, self._roots, "src", self._shapes)
             with self._binding:  # replicas of one layout share a part
@@ -155,3 +155,16 @@ class SourceSums:
         for b in list(self._bound.values()):
             b.sent.end()
             b.shared.end()
+
+
+def _sent(plan: PlanPart, rank: int) -> np.ndarray:
+    """Return the rows that a rank sends, once for each worker that gets their bytes, be it from another worker."""
+    rows = plan.program.rows
+    rows = rows[rows["src"] == rank]
+    order = np.argsort(rows["common"], kind="stable")
+    number, dst = plan.handed_on.T
+    low, high = (np.searchsorted(rows["common"][order], number, side) for side in ("left", "right"))
+    copy, at = spans(low, high)
+    more = rows[order[at]]
+    more["dst"] = dst[copy]
+    return np.concatenate([rows, more])

@@ -526,7 +526,8 @@ class TrainerSession:
         if self._relay:
             lanes.append(
                 "replicas of one layout on the same hosts hand bytes on to each other: each takes a share of them from the "
-                "trainers, or the first one all, and the others read it there (`relay` in a report's routes)"
+                "trainers, or the first one all, and the others read it there (`relay` in a report's routes); what several workers "
+                "of a replica need from other hosts is sent to one on each host, which sends it on"
             )
         own = [computing.explain(self.layout, self._party.label), self.side.explain()]
         return "\n\n".join(filter(None, [*lanes, *own]))

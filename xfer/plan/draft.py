@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, eq=False)
 class PieceStream:
     """All pieces of all classes of destinations, one behind the other, and the groups they form: equal class of
-    destinations on one host, equal set of useful holders.
+    destinations on one host, equal set of useful holders, equal set of classes on that host that need these pieces.
+
+    `group_common`: numbers such sets of several destinations that get the pieces from other hosts; else -1. Groups of one number and
+    the same holders have the same pieces in the same order.
     """
 
     atom: np.ndarray  # int64 [P]
@@ -42,6 +45,7 @@ class PieceStream:
     group_holders: list[tuple[int, ...]]
     group_cost: list[int]
     group_destinations: list[tuple[int, ...]]  # joint ranks
+    group_common: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,11 +197,12 @@ def _stream(
     options: PlanOptions,
 ) -> PieceStream:
     hosts = () if options.site is not None else options.host_numbers()  # with a site all holders are candidates
+    where = options.host_numbers() if options.relay else hosts
     ranks_of = [tuple(np.flatnonzero(src_cls == c).tolist()) for c in range(int(src_cls.max(initial=-1)) + 1)]
     holders_of = [tuple(sorted(r for c in members for r in ranks_of[c])) for members in atoms.signatures]
     destinations_of: dict[tuple[int, int], list[int]] = defaultdict(list)  # (class, host) -> joint ranks
     for w, c in enumerate(dst_cls.tolist()):
-        destinations_of[c, hosts[trainers + w] if hosts else 0].append(trainers + w)
+        destinations_of[c, where[trainers + w] if where else 0].append(trainers + w)
 
     item = np.minimum(ITEM[held[dst.table.tensor[pieces.want]]], ITEM[dst.table.dtype[pieces.want]])
     nbytes = pieces.extent.prod(axis=1) * item
@@ -220,31 +225,64 @@ def _stream(
         )
     piece = np.concatenate(parts)
     block, holder_set = np.concatenate(keys, axis=1)
-    order = np.lexsort(
-        (
-            pieces.atom[piece],
-            pieces.want[piece],
-            nbytes[piece] < options.message_bytes,
-            -align[piece],
-            holder_set,
-            block,
-        )
-    )
-    piece, block, holder_set = piece[order], block[order], holder_set[order]
-    fresh = (
-        np.concatenate([[True], (np.diff(block) != 0) | (np.diff(holder_set) != 0)])
-        if len(piece)
-        else np.zeros(0, bool)
-    )
-    heads = np.flatnonzero(fresh)
     chosen = list(sets)
     blocks = [tuple(t) for _, t in sorted(destinations_of.items())]
+    common, place = np.full(len(piece), -1), pieces.want[piece]
+    if options.relay and where:
+        at = np.array([where[b[0]] for b in blocks])[block]
+        # Handed on are bytes as a worker has them, so their number must be that on the wire.
+        whole = nbytes[piece] == pieces.extent[piece].prod(axis=1) * ITEM[dst.table.dtype[place]]
+        far = np.array([[where[b[0]] not in {where[h] for h in holders} for holders, _ in chosen] for b in blocks])
+        some = np.flatnonzero(whole & far.reshape(len(blocks), -1)[block, holder_set])
+        columns = pieces.atom[piece], *pieces.origin[piece].T, *pieces.extent[piece].T, dst.table.dtype[place]
+        common[some], number = _common([c[some] for c in (at, *columns)], block[some], list(map(len, blocks)))
+        place[some] = np.where(common[some] < 0, place[some], number)
+    order = np.lexsort(
+        (pieces.atom[piece], place, nbytes[piece] < options.message_bytes, -align[piece], common, holder_set, block)
+    )
+    piece, block, holder_set, common = (x[order] for x in (piece, block, holder_set, common))
+    fresh = np.any([np.diff(x, prepend=-2) != 0 for x in (block, holder_set, common)], axis=0)
+    heads = np.flatnonzero(fresh)
     return PieceStream(
         pieces.atom[piece], pieces.want[piece], nbytes[piece], np.cumsum(nbytes[piece]) - nbytes[piece],
         np.append(heads, len(piece)), [chosen[h][0] for h in holder_set[heads]],
         [options.remote_cost if chosen[h][1] else 1 for h in holder_set[heads]],
-        [blocks[b] for b in block[heads]],
+        [blocks[b] for b in block[heads]], common[heads].tolist(),
     )  # fmt: skip
+
+
+def _common(columns: Sequence[np.ndarray], block: np.ndarray, members: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Find pieces that several destinations need.
+
+    Args:
+        columns: Of each piece, values that are equal for equal pieces on one host.
+        block: Of each piece, the number of the block that needs it.
+        members: Destinations of each block.
+
+    Returns:
+        The number of the set of blocks that need each piece, -1 where that is one destination; and a number that equal pieces have in
+        all of these blocks.
+    """
+    if not len(block):
+        return block, block
+    order = np.lexsort((block, *columns))
+    block = block[order]
+    fresh = np.any([np.diff(c[order], prepend=-1) != 0 for c in columns], axis=0)
+    # A block can need a piece more than once: its first one is the same as the first one of others, and so on.
+    head = np.flatnonzero(fresh | (np.diff(block, prepend=-1) != 0))
+    nth = np.arange(len(block)) - np.repeat(head, np.diff(head, append=len(block)))
+    again = np.lexsort((block, nth, np.cumsum(fresh)))
+    order, block, nth = order[again], block[again], nth[again]
+    head = np.flatnonzero(fresh | (np.diff(nth, prepend=-1) != 0))
+    sets: dict[tuple[int, ...], int] = {}
+    found, needed = [], block.tolist()
+    for a, b in zip(head.tolist(), [*head.tolist()[1:], len(block)]):
+        some = tuple(needed[a:b])
+        several = sum(members[i] for i in some) > 1
+        found.append(sets.setdefault(some, len(sets)) if several else -1)
+    which = np.empty((2, len(block)), np.int64)
+    which[:, order] = np.repeat([found, head], np.diff(head, append=len(block)), axis=1)
+    return which[0], which[1]
 
 
 def _fill_rows(inventories: Sequence[Inventory]) -> tuple[np.ndarray, np.ndarray]:

@@ -42,6 +42,8 @@ class PlanOptions:
     `rotation` being the number of this one; they then start as far from each other as can be. 0: `rotation` counts
     sources.
     `align_bytes`: granule of all cuts; a power of two and at least 8, the largest element.
+    `relay`: bytes that come from other hosts and that several workers of one host need are sent to one of these, which hands
+    them on to the others.
     """
 
     bucket_bytes: int = 64 << 20
@@ -55,6 +57,7 @@ class PlanOptions:
     align_bytes: int = ALIGN
     site: Site | None = None
     replica: int = 0
+    relay: bool = False
 
     def __post_init__(self) -> None:
         a = self.align_bytes
@@ -94,17 +97,16 @@ class PlanOptions:
         return tuple(seen.setdefault(h, len(seen)) for h in hosts)
 
     def for_draft(self) -> PlanOptions:
-        """Equal for options under which plans have one draft: with a site, for any placement of ranks."""
-        if self.site is None:
-            return replace(self, rotation=0, rotations=0, wave_bytes=self.bucket_bytes)
-        return replace(self, rotation=0, rotations=0, wave_bytes=self.bucket_bytes, site=None, replica=0)
+        """Equal for options under which plans have one draft: with a site, for any placement of ranks, unless workers hand bytes on."""
+        hosts = self.host_numbers() if self.site is None or self.relay else ()
+        return replace(self, rotation=0, rotations=0, wave_bytes=self.bucket_bytes, site=None, replica=0, hosts=hosts)
 
     def to_bytes(self) -> bytes:
         """Canonical: order and repeats in `drop` and `narrow` do not matter."""
         names = sorted(set(self.drop)), sorted(set(self.narrow))
         numbers = self.message_bytes, self.wave_bytes, self.remote_cost, self.rotation, self.rotations, self.align_bytes
         where = None if self.site is None else (self.site.to_bytes(), self.replica)
-        return msgspec.msgpack.encode((numbers, names, self.host_numbers(), where))
+        return msgspec.msgpack.encode((numbers, names, self.host_numbers(), where, self.relay))
 
 
 def sent(catalog: Catalog, drop: Sequence[str]) -> np.ndarray:

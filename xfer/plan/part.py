@@ -20,7 +20,7 @@ from xfer.plan.subplan import PLANNER, SubPlan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanPart:
-    """`key` and `digest` are the sub-plan's, and with them equal on all of its ranks. `shared`: see `SubPlan.shared`."""
+    """`key` and `digest` are the sub-plan's, and with them equal on all of its ranks. `shared`, `handed_on`: see `SubPlan`."""
 
     key: str
     digest: str
@@ -29,12 +29,13 @@ class PlanPart:
     program: Program
     summary: PlanSummary
     shared: np.ndarray
+    handed_on: np.ndarray
 
     @classmethod
     def of(cls, plan: SubPlan, rank: int) -> PlanPart:
         """ValueError for a rank that is not in the plan."""
-        program, shared = plan.program(rank), plan.shared(rank)
-        return cls(plan.key, plan.digest, plan.trainers, plan.workers, program, plan.summary, shared)
+        own = plan.program(rank), plan.summary, plan.shared(rank), plan.handed_on(rank)
+        return cls(plan.key, plan.digest, plan.trainers, plan.workers, *own)
 
     def explain(self) -> str:
         return explain(self.summary, self.digest)
@@ -45,6 +46,7 @@ class PlanPart:
             _PlanPartRecord(
                 PLANNER, self.key, self.digest, self.trainers, self.workers, p.rank, p.waves, len(p.rows),
                 memoryview(col.pack(p.rows, ROW)), self.summary, len(self.shared), memoryview(col.pack(self.shared, ROW)),
+                self.handed_on.tolist(),
             )
         )  # fmt: skip
 
@@ -60,7 +62,8 @@ class PlanPart:
         if w.version != PLANNER:
             raise ProtocolError(f"plan: made by planner {w.version!r}, this one is {PLANNER}")
         rows, shared = col.unpack(w.rows, ROW, w.count, what="rows"), col.unpack(w.shared, ROW, w.copies, what="copies")
-        return cls(w.key, w.digest, w.trainers, w.workers, Program(w.rank, w.waves, rows), w.summary, shared)
+        handed_on = np.array(w.handed_on, np.int32).reshape(-1, 2)
+        return cls(w.key, w.digest, w.trainers, w.workers, Program(w.rank, w.waves, rows), w.summary, shared, handed_on)
 
 
 class _PlanPartRecord(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
@@ -76,6 +79,7 @@ class _PlanPartRecord(msgspec.Struct, forbid_unknown_fields=True, array_like=Tru
     summary: PlanSummary
     copies: int
     shared: memoryview
+    handed_on: list[tuple[int, int]]
 
 
 _wire = msgspec.msgpack.Decoder(_PlanPartRecord)  # once: see inventory.py

@@ -7,7 +7,8 @@ or the order of a dict. What replicas of one layout share is draft.py's, the tab
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from xfer.plan.fabric import Site
 from xfer.plan.flow import Flow
 from xfer.plan.inventory import Inventory
 from xfer.plan.options import PlanOptions
+from xfer.plan.program import LAG
 from xfer.plan.schedule import Schedule, schedule
 from xfer.plan.subplan import PLANNER, SubPlan, Tables
 
@@ -106,8 +108,8 @@ def plan_replicas(
     """Plans each replica of the site with the options that a session would give.
 
     Args:
-        relay: Replicas on the same hosts hand bytes on to each other. They have one plan, and the sources are chosen for the first of
-            them only.
+        relay: Replicas on the same hosts hand bytes on to each other, and so do workers of a replica. These replicas have one plan, and
+            the sources are chosen for the first of them only.
         told: called with the number of replicas planned so far.
 
     Raises:
@@ -122,7 +124,7 @@ def plan_replicas(
         if first[i] == i:
             options = PlanOptions(
                 bucket_bytes=bucket_bytes, wave_bytes=wave_bytes, rotation=number, rotations=len(planned.replicas),
-                site=planned, replica=number, drop=tuple(drop), narrow=tuple(narrow),
+                site=planned, replica=number, drop=tuple(drop), narrow=tuple(narrow), relay=relay,
             )  # fmt: skip
             number += 1
         plans.append(drafts.plan(catalog, sources, destinations, options) if first[i] == i else plans[first[i]])
@@ -150,9 +152,11 @@ def finish(draft: Draft, deal: Deal, key: str, options: PlanOptions) -> SubPlan:
     site.
     """
     shares = deal.shares(options)
-    pair_src, pair_dst, pair_bytes = _pairs(shares)
+    pair_src, pair_dst, pair_common, pair_bytes = _pairs(shares)
+    moved = _moved(shares, draft.trainers + draft.workers)
     when = schedule(
         pair_src, pair_dst, pair_bytes, message=options.message_bytes, per_rank=options.wave_bytes,
+        least=-(-int(moved.max(initial=0)) // options.wave_bytes),
         unit=options.align_bytes, rotation=options.rotation, rotations=options.rotations, way=_ways(pair_src, pair_dst, options),
         far=_far(pair_src, pair_dst, options),
     )  # fmt: skip
@@ -160,11 +164,12 @@ def finish(draft: Draft, deal: Deal, key: str, options: PlanOptions) -> SubPlan:
     tables = Tables(
         draft.source_class, draft.destination_class, draft.fill_class,
         draft.fill_rows, atoms.origin, atoms.extent, atoms.signature, atoms.hold_first, atoms.hold_row, draft.place,
-        stream.atom, stream.want, stream.start, shares.src, shares.dst, shares.begin, shares.end,
-        pair_src, pair_dst, when.first, when.wave, when.begin, when.turn,
+        stream.atom, stream.want, stream.start, shares.src, shares.dst, shares.common, shares.begin, shares.end,
+        shares.copy_share, shares.copy_dst, shares.copy_begin,
+        pair_src, pair_dst, pair_common, when.first, when.wave, when.begin, when.turn,
     )  # fmt: skip
-    waves = max(when.waves, int(len(draft.fill_rows) > 0))
-    summary = _summary(draft, shares, (pair_src, pair_dst, pair_bytes), when, waves, options)
+    waves = max(when.waves + LAG * bool(len(shares.copy_dst)), int(len(draft.fill_rows) > 0))
+    summary = _summary(draft, shares, (pair_src, pair_dst, pair_bytes), moved, when, waves, options)
     return SubPlan(
         key, draft.trainers, draft.workers, waves, options.message_bytes, options.align_bytes, draft.sources,
         draft.destinations, tables, summary,
@@ -176,10 +181,20 @@ def finish(draft: Draft, deal: Deal, key: str, options: PlanOptions) -> SubPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Shares:
+    """As the columns of subplan.Tables that begin with `share_` and `copy_`."""
+
     src: np.ndarray
     dst: np.ndarray
+    common: np.ndarray
     begin: np.ndarray
     end: np.ndarray
+    copy_share: np.ndarray
+    copy_dst: np.ndarray
+    copy_begin: np.ndarray
+
+    @property
+    def nbytes(self) -> np.ndarray:
+        return self.end - self.begin
 
 
 class Deal:
@@ -191,12 +206,21 @@ class Deal:
         ends = np.append(stream.start, int(stream.nbytes.sum()))
         self._demands: list[Demand] = []
         self._base: list[tuple[int, int]] = []  # where a demand's bytes begin and end in the stream
-        for g, (a, b) in enumerate(zip(stream.group_first[:-1], stream.group_first[1:])):
-            begin, end = int(ends[a]), int(ends[b])
-            for destination in stream.group_destinations[g]:
-                units = -(-(end - begin) // unit)
-                self._demands.append(Demand(stream.group_holders[g], destination, units, stream.group_cost[g]))
-                self._base.append((begin, end))
+        self._others: list[list[tuple[int, int]]] = []  # who else needs them, and where they begin for that one
+        takers: dict[tuple[int, Hashable], list[tuple[int, int, int]]] = defaultdict(list)
+        for g, (holders, common) in enumerate(zip(stream.group_holders, stream.group_common)):
+            for d in stream.group_destinations[g]:
+                key = (g, d) if common < 0 else (common, holders)
+                takers[key].append((d, int(ends[stream.group_first[g]]), g))
+        for some in takers.values():
+            g = some[0][2]
+            nbytes = int(ends[stream.group_first[g + 1]] - ends[stream.group_first[g]])
+            for i, (d, begin, _) in enumerate(some):
+                low, high = (-(-nbytes // unit) * k // len(some) * unit for k in (i, i + 1))
+                high = min(high, nbytes)
+                self._demands.append(Demand(stream.group_holders[g], d, -(-(high - low) // unit), stream.group_cost[g]))
+                self._base.append((begin + low, begin + high))
+                self._others.append([(other, at + low) for other, at, _ in some if other != d])
         self._flow: Flow | None = None
         if options.site is None:
             self._rows = self._columns(balance(self._demands, draft.trainers), unit)
@@ -222,17 +246,37 @@ class Deal:
         begin, end = np.array(self._base, np.int64).reshape(-1, 2)[demand].T
         first = begin + unit * np.array([s.begin for s in shares], np.int64)
         last = np.minimum(end, begin + unit * np.array([s.end for s in shares], np.int64))
-        order = np.lexsort((last, first, dst, src))
-        return _Shares(src[order], dst[order], first[order], last[order])
+        common = np.array([bool(o) for o in self._others], bool)[demand]
+        order = np.lexsort((last, first, common, dst, src))
+        copies = [
+            (k, other, at + first[s] - begin[s])
+            for k, s in enumerate(order.tolist())
+            for other, at in self._others[demand[s]]
+        ]
+        share, other, at = np.array(copies, np.int64).reshape(-1, 3).T
+        number = (common[order].cumsum() * common[order]).astype(np.int32)
+        return _Shares(src[order], dst[order], number, first[order], last[order], share, other.astype(np.int32), at)
 
 
-def _pairs(shares: _Shares) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Distinct (src, dst) and their bytes; shares come sorted by them."""
+def _pairs(shares: _Shares) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Distinct (src, dst, whether these are common bytes) and their bytes; shares come sorted by them."""
+    common = shares.common > 0
     if not len(shares.src):
-        return shares.src, shares.dst, shares.begin
-    fresh = np.concatenate([[True], (np.diff(shares.src) != 0) | (np.diff(shares.dst) != 0)])
+        return shares.src, shares.dst, common, shares.begin
+    fresh = np.any([np.diff(x, prepend=-1) != 0 for x in (shares.src, shares.dst, common.astype(np.int8))], axis=0)
     heads = np.flatnonzero(fresh)
-    return shares.src[heads], shares.dst[heads], np.add.reduceat(shares.end - shares.begin, heads)
+    return shares.src[heads], shares.dst[heads], common[heads], np.add.reduceat(shares.nbytes, heads)
+
+
+def _moved(shares: _Shares, ranks: int) -> np.ndarray:
+    """Bytes that leave each rank, and that come to it. int64 [2, ranks]."""
+    out, handed = np.zeros((2, ranks), np.int64), shares.nbytes[shares.copy_share]
+    for end, rank, nbytes in (
+        (0, shares.src, shares.nbytes), (1, shares.dst, shares.nbytes),
+        (0, shares.dst[shares.copy_share], handed), (1, shares.copy_dst, handed),
+    ):  # fmt: skip
+        np.add.at(out[end], rank, nbytes)
+    return out
 
 
 def _ways(src: np.ndarray, dst: np.ndarray, options: PlanOptions) -> np.ndarray | None:
@@ -256,36 +300,38 @@ def _summary(
     draft: Draft,
     shares: _Shares,
     pairs: tuple[np.ndarray, np.ndarray, np.ndarray],
+    moved: np.ndarray,
     when: Schedule,
     waves: int,
     options: PlanOptions,
 ) -> PlanSummary:
     (pair_src, pair_dst, pair_bytes), trainers, start = pairs, draft.trainers, draft.stream.start
     ranks = trainers + draft.workers
-    moved = np.zeros((2, ranks), np.int64)
-    np.add.at(moved[0], pair_src, pair_bytes)
-    np.add.at(moved[1], pair_dst, pair_bytes)
     parts = np.searchsorted(start, shares.end, "left") - np.searchsorted(start, shares.begin, "right") + 1
     count = np.zeros((2, ranks), np.int64)
     np.add.at(count[0], shares.src, parts)
     np.add.at(count[1], shares.dst, parts)
+    np.add.at(count[1], shares.copy_dst, parts[shares.copy_share])
     hosts = np.array(options.host_numbers(), np.int64)
     remote = int(pair_bytes[hosts[pair_src] != hosts[pair_dst]].sum()) if len(hosts) else 0
     ends = np.concatenate([when.begin[1:], [0]])
     ends[when.first[1:] - 1] = pair_bytes
+    pair = np.repeat(np.arange(len(pair_src)), np.diff(when.first))
+    _, message = np.unique(np.stack([pair_src[pair], pair_dst[pair], when.wave]), axis=1, return_inverse=True)
+    sizes = np.bincount(message.reshape(-1), ends - when.begin).astype(np.int64)
     f = draft.facts
     return PlanSummary(
         trainers=trainers,
         workers=draft.workers,
         waves=waves,
-        messages=len(when.wave),
+        messages=len(sizes),
         tensors=f.tensors,
         bytes_out=tuple(moved[0, :trainers].tolist()),
         bytes_in=tuple(moved[1, trainers:].tolist()),
         pieces_out=tuple(count[0, :trainers].tolist()),
         pieces_in=tuple(count[1, trainers:].tolist()),
         largest_piece=f.largest_piece,
-        largest_message=int((ends - when.begin).max(initial=0)),
+        largest_message=int(sizes.max(initial=0)),
         remote_bytes=remote,
         fills=f.fills,
         direct=f.direct,

@@ -22,6 +22,7 @@ With the routes that sessions choose:
                     most the bytes of a message;
                         relay = max over chains of the sum over replicas behind the first of (a part / rate of its path),
                                 and over rings of (a part of each other replica / rate of its path)
+                    With `relay`, what workers of one replica hand on to others of their host counts as pulled, too.
     transfer        control_s + max(pull, last unpacked) + relay + constants (padding) written / local
 
 `floor` is max over l of all bytes / rate: no schedule of these bytes is faster. `lockstep` is the sum over w of max
@@ -129,14 +130,16 @@ def predict(
     m = _Messages.of(plans, [site.gpus(r) for r in replicas], [own(i, some) for i, some in enumerate(taken)])
     chains = _handed_on(plans, [site.replicas[r] for r in replicas], taken, links)
     near = links.island[m.src_gpu] == links.island[m.dst_gpu]
-    pulled = links.loads(m.src_gpu[near], m.dst_gpu[near], m.nbytes[near]) + chains.loads
-    link_bytes = links.loads(m.src_gpu, m.dst_gpu, m.nbytes) + chains.loads
+    within = _within(plans, [site.gpus(r) for r in replicas], [own(i, some) for i, some in enumerate(taken)])
+    handed = tuple(np.concatenate(both) for both in zip((chains.src_gpu, chains.dst_gpu, chains.nbytes), within))
+    pulled = links.loads(m.src_gpu[near], m.dst_gpu[near], m.nbytes[near]) + links.loads(*handed)
+    link_bytes = links.loads(m.src_gpu, m.dst_gpu, m.nbytes) + links.loads(*handed)
     wired = m.take(~near)
     local = np.concatenate([[h.local] * h.gpus for h in site.fabric.hosts]).astype(np.float64)
     wire = _wire(wired, links, local, costs)
     hosts = np.zeros((len(site.fabric.hosts),) * 2, np.int64)
     np.add.at(hosts, (links.host[m.src_gpu], links.host[m.dst_gpu]), m.nbytes)
-    np.add.at(hosts, (links.host[chains.src_gpu], links.host[chains.dst_gpu]), chains.nbytes)
+    np.add.at(hosts, (links.host[handed[0]], links.host[handed[1]]), handed[2])
     fill = max(
         (
             float(_over(c.filled, local[g]))
@@ -157,8 +160,8 @@ def predict(
         control_s=costs.control_s,
         floor_s=float(links.seconds(link_bytes).max(initial=0.0)),
         lockstep_s=wire.lockstep,
-        nbytes=int(m.nbytes.sum() + chains.nbytes.sum()),
-        pulled_bytes=int(m.nbytes[near].sum() + chains.nbytes.sum()),
+        nbytes=int(m.nbytes.sum() + handed[2].sum()),
+        pulled_bytes=int(m.nbytes[near].sum() + handed[2].sum()),
         link_bytes=link_bytes,
         link_seconds=links.seconds(link_bytes),
         wave_span=wire.span,
@@ -209,12 +212,15 @@ class _Messages:
             t = plan.tables
             count = np.diff(t.message_first)
             total = np.zeros(len(count), np.int64)
-            at = np.searchsorted(pair_key(t.pair_src, t.pair_dst), pair_key(t.share_src, t.share_dst))
+            of_share = pair_key(t.share_src, t.share_dst, t.share_common > 0)
+            at = np.searchsorted(pair_key(t.pair_src, t.pair_dst, t.pair_common), of_share)
             np.add.at(total, at, t.share_end - t.share_begin)
             end = np.append(t.message_begin[1:], 0)
             end[t.message_first[1:] - 1] = total
             low, high = (np.repeat(total * k // max(1, of), count) for k in (share, share + 1))
             nbytes = np.minimum(end, high) - np.maximum(t.message_begin, low)
+            whole = np.where(t.message_wave * of // plan.waves == share, end - t.message_begin, 0)  # as `relay.shares`
+            nbytes = np.where(np.repeat(t.pair_common, count), whole, nbytes)
             some = np.flatnonzero((nbytes > 0) & (of > 0))
             waves = np.unique(t.message_wave[some], return_inverse=True)[1]  # ranks step over waves without messages
             src, dst = np.repeat(t.pair_src, count) + base, np.repeat(t.pair_dst, count) + base
@@ -240,7 +246,6 @@ class _Relayed:
     src_gpu: np.ndarray
     dst_gpu: np.ndarray
     nbytes: np.ndarray
-    loads: np.ndarray  # int64 [links]
     seconds: float
 
 
@@ -263,7 +268,22 @@ def _handed_on(
             for column, more in zip(columns, (src, dst, nbytes)):
                 column.append(more)
     src, dst, nbytes = (np.concatenate(c) for c in columns)
-    return _Relayed(src, dst, nbytes, links.loads(src, dst, nbytes), max(late, default=0.0))
+    return _Relayed(src, dst, nbytes, max(late, default=0.0))
+
+
+def _within(
+    plans: Sequence[SubPlan], gpus: Sequence[np.ndarray], shares: Sequence[tuple[int, int]]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What workers of each replica hand on to others of it: GPU, GPU, bytes. shares: as of `_Messages.of`."""
+    columns: list[list[np.ndarray]] = [[np.zeros(0, np.int64)] for _ in range(3)]
+    for plan, gpu, (share, of) in zip(plans, gpus, shares):
+        t = plan.tables
+        total = (t.share_end - t.share_begin)[t.copy_share]
+        some = total * (share + 1) // of - total * share // of if of else total[:0]
+        for column, more in zip(columns, (gpu[t.share_dst[t.copy_share]], gpu[t.copy_dst], some)):
+            column.append(more[: len(some)])
+    src, dst, nbytes = (np.concatenate(c) for c in columns)
+    return src, dst, nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)

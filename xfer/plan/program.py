@@ -36,6 +36,10 @@ ITEM = np.array([ITEMSIZE[n] for n in DTYPES], np.int64)
 """Bytes of one element by dtype code."""
 
 
+LAG = 2
+"""A worker hands common bytes on so many waves after that in which they come. While it sends a step it still receives the one before."""
+
+
 class Op(IntEnum):
     COPY = 0  # same dtype on both sides
     CAST = 1  # the value is converted; the wire carries the narrower of the two dtypes
@@ -56,6 +60,10 @@ ROW = np.dtype(
         ("dst_root", "<i4"),
         ("wave", "<i4"),
         ("turn", "<i4"),  # place of `src` in the destination's round of sources; destinations begin with different ones
+        (
+            "common",
+            "<i8",
+        ),  # number > 0 of bytes that the destination hands on to workers of its host; < 0: of a copy of them; else 0
         ("wire", "<i8"),  # byte offset in message (src, dst, wave)
         ("src_offset", "<i8"),  # bytes
         ("dst_offset", "<i8"),

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from xfer.plan.program import ITEM, Op, row_wire_bytes
+from xfer.plan.program import ITEM, LAG, Op, Program, row_wire_bytes
 from xfer.plan.subplan import cut_rows
 
 GRAIN = 512
@@ -65,24 +65,33 @@ def in_parts(rows: np.ndarray, count: int) -> np.ndarray:
     return _sorted(found)
 
 
-def shares(rows: np.ndarray, takes: Mapping[int, tuple[int, int]]) -> np.ndarray:
-    """The rows of a program without those bytes that destinations get from another one. Both ends of a pair cut alike.
+def shares(program: Program, takes: Mapping[int, tuple[int, int]]) -> Program:
+    """A program without those bytes that destinations get from another one. Both ends of a pair cut alike.
 
     Args:
-        rows: Rows in a program's order.
+        program: The program of a rank.
         takes: For each destination that does not take all: (its share, the number of shares). A share is an interval of the bytes of
-            a pair of ranks, in the order in which they are sent, up to the grain. Of 0 shares it takes nothing.
+            a pair of ranks, in the order in which they are sent, up to the grain. Of 0 shares it takes nothing. Common bytes
+            are not cut: their share follows from their wave, and that of a copy from the wave in which they came.
     """
+    rows = program.rows
     other = ~np.isin(rows["dst"], list(takes)) | (rows["op"] == Op.FILL)
+    came = rows["wave"] - LAG * (rows["common"] < 0)
     kept, at = [rows[other]], [np.flatnonzero(other)]
     for dst, (share, count) in takes.items():
-        for src in np.unique(rows["src"][~other & (rows["dst"] == dst)]) if count else ():
-            pair = np.flatnonzero(~other & (rows["dst"] == dst) & (rows["src"] == src))
+        mine = ~other & (rows["dst"] == dst) & (count > 0)
+        whole = np.flatnonzero(mine & (rows["common"] != 0) & (came * count // program.waves == share))
+        kept.append(rows[whole])
+        at.append(whole)
+        mine &= rows["common"] == 0
+        for src in np.unique(rows["src"][mine]):
+            pair = np.flatnonzero(mine & (rows["src"] == src))
             total = int(row_wire_bytes(rows[pair]).sum())
             found, part, row = _cut(rows[pair], np.arange(1, count) * total // count)
             kept.append(found[part == share])
             at.append(pair[row[part == share]])
-    return np.concatenate(kept)[np.argsort(np.concatenate(at), kind="stable")]
+    left = np.concatenate(kept)[np.argsort(np.concatenate(at), kind="stable")]
+    return Program(program.rank, program.waves, left)
 
 
 def _cut(rows: np.ndarray, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

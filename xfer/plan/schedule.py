@@ -36,12 +36,12 @@ class Schedule:
 
 def schedule(
     src: np.ndarray, dst: np.ndarray, nbytes: np.ndarray, *, message: int, per_rank: int, unit: int, rotation: int = 0,
-    rotations: int = 0, way: np.ndarray | None = None, far: np.ndarray | None = None,
+    rotations: int = 0, way: np.ndarray | None = None, far: np.ndarray | None = None, least: int = 1,
 ) -> Schedule:  # fmt: skip
     """Messages in waves: at most `message` bytes of a pair and `per_rank` bytes in or out of a rank per wave.
 
-    src, dst, nbytes: int [pairs], distinct pairs with nbytes > 0. Messages begin at multiples of `unit` bytes, of
-    which `message` is one.
+    src, dst, nbytes: int [pairs], with nbytes > 0. Messages begin at multiples of `unit` bytes, of which `message` is one.
+    `least`: fewest waves over which they are spread.
 
     `far`: bool [pairs], whether a pair's ranks are on different hosts; default: none is. Those pairs are spread over
     the waves (`_spread`), the others fill what is left of the waves by first fit (`_fit`). Spreading makes more
@@ -55,7 +55,7 @@ def schedule(
     pairs = len(src)
     turn = _turns(src, dst, nbytes, rotation, rotations)
     busiest = max((int(np.bincount(end, nbytes).max()) for end in (src, dst) if pairs), default=0)
-    least = max(1, -(-busiest // per_rank))  # waves
+    least = max(1, least, -(-busiest // per_rank))
     far = np.flatnonzero(np.zeros(pairs, bool) if far is None else far)
     spread = _spread(src[far], dst[far], nbytes[far], least, message, per_rank, unit, rotation)
     if spread is None:

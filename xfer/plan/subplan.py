@@ -6,6 +6,10 @@ that pair's stream; a message is an interval of that. Every rank holds the same 
 takes part in, so both ends of a message derive the same rows, and the digest over the tables covers the rows of all
 ranks.
 
+Bytes that several workers of a host need from other hosts may be *common*: one of these workers is their destination, and
+the others get copies of the share from it. Rows of copies follow from those of the share: what a worker receives in a
+wave it sends on `LAG` waves later.
+
 Here live the tables and their expansion. How they come about is planner.py's, what a rank keeps of them part.py's.
 """
 
@@ -19,7 +23,7 @@ import numpy as np
 from xfer.plan import columns as col
 from xfer.plan.explain import PlanSummary, explain
 from xfer.plan.intersect import Stack, cut_range
-from xfer.plan.program import ITEM, MAX_DIMS, ROW, Op, Program, row_wire_bytes
+from xfer.plan.program import ITEM, LAG, MAX_DIMS, ROW, Op, Program, row_wire_bytes
 from xfer.plan.table import FragmentTable
 from xfer.sources import digest_of
 
@@ -50,10 +54,15 @@ class Tables:
     piece_start: np.ndarray  # int64 [P], position in the piece stream
     share_src: np.ndarray  # int32 [S], joint ranks; sorted by (src, dst, begin)
     share_dst: np.ndarray  # int32 [S]
+    share_common: np.ndarray  # int32 [S], number from 1 of a share that its destination hands on, else 0
     share_begin: np.ndarray  # int64 [S], position in the piece stream
     share_end: np.ndarray  # int64 [S]
-    pair_src: np.ndarray  # int32 [pairs], sorted by (src, dst)
+    copy_share: np.ndarray  # int64 [C], a share that its destination hands on; sorted
+    copy_dst: np.ndarray  # int32 [C], to which worker
+    copy_begin: np.ndarray  # int64 [C], where the same bytes begin in the piece stream, as that worker wants them
+    pair_src: np.ndarray  # int32 [pairs], sorted by (src, dst, common)
     pair_dst: np.ndarray  # int32 [pairs]
+    pair_common: np.ndarray  # bool [pairs], whether its shares are handed on: such shares have a stream of their own
     message_first: np.ndarray  # int64 [pairs + 1]
     message_wave: np.ndarray  # int32 [M]
     message_begin: np.ndarray  # int64 [M], position in the pair's stream
@@ -93,16 +102,30 @@ class SubPlan:
         if rank not in self.ranks:
             raise ValueError(f"rank {rank}: this plan has joint ranks 0..{len(self.ranks) - 1}")
         t = self.tables
-        rows = self._expand(np.flatnonzero((t.share_src == rank) | (t.share_dst == rank)))
-        fills = self._fills(rank)
-        return Program(rank, self.waves, _joined([fills, rows]) if len(fills) else rows)
+        mine = (t.share_src == rank) | (t.share_dst == rank)
+        copies = np.flatnonzero((t.share_dst[t.copy_share] == rank) | (t.copy_dst == rank))
+        via = np.isin(t.share_dst, t.share_dst[t.copy_share[copies]]) & (t.share_common > 0)
+        rows, piece = self._expand(np.flatnonzero(mine | via))
+        tables = [self._fills(rank), rows[(rows["src"] == rank) | (rows["dst"] == rank)]]
+        if len(copies):
+            both = _joined([tables[1], self._handed_on(rows, piece, copies)])
+            tables[1] = both.take(np.lexsort((both["wire"], both["dst"], both["src"], both["wave"])))
+        return Program(rank, self.waves, _joined(tables))
 
     def rows(self) -> Iterator[np.ndarray]:
         """The rows of all ranks, each exactly once: one table per destination, fills first. Nothing is kept between two
         tables.
         """
         for rank in self.ranks[self.trainers :]:
-            yield _joined([self._fills(rank), self._expand(np.flatnonzero(self.tables.share_dst == rank))])
+            rows = self.program(rank).rows
+            yield rows[rows["dst"] == rank]
+
+    def handed_on(self, rank: int) -> np.ndarray:
+        """For each share of common bytes that trainer `rank` sends, the workers that get them from the one that it sends them to.
+        int32 [n, 2]: (`common` of its rows, joint rank)."""
+        t = self.tables
+        mine = t.share_src[t.copy_share] == rank
+        return np.stack([t.share_common[t.copy_share[mine]], t.copy_dst[mine]], axis=1).astype(np.int32)
 
     def shared(self, rank: int) -> np.ndarray:
         """The boxes of trainer `rank` that go to some worker and that other trainers hold too.
@@ -143,23 +166,44 @@ class SubPlan:
         rows["dst"] = rank
         return rows
 
-    def _expand(self, shares: np.ndarray) -> np.ndarray:
-        """Rows of the given shares, which must be all shares of their pairs; sorted by (wave, src, dst, wire)."""
+    def _expand(self, shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of the given shares, which must be all shares of their pairs, sorted by (wave, src, dst, wire); and the piece of each."""
         if not len(shares):
-            return np.zeros(0, ROW)
-        rows, nbytes = self._share_rows(shares)
-        return _settle(self._pair_streams(rows, nbytes))
+            return np.zeros(0, ROW), shares
+        rows, piece = self._share_rows(shares)
+        rows, row = self._pair_streams(rows)
+        return _settle(rows), piece[row]
+
+    def _handed_on(self, rows: np.ndarray, piece: np.ndarray, copies: np.ndarray) -> np.ndarray:
+        """What the destinations of rows, of these pieces, hand on. copies: of all those shares and destinations (`copy_share`)."""
+        t, want = self.tables, self.destinations.table
+        by_number = np.argsort(rows["common"], kind="stable")
+        number, share = rows["common"][by_number], t.copy_share[copies]
+        low, high = (np.searchsorted(number, t.share_common[share], side) for side in ("left", "right"))
+        copy, at = spans(low, high)
+        row = by_number[at]
+        shift = np.searchsorted(t.piece_start, t.copy_begin[copies], "right")
+        shift -= np.searchsorted(t.piece_start, t.share_begin[share], "right")
+        wanted = t.piece_want[piece[row] + shift[copy]]
+        out = rows.take(row)
+        for column in ("dtype", "root", "offset", "strides"):
+            out[f"src_{column}"] = out[f"dst_{column}"]
+        out["src"], out["dst"], out["op"], out["turn"] = out["dst"], t.copy_dst[copies][copy], Op.COPY, 0
+        out["common"] *= -1
+        out["dst_root"], out["dst_strides"] = want.root[wanted], want.strides[wanted]
+        out["dst_offset"] = want.offset[wanted]
+        out["dst_offset"] += ((out["origin"] - want.origin[wanted]) * want.strides[wanted]).sum(axis=1)
+        out["wave"] += LAG
+        return _settle(_in_messages(out.take(np.lexsort((_falling(out), out["dst"], out["src"], out["wave"])))))
 
     def _share_rows(self, shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Pieces in the shares' intervals, cut where an interval begins or ends inside one, and their wire bytes.
+        """Pieces in the shares' intervals, cut where an interval begins or ends inside one, and the number of each piece.
         `wave` and `wire` are not yet set.
         """
         t, want, source = self.tables, self.destinations.table, self.sources.table
         begin, end = t.share_begin[shares], t.share_end[shares]
         low, high = np.searchsorted(t.piece_start, begin, "right") - 1, np.searchsorted(t.piece_start, end, "left")
-        count = high - low
-        share = np.repeat(np.arange(len(shares)), count)
-        piece = np.arange(len(share)) - np.repeat(np.cumsum(count) - count - low, count)
+        share, piece = spans(low, high)
         atom, row = t.piece_atom[piece], t.piece_want[piece]
         src = t.share_src[shares][share]
         held = t.hold_row[t.hold_first[atom] + t.place[t.atom_signature[atom], t.source_class[src]]]
@@ -173,6 +217,7 @@ class SubPlan:
 
         out = np.zeros(len(piece), ROW)
         out["tensor"], out["src"], out["dst"] = want.tensor[row], src, t.share_dst[shares][share]
+        out["common"] = t.share_common[shares][share]
         out["op"] = np.where(src_dtype == dst_dtype, np.uint8(Op.COPY), np.uint8(Op.CAST))
         out["origin"], out["extent"] = origin, extent
         for side, stack, at, dtype, from_ in (
@@ -186,19 +231,19 @@ class SubPlan:
         hi = np.minimum(nbytes, end[share] - t.piece_start[piece])
         split = np.flatnonzero((lo > 0) | (hi < nbytes))
         if not len(split):
-            return out, nbytes
-        parts, _ = cut_rows(out, split, lo[split] // item[split], hi[split] // item[split])
-        rows = _joined([out.take(np.delete(np.arange(len(out)), split)), parts])
-        return rows, row_wire_bytes(rows)
+            return out, piece
+        parts, number = cut_rows(out, split, lo[split] // item[split], hi[split] // item[split])
+        whole = np.delete(np.arange(len(out)), split)
+        return _joined([out.take(whole), parts]), piece[np.concatenate([whole, split[number]])]
 
-    def _pair_streams(self, rows: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
+    def _pair_streams(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Puts the rows of each pair in stream order, cuts them at messages, and sets `wave` and `wire`. Sorted by
-        (wave, src, dst, wire)."""
-        t = self.tables
+        (wave, src, dst, wire); and the number of the row that each was cut from."""
+        t, nbytes = self.tables, row_wire_bytes(rows)
         # By falling alignment of sizes: every row then starts at a multiple of its own alignment, with no padding.
         # Rows as large as a message go before others, so that the messages in them need no packing.
         align = np.minimum(nbytes & -nbytes, self.align_bytes)
-        pair = pair_key(rows["src"], rows["dst"])
+        pair = pair_key(rows["src"], rows["dst"], rows["common"] > 0)
         order = np.lexsort(
             (rows["dst_offset"], rows["dst_root"], rows["tensor"], nbytes < self.message_bytes, -align, pair)
         )
@@ -207,21 +252,18 @@ class SubPlan:
         start = end - nbytes
         heads = np.flatnonzero(np.concatenate([[True], pair[1:] != pair[:-1]]))
 
-        pairs = np.searchsorted(pair_key(t.pair_src, t.pair_dst), pair[heads])
-        count = t.message_first[pairs + 1] - t.message_first[pairs]
-        nth = np.repeat(np.arange(len(pairs)), count)
-        message = np.arange(len(nth)) - np.repeat(np.cumsum(count) - count - t.message_first[pairs], count)
+        pairs = np.searchsorted(pair_key(t.pair_src, t.pair_dst, t.pair_common), pair[heads])
+        nth, message = spans(t.message_first[pairs], t.message_first[pairs + 1])
         # Where each message begins, with all pairs one behind the other.
         edge = start[heads][nth] + t.message_begin[message]
         first, last = np.searchsorted(edge, start, "right") - 1, np.searchsorted(edge, end, "left") - 1
 
         # A row that lies in several messages is one part in each: `cut` says where part k of row `of[k]` begins and ends.
         parts = last - first + 1
-        of = np.repeat(np.arange(len(order)), parts)
-        into = np.arange(len(of)) - np.repeat(np.cumsum(parts) - parts - first, parts)
+        of, into = spans(first, last + 1)
         begin = np.maximum(start[of], edge[into])
         split = np.flatnonzero(parts[of] > 1)
-        rows, at = rows.take(order), start - edge[first]
+        rows, at, source = rows.take(order), start - edge[first], order
         if len(split):
             stop = np.minimum(end[of[split]], np.append(edge, end[-1])[into[split] + 1])
             item, row = _wire_items(rows)[of[split]], of[split]
@@ -234,13 +276,18 @@ class SubPlan:
             whole = np.flatnonzero(parts == 1)
             rows = _joined([rows.take(whole), cut])
             at = np.concatenate([at[whole], (begin - edge[into])[split][number] + inside])
+            source = order[np.concatenate([whole, row[number]])]
             into = np.concatenate([first[whole], into[split][number]])
-        wave, pair = t.message_wave[message[into]], pair_key(rows["src"], rows["dst"])
-        order = np.lexsort((at, pair, wave))
+        wave, common = t.message_wave[message[into]], rows["common"] > 0
+        pair = pair_key(rows["src"], rows["dst"], common)
+        # A message with common bytes is in the order in which its destination hands them on.
+        shared = np.isin(pair | 1, pair_key(t.pair_src, t.pair_dst, t.pair_common)[t.pair_common])
+        order = np.lexsort((at, common, _falling(rows) * shared, rows["dst"], rows["src"], wave))
         rows = rows.take(order)
-        rows["wire"], rows["wave"] = at[order], wave[order]
-        rows["turn"] = t.pair_turn[np.searchsorted(pair_key(t.pair_src, t.pair_dst), pair[order])]
-        return rows
+        rows["wave"] = wave[order]
+        rows = _in_messages(rows)
+        rows["turn"] = t.pair_turn[np.searchsorted(pair_key(t.pair_src, t.pair_dst, t.pair_common), pair[order])]
+        return rows, source[order]
 
     # ---- identity
 
@@ -298,10 +345,32 @@ def _settle(rows: np.ndarray) -> np.ndarray:
     return rows
 
 
+def _falling(rows: np.ndarray) -> np.ndarray:
+    """What sorts rows by falling alignment of their sizes, so that each begins at a multiple of its own."""
+    nbytes = row_wire_bytes(rows)
+    return -(nbytes & -nbytes)
+
+
+def _in_messages(rows: np.ndarray) -> np.ndarray:
+    """Sets `wire` of rows that are in order: in each message one lies behind the other."""
+    nbytes = row_wire_bytes(rows)
+    message = np.stack([rows["wave"], rows["src"], rows["dst"]])
+    begin, heads = nbytes.cumsum() - nbytes, np.flatnonzero((np.diff(message, prepend=-1) != 0).any(axis=0))
+    rows["wire"] = begin - np.repeat(begin[heads], np.diff(heads, append=len(rows)))
+    return rows
+
+
 def _wire_items(rows: np.ndarray) -> np.ndarray:
     return np.minimum(ITEM[rows["src_dtype"]], ITEM[rows["dst_dtype"]])
 
 
-def pair_key(src: np.ndarray, dst: np.ndarray) -> np.ndarray:
-    """One int64 per pair of joint ranks, which sorts by (src, dst)."""
-    return src.astype(np.int64) << 32 | dst
+def pair_key(src: np.ndarray, dst: np.ndarray, common: np.ndarray) -> np.ndarray:
+    """One int64 per pair of joint ranks, which sorts by (src, dst, common)."""
+    return src.astype(np.int64) << 32 | dst.astype(np.int64) << 1 | common
+
+
+def spans(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers low[i] <= n < high[i] of all spans, one span behind the other: i and n of each."""
+    count = high - low
+    span = np.repeat(np.arange(len(low)), count)
+    return span, np.arange(len(span)) - np.repeat(np.cumsum(count) - count - low, count)

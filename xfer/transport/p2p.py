@@ -19,7 +19,7 @@ import torch
 
 from xfer.errors import DeadlineExceeded, PlanMismatch, XferError
 from xfer.kernels import bind
-from xfer.plan.program import Program
+from xfer.plan.program import LAG, Program
 from xfer.transport.bound import BESIDE_WIRE, BoundStep, PeerBytes, Tally, bound_step
 from xfer.transport.changes import Changes, HeldBytes
 from xfer.transport.group import Aborted, Link, Pending
@@ -133,6 +133,7 @@ class P2P:
         self._lanes = _Lanes(torch.device("cpu") if self.idle else link.device)
         bound = [self._local, self._fills, *(p.copy[0] for s in self._steps for p in (*s.sends, *s.receives) if p.copy)]
         self._buffer_bytes = sum(b.numel() for b in (*self._out, *self._in)) + sum(b.scratch_bytes for b in bound)
+        self._needed = _needed(program, [s.wave for s in plan])
         self._tally = Tally.of(self._steps, link)
         written = roots if scratch is None else scratch.live
         self._changes = Changes(
@@ -220,18 +221,24 @@ class _Run:
     def all(self, progress: Callable[[int, int], None]) -> TransferStats:
         began = time.perf_counter()
         p2p, lanes = self.p2p, self.p2p._lanes
-        count = len(self.steps)
+        count, taken = len(self.steps), 0
         self._check()
         lanes.begin()
-        for k in range(count + DEPTH - 1):
-            if k < count:
-                self._post(k)
-            if k == 0:
-                self._here()
-            if (j := k - DEPTH + 1) >= 0:
+
+        def take(until: int) -> int:
+            for j in range(taken, until):
                 self._take(j)
                 progress(self.wave, self.done)
                 self.watch.poll()
+            return max(taken, until)
+
+        for k in range(count):
+            taken = take(p2p._needed[k])
+            self._post(k)
+            if k == 0:
+                self._here()
+            taken = take(k - DEPTH + 2)
+        take(count)
         if not count:
             self._here()
         with lanes.pack:
@@ -257,7 +264,7 @@ class _Run:
         with p2p._lanes.pack:
             self._wait(self.sends[slot])  # of step k - DEPTH; its receives were taken before
             self._check()
-            p2p._lanes.reuse(slot)
+            p2p._lanes.reuse()
             receives = [message for part in step.receives for message in part.messages]
             if p2p.link.grouped:
                 self._pack(step)
@@ -351,10 +358,10 @@ class _Lanes:
             for s in self._streams:
                 s.wait_stream(torch.cuda.current_stream(self._device))
 
-    def reuse(self, slot: int) -> None:
-        """Makes the current stream wait until the receive buffer of this slot has been unpacked."""
-        if self._cuda:
-            torch.cuda.current_stream(self._device).wait_event(self._taken[slot])
+    def reuse(self) -> None:
+        """Makes the current stream wait until the steps that were taken are unpacked: buffers are used again, bytes are handed on."""
+        for event in self._taken if self._cuda else ():
+            torch.cuda.current_stream(self._device).wait_event(event)
 
     def taken(self, slot: int) -> None:
         if self._cuda:
@@ -372,6 +379,13 @@ class _Lanes:
 
     def over(self) -> bool:
         return not self._cuda or all(e.query() for e in self._left)
+
+
+def _needed(program: Program, waves: Sequence[int]) -> list[int]:
+    """For each step, by its wave, how many steps come before it whose bytes it may hand on."""
+    rows = program.rows
+    on = set(rows["wave"][(rows["common"] < 0) & (rows["src"] == program.rank)].tolist())
+    return [int(np.searchsorted(waves, wave - LAG, "right")) if wave in on else 0 for wave in waves]
 
 
 def _buffers(nbytes: int, device: torch.device) -> list[torch.Tensor]:

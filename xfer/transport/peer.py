@@ -391,7 +391,8 @@ def split(
     taken: dict[int, dict[int, frozenset[int]]],
     takes: Callable[[np.ndarray], np.ndarray] = takes,
 ) -> tuple[np.ndarray, Program]:
-    """Cuts a program into the rows that this rank pulls and a program of the rest.
+    """Cuts a program into the rows that this rank pulls and a program of the rest, in which common bytes are: a worker hands on what it
+    receives.
 
     Every rank of the sub-plan calls it with the same `taken`.
 
@@ -404,7 +405,7 @@ def split(
     pulled = np.zeros(len(rows), bool)
     for taker, senders in taken.items():
         for sender, roots in senders.items():
-            mine = (rows["dst"] == taker) & (rows["src"] == sender) & (rows["op"] != Op.FILL)
+            mine = (rows["dst"] == taker) & (rows["src"] == sender) & (rows["op"] != Op.FILL) & (rows["common"] == 0)
             pulled |= mine & np.isin(rows["src_root"], list(roots))
     pulled[pulled] = takes(rows[pulled])
     return rows[pulled & (rows["dst"] == program.rank)], Program(program.rank, program.waves, rows[~pulled])

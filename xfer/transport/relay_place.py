@@ -244,8 +244,8 @@ class RelayPlace:
 
         def arriving(share: int) -> np.ndarray:
             """The rows of a share that come to its worker over the link. A row's wave is the step in which they come."""
-            rows = program.rows if count == 1 else shares(program.rows, {rank: (share, count)})
-            return arrivals(Program(rank, program.waves, rows), step_bytes)
+            takes = dict.fromkeys(np.unique(program.rows["dst"]).tolist(), (share, count)) if count > 1 else {}
+            return arrivals(shares(program, takes), step_bytes)
 
         received = arriving(self.share[0]) if self.share[1] else program.rows[:0]
         self.rows, pulled_last = self._parts, -1

@@ -285,10 +285,9 @@ class Routed:
                 pull.begin()
             return self._finish_pull(pull, deadline, cancelled)
 
-        if not self.plan.p2p_in:
-            with self._drained(pull, deadline):
-                stats = self._wired(deadline, cancelled, progress, base)
-            return stats, pulled()
+        if not self.plan.p2p_in:  # it may hand on what it pulls
+            came = pulled()
+            return self._wired(deadline, cancelled, progress, base), came
         call = BackgroundCall(pulled, self.link.device)
         try:
             stats = self._wired(deadline, cancelled, progress, base)
@@ -463,10 +462,11 @@ def find_ways(
     if kind is None:  # on all ranks alike: the coordinator rejects a client with another data plane
         return Ways(rows[:0], program, _NoMapping(), None, _planned(program, program, ()), True)
     labels = tuple(labels) or tuple(f"rank {i}" for i in range(size))
-    takers = sorted({*rows["dst"][(rows["src"] == rank) & (rows["dst"] != rank)].tolist()})
+    outgoing = rows[(rows["src"] == rank) & (rows["dst"] != rank)]
+    takers = sorted({*outgoing["dst"].tolist()})
     incoming = rows[(rows["dst"] == rank) & (rows["src"] != rank)]
     senders = sorted({*incoming["src"].tolist()})
-    offered = takers if allow_peer else []
+    offered = allow_peer and (outgoing["common"] == 0).any()
     export = kind.Export(rank, roots if src_roots is None else src_roots, device, marks) if offered else None
     offers = exchange(export.to_bytes() if export else b"", senders)
     mapping = kind.Mapping(rank, device)
@@ -475,9 +475,9 @@ def find_ways(
     place = None
     try:
         for sender in senders:
-            if offers[sender]:
-                wanted = sorted({*incoming["src_root"][incoming["src"] == sender].tolist()})
-                mapping.open(offers[sender], sender, wanted)
+            wanted = {*incoming["src_root"][(incoming["src"] == sender) & (incoming["common"] == 0)].tolist()}
+            if offers[sender] and wanted:
+                mapping.open(offers[sender], sender, sorted(wanted))
         share = 0, 1
         if relay is not None and relay.hands:
             taken = peer.taken_roots([b""] * rank + [mapping.to_bytes()])
@@ -490,7 +490,7 @@ def find_ways(
         answers = [b""] * size
         for r, answer in {**exchange(mine if senders else b"", takers), rank: mine}.items():
             answers[r] = answer
-        program = Program(rank, program.waves, shares(program.rows, peer.taken_shares(answers)))
+        program = shares(program, peer.taken_shares(answers))
         pulled, rest = peer.split(program, peer.taken_roots(answers), kind.takes)
         plan = _planned(program, rest, tuple(peer.refusals(answers, labels, rank)))
         wired = any_rank(bool(plan.p2p_in + plan.p2p_out), rank, size, exchange)
