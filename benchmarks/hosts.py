@@ -35,6 +35,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the hosts have no reverse names
 
+import numpy as np
+
 from benchmarks.lib import command
 from benchmarks.lib.host_ranks import Mapping, MappingWorld, first_fit, nbytes
 from benchmarks.lib.layouts import ROWS
@@ -114,11 +116,13 @@ def pairs_of(plans: list[SubPlan], mapping: Mapping, site: Site, how: str) -> li
 
 
 def needed(plans: list[SubPlan], site: Site) -> dict[str, int]:
-    """By host, the bytes that its workers need, those of replicas that are alike once."""
+    """By host, the bytes that its workers need: those of replicas that are alike once, and those that workers hand on once."""
     out = {h.name: 0 for h in site.fabric.hosts}
     for i, some in enumerate(site.together(range(len(plans)))):
         if some[0] == i:
-            for gpu, nbytes in zip(site.replicas[i], plans[i].summary.bytes_in):
+            t = plans[i].tables
+            taken = np.bincount(t.share_dst - plans[i].trainers, t.share_end - t.share_begin, plans[i].workers)
+            for gpu, nbytes in zip(site.replicas[i], taken.tolist()):
                 out[site.fabric.hosts[site.fabric.links.host[gpu]].name] += int(nbytes)
     return out
 
