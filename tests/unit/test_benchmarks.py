@@ -59,6 +59,13 @@ def test_a_message_between_two_processes_is_timed(tmp_path):
     assert len(rows) == 2 and all(0 < r["median_us"] < 1e6 for r in rows)
 
 
+def test_the_cost_of_messages_is_timed(tmp_path):
+    some = ("--counts", "1", "3", "--bytes", "512", "4096", "--repeats", "3")
+    run("-m", "benchmarks.messages", *some, "--ranks", "3", "--out", str(tmp_path / "messages.json"))
+    rows = json.loads((tmp_path / "messages.json").read_text())["rows"]
+    assert [r["bytes"] for r in rows] == [512, 4096] and all(t > 0 for r in rows for t in r["us"])
+
+
 def test_tokens_that_a_refit_costs_are_counted_beside_steps_without_one():
     """Two requests, a token each every 10 ms, and nothing for 40 ms of each call of 100 ms."""
     rows, came = [], []
