@@ -335,3 +335,17 @@ def test_trained_tensors_have_the_checkpoints_names_on_both_routes():
     trainer = TensorTrainer(lambda: given, rename=lambda n: n.removeprefix("base_model."), rank=0, world=1)
     assert trainer.read().trained == {"a.lora_A.weight"}
     assert PackedSource(TensorStream(trainer), 1 << 20).read().trained == {"a.lora_A.weight"}
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_plain_tensor_that_becomes_a_part_of_a_dtensor_is_another_layout(named):
+    """Its bytes have the same shape as before: only what they are a part of tells."""
+    with one_rank(1, WORLD):
+        net = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4, bias=False)})
+        trainer = TensorTrainer((lambda: dict(net.named_parameters())) if named else net)
+        trainer.read()
+        assert trainer.check() == "same" and trainer.begin_check()()
+        net["a"].weight = torch.nn.Parameter(
+            _dtensor(torch.ones(4, 4), init_device_mesh("cpu", (WORLD,)), Shard(0)), requires_grad=False
+        )
+        assert trainer.begin_check() is None and trainer.check() == "changed"

@@ -312,13 +312,14 @@ class _SlotReading:
             )
 
     def holds(self) -> bool:
-        """Whether all of it is still so."""
+        """Whether all of it is still so. The address alone is not enough: freed memory comes back at the same address, for another
+        dtype even (a router bias that turns fp32)."""
         tables, keys, refs, parts, *_ = self.contents
         for ref, inside, part in zip(refs, map(dict.get, tables, keys), parts):
             t = ref()
             if t is None or (getattr(inside, "_local_tensor", None) if part else inside) is not t:
                 return False
-        return self.is_laid_out()
+        return self.is_there() and self.is_laid_out()
 
     def is_there(self) -> bool:
         """Whether each tensor lives, at its address. Of what is in the tables it looks at DTensors alone: each has its local tensor."""
@@ -332,12 +333,12 @@ class _SlotReading:
         )
 
     def is_laid_out(self) -> bool:
-        """Whether each tensor lives, and lies in its storage as it did. The address alone is not enough: freed memory comes back at the
-        same address, for another dtype even (a router bias that turns fp32). It runs in every refit, so column by column and without
+        """Whether each tensor lives, and has its layout, wherever it is. Both looks run in every refit, so column by column and without
         a call of Python for each tensor."""
         tensors = [ref() for ref in self.contents[2]]
         return (
-            all(map(is_not, tensors, repeat(None))) and [[*map(of, tensors)] for of in _LAID_OUT] == self.contents[4:]
+            all(map(is_not, tensors, repeat(None)))
+            and [[*map(of, tensors)] for of in _LAID_OUT[1:]] == self.contents[5:]
         )
 
 

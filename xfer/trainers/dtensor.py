@@ -195,13 +195,14 @@ class TensorTrainer:
             if any(slot.get() is None for slot in self._slots.slots):
                 return "changed"  # the model has fewer tensors; if others have no bytes, `read` says so
             raise
-        return state if self._has_specs() else "changed"
+        return state if self._has_specs(state == "same") else "changed"
 
     def begin_check(self) -> Callable[[], bool] | None:
         """See participants.trainer.Source."""
         if self._slots is None or not self._has_all():
             return None
-        return self._slots.begin_check() if self._has_specs() else None
+        rest = self._slots.begin_check()
+        return rest if rest is not None and self._has_specs(True) else None
 
     def rebind(self) -> Mapping[str, torch.Tensor]:
         """Return root name -> flat uint8 view of the storage at its present address, after `check` returned "moved"."""
@@ -222,9 +223,13 @@ class TensorTrainer:
         self._refresh()
         return self._given.keys() == self._names
 
-    def _has_specs(self) -> bool:
-        """Whether DTensors are the same parts of the whole. They may be others although their local tensors are the same."""
-        return self._slots is not None and (not any(self._specs) or self._specs == _specs(self._slots.slots))
+    def _has_specs(self, same: bool) -> bool:
+        """Whether DTensors are the same parts of the whole. They may be others although their local tensors are the same.
+
+        Args:
+            same: The tensors are the same objects, so that none has become a DTensor.
+        """
+        return same and not any(self._specs) or self._slots is not None and self._specs == _specs(self._slots.slots)
 
     def _refresh(self) -> None:
         """Call the callable, if there is one.

@@ -272,7 +272,7 @@ class MegatronTrainer:
     def begin_check(self) -> Callable[[], bool] | None:
         """See participants.trainer.Source."""
         rest = self._slots.begin_check() if self._slots and self._seats.hold() else None
-        return rest if self._others_hold() else None
+        return rest if rest is not None and self._others_hold() else None
 
     def _others_hold(self) -> bool:
         groups = self._groups
