@@ -60,10 +60,8 @@ ROW = np.dtype(
         ("dst_root", "<i4"),
         ("wave", "<i4"),
         ("turn", "<i4"),  # place of `src` in the destination's round of sources; destinations begin with different ones
-        (
-            "common",
-            "<i8",
-        ),  # number > 0 of bytes that the destination hands on to workers of its host; < 0: of a copy of them; else 0
+        # Number > 0 of bytes that the destination hands on to workers of its host; < 0: of a copy of them; else 0.
+        ("common", "<i8"),
         ("wire", "<i8"),  # byte offset in message (src, dst, wave)
         ("src_offset", "<i8"),  # bytes
         ("dst_offset", "<i8"),
