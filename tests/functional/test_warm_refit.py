@@ -6,16 +6,13 @@ GPUs. What GPUs allocate and wait for: test_gpu_warm.py.
 
 from __future__ import annotations
 
-import gc
-import sys
-import threading
-
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from tests.support.calls import calls_of, in_new_threads
 from tests.support.fake_group import one_rank
 from tests.support.world import SHAPES, World
 from xfer.engines.copies import Copies, attributes
@@ -23,22 +20,9 @@ from xfer.trace.slots import Slots, walk
 from xfer.trainers.dtensor import TensorTrainer
 
 
-class Calls:
-    """Counts calls of Python functions while `on`."""
-
-    def __init__(self):
-        self.on, self.count = False, 0
-
-    def __call__(self, frame, event, arg) -> None:
-        if self.on and event == "call":
-            self.count += 1
-
-
 def of_a_refit(tensors: int) -> int:
     """Fewest calls of three warm refits."""
-    calls = Calls()
-    threading.setprofile(calls)
-    try:
+    with in_new_threads() as calls:
         shapes = SHAPES | {f"layers.{i}.w": (24, 12) for i in range(tensors)}
         with World(trainers=2, host_pull=True, shapes=shapes, bucket_bytes=1 << 22) as w:
             assert all(not isinstance(r, BaseException) for r in w.refit(1))
@@ -52,8 +36,6 @@ def of_a_refit(tensors: int) -> int:
                 assert all(not isinstance(r, BaseException) for r in results), results
                 assert not any(t.wrong(2 + k) for e in w.engines for t in e.takers)
                 seen.append(calls.count)
-    finally:
-        threading.setprofile(None)
     return min(seen)
 
 
@@ -108,21 +90,10 @@ def copies(tree: nn.Module):
     ],
 )
 def test_a_look_at_many_layers_makes_no_more_calls_than_one_at_few(made):
+    def calls(layers: int) -> int:
+        state, count = calls_of(made(nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))))
+        assert state == "same"
+        return count
+
     with one_rank(0, 1):
-        few, many = calls_of(made, 2), calls_of(made, 200)
-    assert many == few
-
-
-def calls_of(made, layers: int) -> int:
-    look, calls = made(nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))), Calls()
-    gc.collect()  # finalizers of objects that other tests left are not counted
-    gc.disable()
-    calls.on = True
-    sys.setprofile(calls)
-    try:
-        state = look()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    assert state == "same"
-    return calls.count
+        assert calls(200) == calls(2)

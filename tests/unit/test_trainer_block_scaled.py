@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import chain
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.support.calls import calls_of
 from tests.support.te_blocks import Float8BlockwiseQTensor
 from xfer.errors import RebindError, Unsupported
 from xfer.trace.fragment import Fragment, TensorSpec
@@ -123,14 +123,9 @@ def test_a_look_at_them_calls_no_python_function_for_each():
         found = list(walk(modules))
         slots, seats = Slots(modules, chain.from_iterable(map(block_scaled.slots_of, found))), block_scaled.Seats(found)
         slots.bind()
-        seen: list[str] = []
-        sys.setprofile(lambda frame, event, _: seen.append(event) if event == "call" else None)
-        try:
-            same = seats.hold() and slots.check() == "same"
-        finally:
-            sys.setprofile(None)
+        same, seen = calls_of(lambda: seats.hold() and slots.check() == "same")
         assert same
-        return len(seen)
+        return seen
 
     assert calls(1) == calls(20)
 
