@@ -15,6 +15,7 @@ from tests.support.te_blocks import padded
 from tests.support.world import ToyEngine, ToyLayout, ToySource, World, flat, good, raised, right, until_true
 from xfer.coordinator import refit
 from xfer.coordinator.blocks import SharedBlocks
+from xfer.direct.plane import DirectPlane
 from xfer.errors import CoverageError, Unsupported
 from xfer.kernels.block_fp8 import ScaleRule
 from xfer.trace.derived import SCALES, VALUES, block_grid
@@ -100,6 +101,28 @@ def test_an_engine_that_hangs_while_it_reads_new_exports_holds_up_no_other(monke
         right(world, 2, {0})
         del taker.read
         world.commits(3)
+
+
+@pytest.mark.parametrize("role", ["trainer", "worker"])
+def test_a_plan_that_fails_because_another_engine_asked_for_fp8_meanwhile_is_made_again(monkeypatch, role):
+    """An engine in bf16 is planned by the first catalog. One rank begins to plan when it has read the second one; the rank that is
+    last to read that has not. Such a session once failed to connect, with "the inventories do not make a plan"."""
+    engines, late = [ToyEngine(2, dict(SHAPES)), fp8_engine()], []
+    plan, read, last = DirectPlane.make_plan, Fp8Taker.read, engines[0].takers[1]
+
+    def planned_late(self, *args):
+        if not late and (self.replica, self.side.role, self.side.index) == (0, role, 0):
+            late.append(self.side.catalog)
+            until_true(lambda: self.side.catalog is not late[0])
+        return plan(self, *args)
+
+    monkeypatch.setattr(DirectPlane, "make_plan", planned_late)
+    monkeypatch.setattr(Fp8Taker, "read", lambda self, catalog: (time.sleep(0.3), read(self, catalog))[1])
+    reads = last.read
+    last.read = lambda catalog: (time.sleep(0.8 * bool(late)), reads(catalog))[1]
+    with fp8_world(engines) as world:
+        assert late
+        world.commits(1)
 
 
 # ---- trainers that keep matrices in FP8
