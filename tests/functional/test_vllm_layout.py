@@ -108,6 +108,36 @@ def test_an_engine_in_block_fp8_is_written_as_its_loader_writes_it_and_needs_sca
                 assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)), name
 
 
+@pytest.mark.parametrize("ignored", [[], ["kv_b_proj"]], ids=["all in FP8", "kv_b_proj in bf16"])
+def test_mla_in_block_fp8_is_refused_unless_what_it_decodes_with_is_made_from_bf16(ignored, tmp_path):
+    """vLLM makes W_UV and W_UK_T of kv_b_proj after loading: out of FP8 by arithmetic, out of bf16 as views."""
+    sizes = dict(
+        hidden_size=256, intermediate_size=256, moe_intermediate_size=128, n_routed_experts=16, num_hidden_layers=2
+    )
+    sizes |= dict(q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=64, v_head_dim=64)
+    tensors = toy.write_checkpoint("deepseek_v3", tmp_path / "model", **sizes)
+    catalog = Catalog(checkpoint_specs(str(tmp_path / "model")))
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    layers = [f"model.layers.{i}.self_attn" for i in range(sizes["num_hidden_layers"])]
+    quantized = {**block_fp8.CONFIGS["fp8"], "quant_method": "fp8"}
+    quantized["ignored_layers"] = [f"{layer}.{name}" for layer in layers for name in ignored]
+    with rank_of(str(tmp_path / "model"), hf_overrides={"quantization_config": quantized}) as (config, live):
+        process_weights_after_loading(live, config.model_config, CPU)
+        model = EngineModel(config, live, CPU)
+        if ignored:
+            wanted = {s.of for s in model.read(catalog).derived}
+            assert {n for n in tensors if n.endswith("_proj.weight")} - wanted == {
+                f"{layer}.kv_b_proj.weight" for layer in layers
+            }
+            return
+        with pytest.raises(LayoutError, match="a refit would leave parts of this model") as error:
+            model.read(catalog)
+        said = "made after loading, in a storage of its own, and not redone after a refit"
+        assert len(error.value.violations) == 2 * len(layers)
+        assert all(f".{n}: {said}" in v for v, n in zip(error.value.violations, ["W_UV", "W_UK_T"] * len(layers)))
+
+
 @pytest.mark.parametrize("name", ["cpu_offload_gb", "offload_group_size"])
 def test_weights_that_vllm_offloads_are_refused_on_both_routes(folders, name):
     folder, _ = folders["qwen3"]
