@@ -18,7 +18,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from xfer.errors import Unsupported
+from xfer.errors import Unsupported, out_of_memory
 from xfer.kernels.block_fp8 import ScaleRule, WeightBox
 from xfer.kernels.quantize import Quantizer, quantizer
 from xfer.kernels.torch_impl import Space
@@ -188,11 +188,15 @@ class Quantized:
         return self._nbytes
 
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Read weights from these storages from now on. Returns the binding table with scratch in it."""
+        """Read weights from these storages from now on. Returns the binding table with scratch in it.
+
+        Raises:
+            Unsupported: There is no memory for scratch.
+        """
         if not self._matrices:
             return dict(tensors)
         if self._storage is None:
-            self._storage = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
+            self._storage = self._allocated()
         if self._amax is None:
             self._amax = torch.empty(self._measured, dtype=torch.float32, device=self._device)
             self._shared_at = torch.from_numpy(self._places).to(self._device)
@@ -213,6 +217,17 @@ class Quantized:
                 boxes.setdefault(m.rule, []).append(WeightBox(weight, values, scales[part], own, row0, col0))
         self._quantizers = [quantizer(some, rule) for rule, some in boxes.items()]
         return {**tensors, **{r.name: self._storage for r in self.roots}}
+
+    def _allocated(self) -> torch.Tensor:
+        try:
+            return torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
+        except (RuntimeError, MemoryError) as e:
+            if not out_of_memory(e):
+                raise
+            raise Unsupported(
+                f"{self._who}: engines ask for weights in FP8, which take {self._nbytes:,} bytes of scratch on this rank",
+                [str(e).partition("\n")[0], "leave so much memory free on the trainers' GPUs, or serve in bf16"],
+            ) from e
 
     def measure(self, until: float) -> PartialBlocks | None:
         """Measure what has to be measured before `run`. Returns the blocks of which this rank has only a part; None if there are none.
