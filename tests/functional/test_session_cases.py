@@ -911,6 +911,8 @@ ORDERS = {
          "fails controller: bringing its engine back | call | commits"),
     "a rank that others wait for with their parts of a block is named":
         ("trainers=3 fp8", "stop t1 | call 0 2 deadline_s=5 | fails trainer 1: it has not called"),
+    "a rank that dies while others wait for its parts of a block costs the refit only":
+        ("trainers=3 fp8", "fault t1 ready wait | call | quiet | die t1 | fails trainer 1 | restart | call | commits"),
     "replicas cannot take turns where all were paused before":
         ("replicas=2", "prepare t0 | quiet | call at_once=1 | fails prepare() has paused all engines | paused 0"),
     "an engine that comes back late is waited for by the next refit":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -12,9 +14,9 @@ from tests.support.block_fp8 import quantized as oracle
 from tests.support.examples import EXAMPLES
 from tests.unit.test_kernels_quantize import hard_weight
 from xfer.coordinator import messages as m
-from xfer.coordinator.blocks import largest
+from xfer.coordinator.blocks import SharedBlocks, largest
 from xfer.direct.quantized import ROOT, Quantized
-from xfer.errors import Unsupported
+from xfer.errors import ProtocolError, Unsupported
 from xfer.kernels.block_fp8 import ScaleRule
 from xfer.mesh.box import row_major
 from xfer.plan.program import ITEMSIZE
@@ -115,7 +117,37 @@ def test_only_matrices_of_floats_are_quantized():
     ]  # fmt: skip
     with pytest.raises(Unsupported) as error:
         Quantized(catalog, fragments, CPU, "trainer 0")
-    assert [v.split(":")[0] for v in error.value.violations] == ["e", "i"]
+    assert error.value.message == "trainer 0: engines ask for weights in FP8 that this rank cannot quantize"
+    assert list(error.value.violations) == [
+        "e: has shape [4, 128, 128]; only matrices that are held in plain boxes are quantized",
+        "i: is int8; only bfloat16 and float32 are quantized",
+    ]
+
+
+def test_a_rank_without_room_for_scratch_says_how_much_it_takes(monkeypatch):
+    catalog = Catalog((TensorSpec("w", (256, 256), "bfloat16"),)).deriving([("w", "ieee")])
+    q = Quantized(catalog, [Fragment("w", (0, 0), (256, 256), "p", 0, (512, 2), "bfloat16")], CPU, "trainer 2")
+
+    def full(*_, **more):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64 KiB\nmore")
+
+    weight = torch.zeros(1 << 17, dtype=torch.uint8)
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(
+        Unsupported, match="trainer 2: engines ask for weights in FP8, which take 66,048 bytes of scratch"
+    ) as error:
+        q.bind({"p": weight})
+    assert error.value.violations[0] == "CUDA out of memory. Tried to allocate 64 KiB"
+
+
+@pytest.mark.parametrize(
+    "blocks, largest", [(b"\4\0\0\0", b"\0" * 4), (b"\3\0\0\0", b"\0" * 8)], ids=["no such block", "two values"]
+)
+def test_a_rank_that_measures_other_blocks_than_there_are_is_refused(blocks, largest):
+    catalog = Catalog((TensorSpec("w", (256, 256), "bfloat16"),)).deriving([("w", "ieee")])
+    refit = SimpleNamespace(coordinator=SimpleNamespace(generation=1, catalog=catalog))
+    with pytest.raises(ProtocolError, match="trainer 3 measured other blocks than the 4 of the catalog"):
+        SharedBlocks(refit).measured(SimpleNamespace(label="trainer 3"), m.Measured(1, 1, 1, blocks, largest))
 
 
 def test_a_catalog_derives_whole_groups_and_survives_the_wire():

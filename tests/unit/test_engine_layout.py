@@ -345,7 +345,10 @@ BLOCKS = dict(weight_block_size=[128, 128])
         ("Fp8LinearMethod", dict(BLOCKS, kernel="CPUFp8BlockScaledMMKernel"), "packed for the CPU; set XFER_CPU_RESIDENT=1"),
         ("Fp8MoEMethod", dict(BLOCKS, backend="TRITON", weight_scale_refine=(2, 2)), "scales of finer blocks"),
         ("Fp8PerBlockOnlineLinearMethod", BLOCKS, "need scales and layouts that xfer does not move"),
-        ("ModelOptMxFp8LinearMethod", {}, "it moves bf16, and block FP8 [128, 128] as a checkpoint has it"),
+        ("CompressedTensorsLinearMethod", dict(kernel="CutlassFP8ScaledMMLinearKernel"), "scales per tensor or per channel"),
+        ("CompressedTensorsW8A8Fp8MoEMethod", dict(backend="TRITON"), "scales per tensor or per channel"),
+        *((kind, {}, "it moves bf16, and block FP8 [128, 128] as a checkpoint has it") for kind in (
+            "ModelOptMxFp8LinearMethod", "ModelOptNvFp4LinearMethod", "ModelOptFp8LinearMethod", "Fp8PerTensorOnlineLinearMethod")),
     ],
 )  # fmt: skip
 def test_block_fp8_is_taken_as_it_was_loaded_and_nothing_else_is(monkeypatch, kind, own, said):
@@ -441,6 +444,25 @@ def test_a_loader_that_takes_no_scales_is_refused_by_the_names_that_it_was_offer
         traced_fp8(scaled=False)
     lines = [f"{n} is FP8 in the engine, and its loader took no scale offered as {n}_scale" for n in "ab"]
     assert list(error.value.violations) == lines
+
+
+def test_a_stack_of_matrices_that_is_one_tensor_of_the_checkpoint_is_refused_by_its_name():
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = nn.Parameter(torch.zeros(2, 128, 256, dtype=torch.float8_e4m3fn), requires_grad=False)
+            self.experts_scale = nn.Parameter(torch.zeros(2, 1, 2), requires_grad=False)
+
+        def load_weights(self, weights) -> None:
+            for _, t in weights:
+                self.experts.copy_(t)
+
+    with torch.device("meta"):
+        twin = Stack()
+    first = trace_loader(twin, (TensorSpec("up", (2, 128, 256), "bfloat16"),))
+    with pytest.raises(Unsupported, match="this engine wants tensors in block FP8 that are no matrices") as error:
+        with_quantized(first, twin, lambda _: pytest.fail("traced again"), ScaleRule.IEEE)
+    assert error.value.violations == ("up: [2, 128, 256]",)
 
 
 def test_one_layer_that_requantizes_makes_the_rule_for_all(monkeypatch):
