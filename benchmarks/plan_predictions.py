@@ -77,6 +77,21 @@ TRACED = {
 need Bridge 0.6."""
 
 
+EMULATED = (
+    "4B DP8 -> DP8",
+    "4B DP8 -> TP8",
+    "4B DP8 -> TP4xDP2",
+    "4B PP2xDP4 -> TP4xDP2",
+    "4B PP4xDP2 -> TP4xDP2",
+    "4B TP2xPP2xDP2 -> TP4xDP2",
+    "4B TP2xDP4 -> TP4xDP2",
+    "30B EP4xTP2xDP2 -> TP4xDP4",
+    "30B EP4xTP2xPP2 -> TP4xDP4",
+    "30B EP8xPP2 -> TP2xDP8",
+    "30B EP8xPP2 -> TP8xDP2",
+    "30B EP8xDP2 -> TP2xDP8",
+)
+"""Mappings whose parallel shapes, with scaled models, were measured between emulated hosts (benchmarks/RESULTS.md)."""
 RELAYED = (
     "4B DP8 -> DP8",
     "4B DP8 -> TP8",
@@ -196,6 +211,7 @@ def main() -> None:
         "moved",
         "a full broadcast",
         "busiest link",
+        "shape measured",
     )
     print("| " + " | ".join(head) + " |\n|" + "---|" * len(head), flush=True)
     found = []
@@ -205,7 +221,7 @@ def main() -> None:
         cells = (
             name, f"{PUBLISHED[name]} s" if name in PUBLISHED else "-", seconds(r.floor_s),
             *(seconds(x.transfer_s) for x in both), size(r.nbytes), size(r.broadcast_bytes),
-            f"{r.busiest[0].name}, {size(r.busiest[0].nbytes)}",
+            f"{r.busiest[0].name}, {size(r.busiest[0].nbytes)}", "emulated hosts" if name in EMULATED else "-",
         )  # fmt: skip
         print("| " + " | ".join(cells) + " |", flush=True)
         print(f"{name}: {time.process_time() - began:.1f} CPU s", file=sys.stderr, flush=True)
@@ -218,7 +234,7 @@ def main() -> None:
             r = both[0]
             cells = (
                 name, f"{published} s", seconds(r["floor_s"]), *(seconds(x["transfer_s"]) for x in both),
-                size(r["nbytes"]), size(r["broadcast_bytes"]), f"{r['busiest'][0]['name']}, {size(r['busiest'][0]['nbytes'])}",
+                size(r["nbytes"]), size(r["broadcast_bytes"]), f"{r['busiest'][0]['name']}, {size(r['busiest'][0]['nbytes'])}", "-",
             )  # fmt: skip
             print("| " + " | ".join(cells) + " |", flush=True)
             found.append(r)
