@@ -21,6 +21,7 @@ from xfer.kernels.block_fp8 import ScaleRule
 from xfer.trace.derived import SCALES, VALUES, block_grid
 from xfer.trace.fragment import Fragment, Root
 from xfer.trace.traced import Traced
+from xfer.transport import peer_rdma
 
 
 def fp8_world(engines: list[ToyEngine], **more) -> World:
@@ -70,6 +71,42 @@ def test_a_nan_in_one_part_of_a_block_shows_in_all_of_it():
         live = world.engines[0].takers[0].live
         assert (live["layers.0.w"][128:, :128] == 0x7F).all() and (live["layers.0.w"][:128] != 0x7F).all()
         assert live["layers.0.w_scale_inv"].isnan().tolist() == [[False, False], [True, False]]
+        world.commits(2)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        dict(relay=True),
+        dict(relay=True, host_pull=True),
+        pytest.param(dict(rdma=True), marks=pytest.mark.skipif(bool(peer_rdma.missing()), reason=peer_rdma.missing())),
+    ],
+    ids=["a relay ring", "a relay chain", "NIXL"],
+)
+def test_replicas_by_both_rules_are_refitted_by_each_way_also_where_blocks_are_shared(monkeypatch, way):
+    """Two of three replicas ask for the same form. Scratch is freed and made anew."""
+    monkeypatch.setattr(peer_rdma, "SHORTEST", 2)
+    engines = [fp8_engine(rule) for rule in (ScaleRule.IEEE, ScaleRule.POW2, ScaleRule.IEEE)]
+    with fp8_world(engines, trainers=3, **way) as world:
+        kinds = set()
+        for version, how in enumerate((dict(verify=True), dict(stage=True), dict(delta="auto"), dict(verify=True)), 1):
+            report = world.commits(version, **how)
+            kinds |= {r.route for o in report.outcomes for r in o.routes}
+            if version == 3:
+                assert not any(
+                    isinstance(e, BaseException) for e in world.on_all(lambda i: world.sessions[i].release())
+                )
+        assert report.rules == ("ieee", "pow2") and ("relay" if "relay" in way else "rdma") in kinds
+
+
+def test_an_engine_in_fp8_gets_its_first_weights_from_another_one():
+    with fp8_world([fp8_engine(), fp8_engine()]) as world:
+        world.commits(1)
+        world.leave(1)
+        for source in world.sources:
+            source.set(2)
+        world.come(1, fp8_engine())
+        until_true(lambda: not any(t.wrong(1) for t in world.engines[1].takers))
         world.commits(2)
 
 
