@@ -75,7 +75,19 @@ def test_compose_runs_modules_and_builds_stages_that_exist():
         text = (ROOT / build["dockerfile"]).read_text()
         assert f" AS {build['target']}\n" in text and build["args"].keys() <= {*re.findall(r"^ARG (\w+)", text, re.M)}
         assert f"locks/{build['args']['SIDE']}.txt" in {f"locks/{p.name}" for p in LOCKS}
+        made, used = (
+            re.search(rf"{word} (/\S+)", service["command"])[1] for word in ("examples.demo.model", "--model")
+        )
+        assert made == used, f"{name}: no other container makes its model"
     assert {m for s in compose["services"].values() for m in re.findall(r"tcp://(\w+):", s["command"])} == {"trainer"}
+
+
+def test_no_container_of_compose_ends_before_the_trainers():
+    """Pages give `--abort-on-container-exit`, with which the first container that exits, well or not, stops all others."""
+    assert "--abort-on-container-exit --exit-code-from trainer" in (ROOT / "docs/deploy.md").read_text()
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    assert services.keys() == {"trainer", "engine"} and not any("depends_on" in s for s in services.values())
+    assert services["engine"]["stdin_open"], "it ends when its input does"
 
 
 def test_manifests_find_each_other():
