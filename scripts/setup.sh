@@ -3,7 +3,7 @@
 # different transformers. Their versions are those of xfer/tested.py.
 #   .venvs/trainer   torch, megatron-core, megatron-bridge, NIXL, xfer; also ruff and mypy
 #   .venvs/engine    torch, vllm (its CPU build here), NIXL, xfer
-#   .venvs/rl        verl, TRL and SkyRL, for xfer/integrations; sees the engine's packages too
+#   .venvs/rl        verl, TRL and SkyRL, for xfer/integrations; sees the engine's packages, so it comes with that one
 #   .venvs/docs      mkdocs and its plug-ins, to build the site; neither torch nor xfer
 # Does nothing when they are up to date. All are made at the same time; logs in .venvs/*.log.
 #   scripts/setup.sh [all | trainer engine rl docs]
@@ -16,6 +16,7 @@ if [ $# -eq 0 ] || [ "$*" = all ]; then want=$known; else want=$*; fi
 for name in $want; do
   case " $known " in *" $name "*) ;; *) echo "scripts/setup.sh $*: $usage" >&2; exit 2 ;; esac
 done
+case " $want " in *" engine "*) ;; *" rl "*) want="$want engine" ;; esac # it sees the engine's packages
 cd "$(dirname "$0")/.."
 mkdir -p .venvs
 PYTHON=${PYTHON:-python3}

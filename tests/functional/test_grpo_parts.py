@@ -232,16 +232,35 @@ def test_an_environment_that_cannot_be_made_is_not_installed_into(tmp_path):
         pip.parent.mkdir(parents=True)
         pip.write_text(f"#!/bin/sh\necho {side} $* >>{tmp_path}/installed\n")
         pip.chmod(0o755)
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\n[ "$1" != -m ] || exit 1\nexec {sys.executable} "$@"\n')  # has no venv
-    python.chmod(0o755)
     mine = ".".join(map(str, sys.version_info[:2]))
-    env = {**os.environ, "PYTHON": str(python), "TRAINER": next(t.core for t in TRAINERS if t.python == mine)}
+    core = next(t.core for t in TRAINERS if t.python == mine)
+    env = {**os.environ, "PYTHON": python_without_venv(tmp_path), "TRAINER": core}
     done = subprocess.run(
         [copy / "scripts/setup.sh", "all"], cwd=copy, env=env, capture_output=True, text=True, timeout=60
     )
     assert done.returncode and all(f"setting up .venvs/{side} failed" in done.stdout for side in ("trainer", "engine"))
     assert not (tmp_path / "installed").exists() and not list(copy.glob(".venvs/*/.stamp"))
+
+
+def test_the_environment_of_rl_frameworks_comes_with_the_engines(tmp_path):
+    """It sees the engine's packages, torch among them. The pages of frameworks begin with `scripts/setup.sh rl` alone."""
+    copy = scripts_alone(tmp_path)
+    env = {**os.environ, "PYTHON": python_without_venv(tmp_path)}
+    done = subprocess.run(
+        [copy / "scripts/setup.sh", "rl"], cwd=copy, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert {f"setting up .venvs/{name} (a few minutes, once)" for name in ("rl", "engine")} <= {
+        *done.stdout.splitlines()
+    }
+    assert ".venvs/trainer" not in done.stdout and ".venvs/docs" not in done.stdout
+
+
+def python_without_venv(tmp_path: Path) -> str:
+    """A Python that makes no environment."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$1" != -m ] || exit 1\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return str(python)
 
 
 def test_a_trainer_that_is_not_tested_is_refused_with_those_that_are(tmp_path):
