@@ -7,6 +7,7 @@ slow tests run each example with a real vLLM.
 import asyncio
 import contextlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,38 @@ class ServerActor:
         calls = {"collective_rpc": forward, "abort_all_requests": lambda: None, "clear_kv_cache": lambda: None}
         for name, call in calls.items():
             setattr(self, name, SimpleNamespace(remote=call))
+
+
+def settings(page: str) -> list[str]:
+    """The settings of the framework that a page gives, each on a line of its own."""
+    text = (ROOT / f"docs/integrations/{page}.md").read_text()
+    return re.findall(r"^ +(\+*[\w.]+=\S+)$", text, re.M)
+
+
+def test_verl_takes_the_settings_and_options_of_its_page():
+    from hydra import compose, initialize_config_module
+
+    options = "+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.xfer."
+    assert options in (ROOT / "docs/integrations/verl.md").read_text()
+    given = [*settings("verl"), *(options + o for o in ("verify=true", "keep=[*vision*,*tower*]", "deadline_s=60"))]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        rollout = compose("ppo_trainer", overrides=given).actor_rollout_ref.rollout
+    engine = rollout.checkpoint_engine
+    assert (engine.backend, engine.custom_backend_module) == ("xfer", "xfer.integrations.verl")
+    assert engine.engine_kwargs.xfer == {"verify": True, "keep": ["*vision*", "*tower*"], "deadline_s": 60}
+    assert rollout.engine_kwargs.vllm == {"weight_transfer_config": {"backend": "xfer"}}
+
+
+def test_skyrl_takes_the_settings_of_its_page():
+    pytest.importorskip("skyrl")
+    from examples.integrations.skyrl_imports import importable
+
+    with importable():
+        from skyrl.train.config import SkyRLTrainConfig
+
+        read = SkyRLTrainConfig.from_cli_overrides(settings("skyrl"))
+    assert read.generator.inference_engine.engine_init_kwargs == {"weight_transfer_config": {"backend": "xfer"}}
+    assert read.trainer.placement.colocate_all is False
 
 
 @pytest.fixture
