@@ -27,7 +27,7 @@ from tests.support.world import TOKEN, ToyEngine, ToySource, free_port
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/integrations").glob("*.md"))]
 YOURS = {
     *"model_chunks other_chunks bridge batches train_step loss_of loss log folder net model matrices others optimizer".split(),
-    *"trainer session policy policy_generation".split(),
+    *"trainer session policy policy_generation prompts".split(),
 }
 """What a reader has already, under names that say so."""
 

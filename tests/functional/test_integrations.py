@@ -241,6 +241,36 @@ def test_trl_sends_merged_adapters_and_takes_them_out_again(generation):
     assert not torch.equal(merged, was) and holds(engine, merged) and torch.equal(base, was)
 
 
+def test_trl_constructs_the_trainer_of_its_page(monkeypatch, tmp_path):
+    """As printed, but for the model, and settings that a GPU has by default. It neither trains nor asks the server."""
+    from functools import partial
+
+    import trl
+    from datasets import Dataset
+
+    from examples.integrations.toy_model import write_model
+    from xfer.integrations import trl as adapter
+
+    class Client:
+        def __init__(self, base_url, **_):
+            self.base_url = base_url
+
+        def get_server_info(self):
+            return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+    (block,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/integrations/trl.md").read_text(), re.S | re.M)
+    write_model(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(adapter, "VLLMClient", Client)
+    config = partial(trl.GRPOConfig, use_cpu=True, bf16=False, report_to=[])
+    monkeypatch.setattr(trl, "GRPOConfig", config)
+    monkeypatch.setattr(trl.GRPOTrainer, "train", lambda self: None)
+    space = {"prompts": Dataset.from_dict({"prompt": ["1 2", "3 4"] * 8})}
+    assert block.count("Qwen/Qwen3-4B") == 1
+    exec(block.replace("Qwen/Qwen3-4B", str(tmp_path / "model")), space)
+    assert space["trainer"].vllm_generation.vllm_client.base_url == "http://10.0.0.2:8000"
+
+
 def test_trl_trainers_that_cannot_work_are_refused(generation):
     with pytest.raises(Unsupported, match="colocate"):
         generation(Trained(), started(), mode="colocate")
