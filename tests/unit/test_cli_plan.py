@@ -125,6 +125,8 @@ def test_models_that_come_with_xfer_are_known_by_name_and_a_path_goes_before_the
     assert describe("qwen3-4b world=2", "tp=2").trainer.config.title == "qwen3-4b (Qwen3ForCausalLM)"
     config.rename(config.parent / "qwen3-4b")
     assert describe("qwen3-4b world=2", "tp=2").trainer.config.content == CONFIG
+    page = (ROOT / "docs/plan.md").read_text()
+    assert [p.stem for p in FOLDER.glob("*.json") if f"`{p.stem}`" not in page] == []
 
 
 @pytest.mark.parametrize("name", ["fabric.toml", "job.toml"])
