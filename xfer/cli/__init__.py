@@ -49,7 +49,7 @@ def _root(
         bool, typer.Option("--version", help="as `xfer version`", is_eager=True, callback=_tell_version)
     ] = False,
 ) -> None:
-    """xfer: weights from Megatron-Core trainers into live vLLM engines."""
+    """xfer: a model's weights from trainers into live engines."""
 
 
 @app.command()
