@@ -109,8 +109,9 @@ def test_manifests_find_each_other():
         labels = template["metadata"]["labels"].items()
         assert found["Service", name]["spec"]["selector"].items() <= labels
         assert found["NetworkPolicy", "xfer"]["spec"]["podSelector"]["matchLabels"].items() <= labels
-        claims = [
-            v["persistentVolumeClaim"]["claimName"] for v in template["spec"]["volumes"] if "persistentVolumeClaim" in v
-        ]
-        assert claims and all(("PersistentVolumeClaim", c) in found for c in claims)
+        claims = [v["persistentVolumeClaim"] for v in template["spec"]["volumes"] if "persistentVolumeClaim" in v]
+        assert claims and all(c["readOnly"] for c in claims)
+        for claim in claims:  # somebody has to write what the pods read
+            volume = found["PersistentVolumeClaim", claim["claimName"]]
+            assert volume["spec"]["accessModes"] == ["ReadWriteMany"]
     assert engines["template"]["spec"]["containers"][0]["env"][0] == {"name": "VLLM_SERVER_DEV_MODE", "value": "1"}
