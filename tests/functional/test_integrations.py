@@ -27,6 +27,7 @@ from tests.functional.test_extending import Trained  # noqa: E402
 from tests.support.proc import PATIENCE, ROOT, environment  # noqa: E402
 from tests.support.tiny_engine import WIDTH, Engine  # noqa: E402
 from xfer.errors import Unsupported, XferError  # noqa: E402
+from xfer.observers import TrainerFinished, observe  # noqa: E402
 
 
 def filled(model: torch.nn.Module) -> torch.nn.Module:
@@ -46,6 +47,30 @@ def started() -> Engine:
 
 def holds(engine: Engine, gate: torch.Tensor) -> bool:
     return torch.equal(torch.cat([a.model.fused[: WIDTH // 2] for a in engine.adapters]), gate)
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """The options that adapters gave `xfer.connect` and `xfer.serve`, and whether each refit was verified."""
+    seen = SimpleNamespace(connect=[], serve=[], verified=[])
+
+    def spy(name):
+        call, options_of = getattr(xfer, name), getattr(seen, name)
+
+        def spied(*args, **options):
+            options_of.append(options)
+            return call(*args, **options)
+
+        monkeypatch.setattr(xfer, name, spied)
+
+    def told(ended):
+        if isinstance(ended, TrainerFinished):
+            seen.verified.append(ended.report.verified)
+
+    spy("connect"), spy("serve")
+    stop = observe(told)
+    yield seen
+    stop()
 
 
 class ServerActor:
@@ -117,7 +142,13 @@ def worker(verl, **given):
             vars(self).update(given)
             connect = {"route": xfer.Direct(narrow=["*"], cache_dir=None)}
             self.checkpoint_engine = CheckpointEngineRegistry.new(
-                "xfer", bucket_size=1, is_master=is_master, deadline_s=30.0, connect=connect, verify=True
+                "xfer",
+                bucket_size=1,
+                is_master=is_master,
+                deadline_s=30.0,
+                connect=connect,
+                verify=True,
+                keep=["tower*"],
             )
 
     return OneWorker(**given).checkpoint_engine
@@ -132,7 +163,7 @@ def adapter(engine: Engine, replica: int, rank: int, **config):
     )  # fmt: skip
 
 
-def test_verl_syncs_weights_twice_and_connects_anew_when_a_replica_is_added(verl):
+def test_verl_syncs_weights_twice_and_connects_anew_when_a_replica_is_added(verl, given):
     """As verl's manager calls it: prepare, build_topology, init_process_group, then both update_weights."""
     module, servers = filled(Trained()), [started(), started()]
     begun = []
@@ -166,6 +197,8 @@ def test_verl_syncs_weights_twice_and_connects_anew_when_a_replica_is_added(verl
             if link is not None:
                 link.close()
     assert begun == [], "verl's own gather of whole tensors was begun"
+    assert [(c["replicas"], c["deadline_s"]) for c in given.connect] == [(1, 30.0), (2, 30.0)]
+    assert {(s["keep"], s["deadline_s"]) for s in given.serve} == {(("tower*",), 30.0)} and given.verified == [True] * 4
 
 
 @pytest.mark.parametrize(
@@ -216,7 +249,7 @@ def generation(monkeypatch):
         link.close()
 
 
-def test_trl_syncs_weights_twice(generation):
+def test_trl_syncs_weights_twice(generation, given):
     model, engine = filled(Trained()), started()
     made = generation(model, engine)
     for version in (1, 2):
@@ -224,6 +257,7 @@ def test_trl_syncs_weights_twice(generation):
         made.sync_weights()
         assert holds(engine, model.gate.weight) and made.xfer.session.version == version
     assert made.vllm_client.base_url is engine
+    assert [c["deadline_s"] for c in given.connect] == [30.0] and given.verified == [True, True]
 
 
 def test_trl_sends_merged_adapters_and_takes_them_out_again(generation):
@@ -291,7 +325,7 @@ def skyrl(monkeypatch):
     torch.distributed.destroy_process_group()
 
 
-def test_skyrl_syncs_weights_twice_by_its_own_interface(skyrl):
+def test_skyrl_syncs_weights_twice_by_its_own_interface(skyrl, given):
     """As SkyRL's `Worker.init_weight_sync_state` and `broadcast_to_inference_engines` call it."""
     module, engine = filled(Trained()), started()
     begun = []
@@ -334,6 +368,7 @@ def test_skyrl_syncs_weights_twice_by_its_own_interface(skyrl):
     finally:
         sender.teardown()
     assert begun == [], "SkyRL's own gather of whole tensors was begun"
+    assert [c["deadline_s"] for c in given.connect] == [30.0] and given.verified == [True, True]
     assert skyrl.weight_sync.get_transfer_strategy_cls("nccl", False) is skyrl.weight_sync.BroadcastTransferStrategy
     for wrong in ({"data_parallel_size": 2}, {"enable_pd": True}, {"colocate_all": True}):
         with pytest.raises(Unsupported, match="SkyRL"):
@@ -383,14 +418,15 @@ def nemo_job(engines: list[Engine], module: torch.nn.Module, **cfg):
     return policy, generation
 
 
-def test_nemo_rl_syncs_weights_twice(nemo_rl):
+def test_nemo_rl_syncs_weights_twice(nemo_rl, given):
     """As NeMo-RL's setup and `refit_policy_generation` call it."""
     from nemo_rl.weight_sync.interfaces import WeightSynchronizer
 
     module, engines, phases = filled(Trained()), [started(), started()], []
     policy, generation = nemo_job(engines, module)
     connect = {"route": xfer.Direct(narrow=["*"], cache_dir=None)}
-    sync = nemo_rl.XferWeightSynchronizer(policy, generation, verify=True, deadline_s=30.0, connect=connect)
+    options = {"verify": True, "keep": ["tower*"], "deadline_s": 30.0, "connect": connect}
+    sync = nemo_rl.XferWeightSynchronizer(policy, generation, **options)
     assert isinstance(sync, WeightSynchronizer) and sync.is_stale
     with pytest.raises(xfer.XferError, match="before init_communicator"):
         sync.sync_weights()
@@ -407,6 +443,8 @@ def test_nemo_rl_syncs_weights_twice(nemo_rl):
     finally:
         sync.shutdown()
     assert phases == ["prepare_for_generation/transfer_and_update_weights"] * 2
+    assert [(c["replicas"], c["deadline_s"]) for c in given.connect] == [(2, 30.0)] and given.verified == [True, True]
+    assert [(s["keep"], s["deadline_s"]) for s in given.serve] == [(("tower*",), 30.0)] * 2
 
 
 @pytest.mark.parametrize("cfg", [{"backend": "sglang"}, {"colocated": {"enabled": True}}])
