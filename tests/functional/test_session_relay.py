@@ -100,3 +100,18 @@ def test_parts_are_handed_on_as_they_come_and_each_byte_comes_once(monkeypatch, 
         assert w.order() == ([[1, 2], [0, 2], [0, 1]] if "ring" in form else [[], [0], [1]]) and w.epochs() == opened
         w.sources[0].move()
         assert kinds(w.commits(4)) == routes
+
+
+@pytest.mark.parametrize("pulled", [False, True], ids=["ring", "chain"])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_replicas_hand_bytes_on_also_when_staged_refits_and_others_take_turns(replicas, pulled, caplog):
+    """Each then offers other storages. One that opened its routes by what another had offered before once found that memory freed, and
+    from then on took all bytes from the trainers."""
+    with World(2, 2, replicas, relay=True, host_pull=pulled) as w:
+        orders = []
+        for version in range(1, 7):
+            report = w.commits(version, stage=version % 2 == 0)
+            orders.append(w.order())
+            assert sum("relay" in x for x in ways(report)) == replicas - pulled
+        assert orders == orders[:1] * 6
+    assert "takes all its bytes from the trainers" not in caplog.text

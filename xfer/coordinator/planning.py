@@ -121,8 +121,8 @@ class Planning:
         replica.relink = replica.reopen = False
         co.store.forget(f"r{replica.index}/")
         replica.sources, replica.opened, replica.follows = relays.place(co, replica), {}, set()
-        if replica.first is None and co.refit is not None and co.refit.called:
-            replica.scratch = co.refit.scratch
+        if replica.first is None and co.refit is not None and co.refit.called and replica.scratch != co.refit.scratch:
+            replica.scratch, replica.hands = co.refit.scratch, {}  # what others may read is told when routes are open
         relay = o.relay and o.replicas > 1 and replica.first is None
         order = m.OpenLink(
             replica.index, replica.epoch, fresh, replica.size, o.host_pull, relay, o.rdma, scratch=replica.scratch

@@ -52,7 +52,7 @@ def place(co: Coordinator, replica: Replica) -> tuple[tuple[int, int], ...]:
     alone = ((replica.index, 0),)
     if not co.options.relay or replica.first is not None:
         return ()
-    near = [r for r in _others(co, replica) if _alike(r, replica) and _offers(r)]
+    near = [r for r in _others(co, replica) if _alike(r, replica) and _offers(co, r)]
     if not replica.rings:
         return next((((r.index, r.offered),) for r in near if r.index < replica.index), alone)
     known = {r.index: r.offered for r in near} | {replica.index: 0}
@@ -97,8 +97,11 @@ def _alike(a: Replica, b: Replica) -> bool:
     return _equal(a, b) and a.rings == b.rings
 
 
-def _offers(r: Replica) -> bool:
-    """Whether other replicas can be told now what they may read of this one."""
+def _offers(co: Coordinator, r: Replica) -> bool:
+    """Whether other replicas can be told now what they may read of this one. If its bytes come into scratch from now on, or no longer
+    do, it is about to offer other storages."""
+    if co.refit is not None and co.refit.called and r.scratch != co.refit.scratch:
+        return False
     return r.phase in (ReplicaPhase.LINKING, ReplicaPhase.READY) and not r.stale and 0 < r.size == len(r.hands)
 
 
@@ -128,18 +131,18 @@ def _others(co: Coordinator, replica: Replica) -> Iterator[Replica]:
 
 def held_up_by(refit: Transfer, part: ReplicaRefit) -> ReplicaRefit | None:
     """Return a replica that this one waits for before it opens its routes or begins, since it might read from it."""
-    mine = part.replica
-    if not refit.coordinator.options.relay or mine.first is not None:
+    mine, co = part.replica, refit.coordinator
+    if not co.options.relay or mine.first is not None:
         return None
-    for r in _others(refit.coordinator, mine):
+    for r in _others(co, mine):
         other = refit.parts[r.index]
         if r.index > mine.index and not mine.rings:
             continue  # in a chain, only replicas of lower numbers are read
-        if _offers(r):
+        if _offers(co, r):
             if not mine.rings and not other.waiting and _alike(r, mine):
                 return None
         elif other.waiting and (r.phase.opening or r.phase is ReplicaPhase.READY):
-            if not r.phase.opening and r.index > mine.index and not _offers(mine):
+            if not r.phase.opening and r.index > mine.index and not _offers(co, mine):
                 continue  # both have to open their routes again: one of them is the first
             known = not (r.stale or mine.stale or r.first) and r.phase is not ReplicaPhase.PLANNING
             if not known or _equal(r, mine):
