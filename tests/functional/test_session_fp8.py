@@ -141,24 +141,32 @@ def test_an_engine_that_hangs_while_it_reads_new_exports_holds_up_no_other(monke
 
 
 @pytest.mark.parametrize("role", ["trainer", "worker"])
-def test_a_plan_that_fails_because_another_engine_asked_for_fp8_meanwhile_is_made_again(monkeypatch, role):
-    """An engine in bf16 is planned by the first catalog. One rank begins to plan when it has read the second one; the rank that is
-    last to read that has not. Such a session once failed to connect, with "the inventories do not make a plan"."""
-    engines, late = [ToyEngine(2, dict(SHAPES)), fp8_engine()], []
-    plan, read, last = DirectPlane.make_plan, Fp8Taker.read, engines[0].takers[1]
+@pytest.mark.parametrize("step, news", [("make_plan", "catalog"), ("open", "inventory")])
+def test_a_plan_that_another_engine_made_old_by_asking_for_fp8_is_made_again(monkeypatch, step, news, role):
+    """An engine in bf16 is planned and linked by the first catalog. One rank begins with that when it has read the second one, and the
+    rank that is last to read that has not. Such a session once failed to connect, with "the inventories do not make a plan"."""
+    engines, late, over = [ToyEngine(2, dict(SHAPES)), fp8_engine()], threading.Event(), threading.Event()
+    begin, read, last = getattr(DirectPlane, step), Fp8Taker.read, engines[0].takers[1]
 
-    def planned_late(self, *args):
-        if not late and (self.replica, self.side.role, self.side.index) == (0, role, 0):
-            late.append(self.side.catalog)
-            until_true(lambda: self.side.catalog is not late[0])
-        return plan(self, *args)
+    def begun_late(self, *args):
+        if late.is_set() or (self.replica, self.side.role, self.side.index) != (0, role, 0):
+            return begin(self, *args)
+        first = getattr(self.side, news)
+        late.set()
+        try:
+            until_true(lambda: getattr(self.side, news) != first)
+            return begin(self, *args)
+        finally:
+            over.set()
 
-    monkeypatch.setattr(DirectPlane, "make_plan", planned_late)
-    monkeypatch.setattr(Fp8Taker, "read", lambda self, catalog: (time.sleep(0.3), read(self, catalog))[1])
+    monkeypatch.setattr(DirectPlane, step, begun_late)
+    monkeypatch.setattr(
+        Fp8Taker, "read", lambda self, catalog: (late.wait(10), time.sleep(0.3), read(self, catalog))[2]
+    )
     reads = last.read
-    last.read = lambda catalog: (time.sleep(0.8 * bool(late)), reads(catalog))[1]
+    last.read = lambda catalog: (late.is_set() and over.wait(10) and time.sleep(0.3), reads(catalog))[1]
     with fp8_world(engines) as world:
-        assert late
+        assert over.is_set()
         world.commits(1)
 
 

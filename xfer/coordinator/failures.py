@@ -89,8 +89,8 @@ def _ended_before(co: Coordinator, replica: Replica, msg: m.Failed, error: XferE
         return True  # several ranks report the same lost rank
     if replica.phase is ReplicaPhase.PLANNING and replica.stale:
         return True  # layouts have changed since, perhaps with the catalog: another plan is made once all are here
-    linking = replica.phase is ReplicaPhase.LINKING
-    if trainer and linking and isinstance(error, PlanMismatch) and not (co.refit and co.refit.has_told(replica)):
-        co.planning.postpone(replica, error)  # the trainer's layout changed while this replica joined
+    outdated = replica.phase is ReplicaPhase.LINKING and isinstance(error, PlanMismatch)
+    if outdated and (trainer or replica.stale) and not (co.refit and co.refit.has_told(replica)):
+        co.planning.postpone(replica, error)  # a layout changed while this replica joined
         return True
-    return False
+    return outdated and replica.stale
