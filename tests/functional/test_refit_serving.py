@@ -33,7 +33,9 @@ from tests.support.refit_job import Job, a_refit, good, until  # noqa: E402
 from tests.support.vllm_main import PROMPTS  # noqa: E402
 from xfer.engines.choose_handle import handle_for  # noqa: E402
 from xfer.errors import EngineLost, Unsupported, XferError  # noqa: E402
+from xfer.integrations import vllm_trainer  # noqa: E402
 from xfer.integrations.vllm_trainer import XferTrainerInitInfo  # noqa: E402
+from xfer.routes import Packed  # noqa: E402
 
 LONG = 100
 LONGER = 2
@@ -270,6 +272,18 @@ def test_vllms_own_trainer_calls(served, tmp_path, monkeypatch):
     server.child.proc.wait(60)
     with pytest.raises(EngineLost):
         handle_for(server.url).pause(30)
+
+
+def test_vllms_own_trainer_calls_connect_as_their_init_info_says(monkeypatch):
+    seen = []
+    monkeypatch.setattr(vllm_trainer, "connect", lambda trainer, *where, **options: seen.append((where, options)))
+    options = {"route": Packed(), "drop": ("tower*",), "deadline_s": 5.0}
+    WeightTransferTrainerFactory.trainer_init(
+        XferTrainerInitInfo("tcp://h:1", rank=0, token="a token", **options),
+        client=HTTPVLLMWeightSyncClient("http://127.0.0.1:1"),
+        source=ModuleSource(torch.nn.Linear(2, 2)),
+    )
+    assert seen == [(("tcp://h:1", "a token"), {"engines": ["http://127.0.0.1:1"], **options})]
 
 
 def test_what_cannot_stand_behind_vllms_own_trainer_calls_is_refused_by_name():
