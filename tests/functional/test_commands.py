@@ -266,6 +266,29 @@ def test_quick_commands_run(command, tmp_path):
     assert done.returncode in (0, 1 if command == "xfer doctor" else 0) and done.stdout, done.stderr
 
 
+LONGER = [
+    "python -m benchmarks.coordinator",
+    "python -m benchmarks.messages --ranks 4",
+    "python -m benchmarks.packed_gpu --device cpu",
+    "python -m benchmarks.wake",
+    "bash scripts/slurm/refit.sbatch --config NAME --dry-run",
+]
+"""Those that need no GPU, no other machine and no environment but this one, and that no other test runs as pages show them."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", LONGER)
+def test_longer_commands_run(command):
+    assert any(
+        re.sub(r"^\S*/python$", "python", p[0]) == command.split()[0] and p[1:] == command.split()[1:]
+        for p in map(plain, ALL)
+    )
+    words = command.replace("NAME", "smoke").split()
+    run = [sys.executable if words[0] == "python" else words[0], *words[1:]]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=300 * PATIENCE)
+    assert done.returncode == 0 and done.stdout, done.stderr[-2000:]
+
+
 @BOTH
 @pytest.mark.slow
 @pytest.mark.parametrize(
