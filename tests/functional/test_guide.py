@@ -23,6 +23,7 @@ from tests.support import forge
 from tests.support.marks import BOTH
 from tests.support.proc import PATIENCE, ROOT, Family, environment
 from tests.support.world import TOKEN, ToyEngine, ToySource, free_port
+from xfer.kernels.marks import places
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/integrations").glob("*.md"))]
 YOURS = {
@@ -59,6 +60,12 @@ def test_printed_calls_of_xfer_have_arguments_that_exist(block):
             continue
         takes = inspect.signature(getattr(xfer, where.removeprefix("xfer.")))
         takes.bind(*call.args, **{k.arg: None for k in call.keywords})
+
+
+def test_the_page_of_modes_says_how_much_memory_marks_take():
+    share = places([2**30])[-1] / 2**30
+    text = " ".join((ROOT / "docs/modes.md").read_text().split())
+    assert f"The marks take {100 * share:.1f} % of the weights in the trainer's memory" in text
 
 
 def test_the_ten_lines_run_in_a_loop_whose_batches_the_engines_sample(monkeypatch):
