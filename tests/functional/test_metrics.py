@@ -25,7 +25,8 @@ from examples.common.ports import free_port
 from tests.functional.test_extending import Trained
 from tests.support.tiny_engine import Engine
 from xfer import errors
-from xfer.observers import EngineFinished, TrainerFinished, observe
+from xfer.coordinator.messages import ReplicaOutcome
+from xfer.observers import EngineFinished, TrainerFinished, observe, tell
 
 pytestmark = pytest.mark.engine
 TOKEN = "token of the metrics"
@@ -166,12 +167,33 @@ def test_a_scrape_shows_what_the_reports_say_and_the_dashboard_asks_for(job):
         found = scraped(port)
         assert found.of("xfer_refits_total", rank=0, outcome="failed") == 1
         assert found.of("xfer_refit_errors_total", rank=0, error=type(caught.value).__name__) == 1
+        assert found.of("xfer_version", rank=0) == 8, "a label that no replica committed"
         assert asked() <= found.names, asked() - found.names
         assert {n for n in found.names if n.endswith("_total")} <= asked(), "not shown"
     finally:
         end()
     with pytest.raises(OSError):
         scraped(port)
+
+
+def test_a_torn_engine_is_told_apart_and_adds_no_outage():
+    """What an alert looks at. The engine serves nothing until a refit repairs it, so its outage has not ended."""
+    from prometheus_client import CollectorRegistry
+
+    from xfer import metrics
+
+    registry, phases = CollectorRegistry(), (("pause", 0.1), ("update", 0.2))
+    end = metrics.observe_prometheus(registry)
+    try:
+        tell(EngineFinished("session", 1, 0, False, False, True, None, 0.0, phases, errors.PeerLost("a worker died")))
+    finally:
+        value = registry.get_sample_value
+        seen = {n: value(f"xfer_engine_{n}", {"replica": "0"}) for n in ("torn", "serving", "outage_seconds_count")}
+        end()
+    assert seen == {"torn": 1, "serving": 0, "outage_seconds_count": None}
+    outcomes = {"torn": (False, None, True), "away": (False, None, False), "behind": (True, "1", False)}
+    for state, (serving, version, dirty) in outcomes.items():
+        assert metrics.state(ReplicaOutcome(0, False, serving, version, dirty=dirty)) == state
 
 
 def test_every_panel_of_the_dashboard_has_a_description_a_place_and_colors_of_its_own():
