@@ -31,10 +31,12 @@ class Trained(nn.Module):
 
 
 def test_an_engine_in_one_file_computes_what_its_trainer_does():
-    trained, engine, at = Trained(), Engine(), f"tcp://127.0.0.1:{free_port()}"
+    """Its workers reach the rendezvous by another name than its controller."""
+    trained, engine, port = Trained(), Engine(), free_port()
+    at, theirs = f"tcp://127.0.0.1:{port}", f"tcp://localhost:{port}"
     for a in engine.adapters:
         nn.init.ones_(a.model.norm), nn.init.normal_(a.model.fused), nn.init.normal_(a.model.down)
-    controller = xfer.serve(engine, at, TOKEN, deadline_s=30.0)
+    controller = xfer.serve(engine, at, TOKEN, engine_rendezvous=theirs, deadline_s=30.0)
     route = xfer.Direct(cache_dir=None)
     with xfer.connect(xfer.TensorTrainer(trained), at, TOKEN, deadline_s=30.0, route=route) as session, controller:
         for version in (1, 2):
@@ -47,6 +49,7 @@ def test_an_engine_in_one_file_computes_what_its_trainer_does():
             torch.testing.assert_close(sum(a.model(x) for a in engine.adapters), trained(x), rtol=1e-3, atol=1e-2)
             halves = [a.model.fused[: WIDTH // 2] for a in engine.adapters]
             assert torch.equal(torch.cat(halves), trained.gate.weight), "bit for bit"
+    assert engine.init_info["rendezvous"] == theirs
 
 
 def test_an_engine_in_one_file_stays_paused_after_a_refit_that_broke_in_the_middle_and_the_next_repairs_it(monkeypatch):

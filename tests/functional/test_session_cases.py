@@ -746,7 +746,7 @@ def test_a_scratch_above_the_budget_costs_only_its_replica_and_says_how_large_it
             assert f"stage_budget allows {needs - 1:,}" in str(end)
         assert paused(job) == pauses and not any(e.paused for e in job.engines)
         assert job.commits(stage=True, stage_budget=needs) == [True, True]
-        assert job.ends[0, 3].scratch_bytes == 4 * needs
+        assert job.ends[0, 3].scratch_bytes == job.ends[0, 3].flatten()["xfer/scratch_bytes"] == 4 * needs
         assert job.commits() == [True, True] and not job.ends[0, 4].scratch_bytes
 
 
@@ -1106,7 +1106,8 @@ HOLDS: dict[str, Callable[..., bool]] = {
         getattr(end, "drained", True) != int(whether) if isinstance(end, XferError) else whether == "0" for end in job.ended()),
     "heard": lambda job, *text: all(" ".join(text) in str(next(x for x in last if isinstance(x, XferError))) for last in last_two(job)),
     "before": lambda job, version: all(
-        end.before is None if version == "-" else end.before.version == int(version) and end.before.fence_s > 0 for end in job.ended()),
+        end.before is None if version == "-" else end.before.version == int(version)
+        and end.flatten()["xfer/before/fence_s"] == end.before.fence_s > 0 for end in job.ended()),
     "raises": lambda job, who, *text: raises(lambda: job.closes(int(who[1])), *text),
     "settles": lambda job, *text: all(raises(session.settle, *text) for session in job.sessions),
     "unthreaded": lambda job: not [t.name for t in job.sim.threads if t.who.startswith("trainer")],

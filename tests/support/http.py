@@ -10,13 +10,16 @@ from threading import Thread
 
 
 @contextmanager
-def serving(*answers: Callable, port: int = 0) -> Iterator[list[str]]:
-    """Yields the URLs of a server for each function `answer(method, path, body)`, which returns (code, text or data for JSON)."""
+def serving(*answers: Callable, port: int = 0, heads: list | None = None) -> Iterator[list[str]]:
+    """Yields the URLs of a server for each function `answer(method, path, body)`, which returns (code, text or data for JSON). `heads`
+    gets the headers of each request."""
 
     def handler(answer: Callable) -> type[BaseHTTPRequestHandler]:
         class Handler(BaseHTTPRequestHandler):
             def respond(self):
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
+                if heads is not None:
+                    heads.append(self.headers)
                 code, said = answer(self.command, self.path, body)
                 data = (said if isinstance(said, str) else json.dumps(said)).encode()
                 self.send_response(code)

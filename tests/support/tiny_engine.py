@@ -69,7 +69,7 @@ class Engine:  # ---- the controller's half: vLLM's names of the calls, for xfer
         return len(self.adapters)
 
     def init_weight_transfer_engine(self, request) -> None:
-        i = request["init_info"]
+        i = self.init_info = request["init_info"]
         where = (i["replica"], len(self.adapters), i["rendezvous"], i["token"], i["deadline_s"])
         self.sessions = [
             WorkerSession(a, worker_side, where[0], rank, *where[1:]) for rank, a in enumerate(self.adapters)

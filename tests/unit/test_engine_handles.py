@@ -231,6 +231,22 @@ STEPS = (*FAILURES, *PAUSES, "no session", "commit", "commit ahead")
 LATE_S = 0.02
 
 
+def test_a_server_gets_the_headers_in_each_request_and_the_mode_in_each_pause():
+    asked, heads = [], []
+
+    def answer(method, path, body):
+        asked.append(path)
+        return 200, {"world_size": 1}
+
+    with serving(answer, heads=heads) as (url,):
+        handle = handle_for(url, headers={"Authorization": "Bearer of this test"}, pause_mode="wait")
+        assert handle.workers(T) == 1
+        handle.init({}, T)
+        refit(handle)
+    assert [path for path in asked if path.startswith("/pause")] == ["/pause?mode=wait&clear_cache=false"]
+    assert len(asked) > 6 and [h["Authorization"] for h in heads] == ["Bearer of this test"] * len(asked)
+
+
 def fails(handle, core, how):
     """Make one refit that does not end."""
     if how in ("finish fails", "update fails"):

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from xfer.errors import HandshakeError, XferError
 from xfer.participants.controller import Controller
 from xfer.participants.trainer import TrainerSession
 from xfer.rendezvous import channel
+from xfer.report import RefitReport
 
 NAN, INF = float("nan"), float("inf")
 RAW = b"\xff\xfe of the environment".decode("utf-8", "surrogateescape")
@@ -133,3 +135,10 @@ def test_a_model_in_place_of_an_adapter_is_told_what_wraps_it(ways):
 def test_an_address_where_nobody_can_listen_says_why(host, why):
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(HandshakeError, match=why):
         channel.listen(f"tcp://{host}:{taken.getsockname()[1]}", TOKEN)
+
+
+def test_a_report_gives_loggers_the_seconds_of_a_fence_and_of_a_comparison_where_there_was_one():
+    report = RefitReport(0, 1, 2.0, (), 0, 0, 0, 0, fence_s=0.25, compare_s=0.5)
+    told = report.flatten()
+    assert (told["xfer/fence_s"], told["xfer/compare_s"], told["xfer/call_s"]) == (0.25, 0.5, 2.0)
+    assert not {"xfer/fence_s", "xfer/compare_s"} & replace(report, fence_s=0.0, compare_s=0.0).flatten().keys()

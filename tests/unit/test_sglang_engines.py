@@ -17,15 +17,17 @@ from xfer.sglang.settings import REFUSED, refuse
 
 
 class Server(BaseHTTPRequestHandler):
-    """SGLang's routes as far as a refit needs them. The server object has `seen`, `refused` and the workers' `answer`."""
+    """SGLang's routes as far as a refit needs them. The server object has `seen`, `keys`, `refused` and the workers' `answer`."""
 
     def do_POST(self):
         text = self.rfile.read(int(self.headers["Content-Length"]))
         route, body = self.path[1:], json.loads(text)
         self.server.seen.append((route, body))
+        self.server.keys.append(self.headers["Authorization"])
         self._reply(400 if route in self.server.refused else 200, self.server.answer if "name" in body else {})
 
     def do_GET(self):
+        self.server.keys.append(self.headers["Authorization"])
         self._reply(200, {"weight_version": "7"})
 
     def _reply(self, code: int, content: object) -> None:
@@ -40,7 +42,7 @@ class Server(BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     made = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    made.seen, made.refused, made.answer = [], set(), [2.0]
+    made.seen, made.keys, made.refused, made.answer = [], [], set(), [2.0]
     threading.Thread(target=made.serve_forever, daemon=True).start()
     yield made
     made.shutdown()
@@ -58,7 +60,7 @@ def call_of(body: dict) -> dict:
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_a_refit_is_sglangs_own_update_session_around_one_call_of_xfer(server, mode):
     """Also one that drops caches which the next ones keep."""
-    handle = handle_for(SGLangServer(url(server), pause_mode=mode))
+    handle = handle_for(SGLangServer(url(server), headers={"Authorization": "Bearer key"}, pause_mode=mode))
     assert handle.keeps_caches == (mode == "in_place")
     assert handle.workers() == 2
     handle.init({"replica": 0}, 5)
@@ -79,7 +81,8 @@ def test_a_refit_is_sglangs_own_update_session_around_one_call_of_xfer(server, m
     assert call_of(bodies[6]) == {"call": "update", "info": {"attempt": 3, "deadline_s": 4.0}}
     paused = [body["mode"] for route, body in server.seen[4:] if route == "pause_generation"]
     assert paused == [mode, "retract"][: 1 + handle.keeps_caches], "SGLang drops no cache of requests that run"
-    assert handle.get_version(5) == "7"
+    assert {"new_version": "8", "abort_all_requests": False} in bodies, "requests that run go on"
+    assert handle.get_version(5) == "7" and {*server.keys} == {"Bearer key"}
 
 
 def test_a_pause_goes_on_while_workers_join_and_answers_of_data_parallel_ranks_are_one(server):
