@@ -10,6 +10,7 @@ import json
 import math
 import re
 import shutil
+import socket
 import subprocess
 import threading
 import time
@@ -333,6 +334,20 @@ def test_an_observer_that_raises_is_logged_and_changes_nothing(job, caplog):
         assert job.session.refit().committed == 2
         job.ended(1)
     assert "an observer of refits failed" in caplog.text and "a user's mistake" in caplog.text
+
+
+def test_metrics_are_served_at_the_address_that_was_given():
+    """docs/metrics.md: 127.0.0.1 keeps them on the host."""
+    from xfer import metrics
+
+    port = free_port()
+    end = metrics.serve(port, "127.0.0.2")  # loopback has it, and 127.0.0.1 does not listen for it
+    try:
+        for host, answers in (("127.0.0.2", True), ("127.0.0.1", False)):
+            with socket.socket() as s:
+                assert (s.connect_ex((host, port)) == 0) == answers, host
+    finally:
+        end()
 
 
 def test_without_a_client_the_error_says_what_to_install(monkeypatch):

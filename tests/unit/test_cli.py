@@ -9,17 +9,19 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
-from xfer.cli import app
-from xfer.cli.doctor import look
-from xfer.cli.doctor.facts import HostFacts, Interface, Resolved
+from xfer.cli import app, plan
+from xfer.cli.doctor import look, meeting
+from xfer.cli.doctor.facts import Checkup, HostFacts, Interface, Resolved
 from xfer.cli.examples import FOLDER
 from xfer.cli.layouts import processes
 from xfer.coordinator import messages as m
 from xfer.errors import HandshakeError, XferError
+from xfer.plan import planner
 from xfer.plan.fabric_file import read_site
 from xfer.rendezvous import client as rendezvous
 from xfer.routes import default_cache_dir
@@ -34,6 +36,35 @@ def xfer(*arguments: str):
     done = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "300", "XFER_TOKEN": "a token for tests"})
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
     return done
+
+
+def test_doctor_meets_as_its_options_say(monkeypatch):
+    met = []
+    monkeypatch.setattr(meeting, "attend", lambda terms, facts: met.append(terms) or Checkup((facts,)))
+    xfer("doctor", "--rendezvous", WHERE, "--size", "3", "--timeout", "7", "--seconds", "0.2", "--listen")
+    assert met == [meeting.Terms(WHERE, "a token for tests", 3, 7.0, 0.2, True)]
+
+
+def test_plan_traces_and_plans_as_its_options_say(monkeypatch):
+    given, made = {}, SimpleNamespace(catalog=None, ranks=())
+
+    def planned(*_, **options):
+        given.update(options)
+        raise XferError("far enough")
+
+    def traced(told, frameworks, cache, count, jobs):
+        given.update(cache=cache, jobs=jobs)
+        return made, made
+
+    monkeypatch.setattr(processes, "look", lambda pythons: given.update(pythons) or ({}, {}))
+    monkeypatch.setattr(plan, "both", lambda *_: {})
+    monkeypatch.setattr(plan, "traced", traced)
+    monkeypatch.setattr(planner, "plan_replicas", planned)
+    pythons = "--trainer-python", "a", "--engine-python", "b"
+    done = xfer(*PLAN, "--relay", "--bucket-mib", "32", "--jobs", "3", "--cache", "folder", *pythons)
+    assert done.exit_code == 1 and "far enough" in done.output
+    assert (given["trainer"], given["engine"], given["cache"], given["jobs"]) == ("a", "b", "folder", 3)
+    assert given["relay"] is True and given["bucket_bytes"] == 32 << 20
 
 
 @pytest.mark.parametrize(
