@@ -340,14 +340,16 @@ def test_metrics_are_served_at_the_address_that_was_given():
     """docs/metrics.md: 127.0.0.1 keeps them on the host."""
     from xfer import metrics
 
-    port = free_port()
-    end = metrics.serve(port, "127.0.0.2")  # loopback has it, and 127.0.0.1 does not listen for it
-    try:
-        for host, answers in (("127.0.0.2", True), ("127.0.0.1", False)):
-            with socket.socket() as s:
-                assert (s.connect_ex((host, port)) == 0) == answers, host
-    finally:
-        end()
+    with socket.socket() as mine:  # bound, so that nobody else listens there
+        mine.bind(("127.0.0.1", 0))
+        port = mine.getsockname()[1]
+        end = metrics.serve(port, "127.0.0.2")  # loopback has it, and 127.0.0.1 does not listen for it
+        try:
+            for host, answers in (("127.0.0.2", True), ("127.0.0.1", False)):
+                with socket.socket() as s:
+                    assert (s.connect_ex((host, port)) == 0) == answers, host
+        finally:
+            end()
 
 
 def test_without_a_client_the_error_says_what_to_install(monkeypatch):
