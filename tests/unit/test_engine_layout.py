@@ -395,9 +395,9 @@ class Fp8Net(nn.Module):
     """A fused pair of matrices in FP8, of which a rank has 128 rows each, with scales beside them; and an embedding that is also
     the first matrix."""
 
-    def __init__(self, rank: int, scaled: bool = True):
+    def __init__(self, rank: int, scaled: bool = True, computes: bool = False):
         super().__init__()
-        self.rank, self.scaled = rank, scaled
+        self.rank, self.scaled, self.computes = rank, scaled, computes
         self.fused = nn.Parameter(torch.zeros(256, 200, dtype=torch.float8_e4m3fn), requires_grad=False)
         self.fused_scale = nn.Parameter(torch.zeros(2, 2), requires_grad=False)
         self.embed = nn.Parameter(torch.zeros(256, 200, dtype=torch.bfloat16), requires_grad=False)
@@ -406,6 +406,8 @@ class Fp8Net(nn.Module):
         for name, t in weights:
             i = "ab".index(name[0])
             if name.endswith("_scale"):
+                if self.computes and i == 1:
+                    t = t / 2
                 if self.scaled:
                     self.fused_scale[i : i + 1].copy_(t[self.rank : self.rank + 1])
                 continue
@@ -423,7 +425,16 @@ def traced_fp8(**options):
             return Fp8Net(1, **options)
 
     first = twin()
-    return with_quantized(trace_loader(first, PAIR), first, lambda specs: trace_loader(twin(), specs), ScaleRule.IEEE)
+
+    def retrace(specs, names):
+        return trace_loader(twin(), specs, names=names)
+
+    return with_quantized(trace_loader(first, PAIR), first, retrace, ScaleRule.IEEE)
+
+
+def test_what_a_loader_computes_of_fp8_is_computed_from_the_tensors_that_trainers_derive():
+    (recipe,) = traced_fp8(computes=True).recipes
+    assert recipe.target == "fused_scale" and recipe.sources == ("b|fp8-ieee-scales",)
 
 
 def test_what_a_loader_puts_into_fp8_is_wanted_so_and_its_scales_where_it_puts_them():

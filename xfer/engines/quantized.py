@@ -8,20 +8,20 @@ checkpoint has them. This module uses plain torch and knows no engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from xfer.errors import LayoutError, Unsupported
 from xfer.kernels.block_fp8 import ScaleRule, scales_of
-from xfer.trace.derived import SCALES, VALUES, block_grid, quantized
-from xfer.trace.fragment import Fragment, TensorSpec
+from xfer.trace.derived import SCALES, block_grid, quantized
+from xfer.trace.fragment import TensorSpec
 from xfer.trace.probe import moves
 from xfer.trace.traced import Traced
 
-Trace = Callable[[Sequence[TensorSpec]], Traced]
-"""Traces the loader of a fresh twin over these tensors."""
+Trace = Callable[[Sequence[TensorSpec], Mapping[str, str]], Traced]
+"""Traces the loader of a fresh twin over these tensors: `specs` and `names` of `trace_loader`."""
 
 
 def with_quantized(first: Traced, twin: torch.nn.Module, retrace: Trace, rule: ScaleRule | None) -> Traced:
@@ -44,28 +44,25 @@ def with_quantized(first: Traced, twin: torch.nn.Module, retrace: Trace, rule: S
     bases = {s.name: s for s in first.specs if s.name in wanted}
     if odd := [f"{s.name}: {list(s.shape)}" for s in bases.values() if len(s.shape) != 2]:
         raise Unsupported("this engine wants tensors in block FP8 that are no matrices", odd)
-    values, scales = {}, {}  # name that is offered -> derived tensor
-    offered = []
+    derived: list[TensorSpec] = []
+    names: dict[str, str] = {}  # derived tensor -> name that is offered
     for name, base in bases.items():
-        root, suffix = wanted[name]
-        values[name], scales[name + suffix] = quantized(base, rule.value)
-        offered += [replace(base, dtype=VALUES, split=()), TensorSpec(name + suffix, block_grid(base.shape), SCALES)]
-    second = moves(retrace(sorted(offered)), float(scales_of(torch.zeros(1), rule)[0]))
-    if untaken := sorted(scales.keys() - set(second.reads)):
-        lines = [f"{scales[n].of} is FP8 in the engine, and its loader took no scale offered as {n}" for n in untaken]
+        values, scales = quantized(base, rule.value)
+        derived += [values, scales]
+        names |= {values.name: name, scales.name: name + wanted[name][1]}
+    second = moves(retrace(derived, names), float(scales_of(torch.zeros(1), rule)[0]))
+    if untaken := [s for s in derived if s.dtype == SCALES and s.name not in second.reads]:
+        lines = [
+            f"{s.of} is FP8 in the engine, and its loader took no scale offered as {names[s.name]}" for s in untaken
+        ]
         raise LayoutError("weights would be served with the scales of other weights", lines)
     ours = {root for pair in partners.items() for root in (pair[0], pair[1][0])}
-    renamed = {**values, **scales}
-
-    def derived(f: Fragment) -> Fragment:
-        return replace(f, tensor=renamed[f.tensor].name)
-
     return replace(
         first,
-        specs=tuple(sorted({*first.specs, *renamed.values()})),
+        specs=tuple(sorted({*first.specs, *derived})),
         fragments=(
             *(f for f in first.fragments if f.root not in ours),
-            *(derived(f) for f in second.fragments if f.root in ours),
+            *(f for f in second.fragments if f.root in ours),
         ),
         fills=(*(f for f in first.fills if f.root not in ours), *(f for f in second.fills if f.root in ours)),
         recipes=(*(r for r in first.recipes if r.target not in ours), *(r for r in second.recipes if r.target in ours)),

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -304,13 +304,13 @@ class EngineModel:
         """
         after = AfterLoading(self.vllm_config, twin, processed.relaid, prefix)
 
-        def retraced(offered: Sequence[TensorSpec]) -> Traced:
+        def retraced(offered: Sequence[TensorSpec], names: Mapping[str, str]) -> Traced:
             built = Watch()
             again = make(built)
             if again is None:
                 return Traced((), ())
             steps = AfterLoading(self.vllm_config, again, processed.relaid, prefix).steps(fp8=True)
-            return trace_loader(again, offered, built=built, after=steps)
+            return trace_loader(again, offered, built=built, after=steps, names=names)
 
         steps = after.steps(fp8=False)
         try:

@@ -8,7 +8,8 @@ framework's model on meta (xfer/engines), classes of bytes that no loader writes
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -44,6 +45,7 @@ def trace_loader(
     *,
     built: Watch | None = None,
     after: Iterable[Step] = (),
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> Traced:
     """Run `load` (default `model.load_weights`) over meta tensors of `specs` and say where everything ended up.
 
@@ -51,6 +53,8 @@ def trace_loader(
 
     `after`: it runs where the loader has written a parameter of the module, and the result has the places where it leaves
     elements.
+
+    `names`: the names under which the loader gets some of the tensors, by those of their specs.
 
     Roots are named as in `named_storages`; offsets are bytes in that meta storage. The final state counts: a later
     write hides an earlier one, and `param.data = tensor` is seen by comparing storages. What `load` does in other
@@ -71,7 +75,7 @@ def trace_loader(
             watch.add_destination(name, t)
     try:
         with PythonData(), watch:
-            (load or cast(Callable[..., object], model.load_weights))(iter(tensors.items()))
+            (load or cast(Callable[..., object], model.load_weights))((names.get(n, n), t) for n, t in tensors.items())
             for module, process in after:
                 stores = (watch.store(p) for p in module.parameters())
                 if any(s is not None and len(s.pieces) > s.built for s in stores):
