@@ -73,6 +73,8 @@ UNADAPTED = ("*norm.weight", "*embed_tokens.weight", "*lm_head.weight", "*mlp.ga
 WIDE = dict(hidden_size=256, head_dim=128, num_attention_heads=4, num_key_value_heads=2, intermediate_size=512)
 """Sizes of each rank are multiples of 128."""
 WIDE_MOE = dict(WIDE, moe_intermediate_size=256, num_experts=16)
+WIDE_LATENT = dict(hidden_size=256, intermediate_size=256, moe_intermediate_size=256, n_routed_experts=16)
+WIDE_LATENT |= dict(q_lora_rank=128, qk_nope_head_dim=64, v_head_dim=64)
 PACKED = dict(connect=dict(route="packed", bucket_bytes=96 << 10, deadline_s=120.0, scramble=False))
 """Buckets so small that there are many."""
 MAPPED = dict(connect=dict(PACKED["connect"], colocated=True))
@@ -137,6 +139,16 @@ SLOW = [
     Case("qwen3_tied", dict(tp=2, pp=2, **PLAIN), (dict(tp=1), dict(tp=2)), WIDE, fp8="fp8"),
     Case("qwen3_moe", dict(tp=2, pp=2, ep=2, etp=1, distopt=True), (dict(tp=2),), WIDE_MOE, fp8="compressed-tensors"),
     Case("qwen3", dict(tp=2, pp=2, distopt=True), (dict(tp=1),), WIDE, fp8="compressed-tensors"),
+    # vLLM decodes with tensors that it computes of kv_b_proj in FP8.
+    Case("deepseek_v3", dict(tp=2, ep=2, etp=1, distopt=True), (dict(tp=2),), WIDE_LATENT, fp8="fp8"),
+    Case(
+        "deepseek_v3",
+        dict(tp=2, pp=2, ep=2, etp=1, distopt=True, **SMALL_STEP),
+        (dict(tp=1),),
+        WIDE_LATENT,
+        fp8="fp8",
+        **dict(CHANGES, frozen=("*norm.weight", "*_scale_inv")),
+    ),
     Case("deepseek_v3", dict(tp=2, pp=2, ep=2, etp=1, distopt=True), (dict(tp=2),), **PACKED),
     Case("qwen3_tied", dict(tp=2, pp=2, **PLAIN), (dict(tp=1),), **MAPPED),
     Case("qwen3_moe", dict(tp=2, ep=2, etp=2, **PLAIN), (dict(tp=2), dict(tp=1)), **PACKED),

@@ -24,6 +24,7 @@ from tests.support.engine_bytes import scramble, written  # noqa: E402
 from tests.support.families import FAMILIES  # noqa: E402
 from xfer.engines import vllm_cpu  # noqa: E402
 from xfer.engines.hf_spec import canonical_specs, checkpoint_specs  # noqa: E402
+from xfer.engines.live import LiveStorages  # noqa: E402
 from xfer.engines.meta_model import fake_rank, make_config, make_model  # noqa: E402
 from xfer.engines.vllm_layout import EngineModel  # noqa: E402
 from xfer.errors import LayoutError, Unsupported  # noqa: E402
@@ -108,34 +109,100 @@ def test_an_engine_in_block_fp8_is_written_as_its_loader_writes_it_and_needs_sca
                 assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("ignored", [[], ["kv_b_proj"]], ids=["all in FP8", "kv_b_proj in bf16"])
-def test_mla_in_block_fp8_is_refused_unless_what_it_decodes_with_is_made_from_bf16(ignored, tmp_path):
-    """vLLM makes W_UV and W_UK_T of kv_b_proj after loading: out of FP8 by arithmetic, out of bf16 as views."""
-    sizes = dict(
-        hidden_size=256, intermediate_size=256, moe_intermediate_size=128, n_routed_experts=16, num_hidden_layers=2
-    )
-    sizes |= dict(q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=64, v_head_dim=64)
-    tensors = toy.write_checkpoint("deepseek_v3", tmp_path / "model", **sizes)
-    catalog = Catalog(checkpoint_specs(str(tmp_path / "model")))
+LATENT = dict(
+    hidden_size=256, intermediate_size=256, moe_intermediate_size=256, n_routed_experts=16, num_hidden_layers=2
+)
+LATENT |= dict(q_lora_rank=128, kv_lora_rank=256, qk_nope_head_dim=64, v_head_dim=64)
+
+
+@contextmanager
+def latent(folder, method="fp8", ignored=(), **rank):
+    """Yields what `rank_of` does for DeepSeek-V3 in block FP8, processed as vLLM does after loading, its catalog and tensors."""
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
-    layers = [f"model.layers.{i}.self_attn" for i in range(sizes["num_hidden_layers"])]
-    quantized = {**block_fp8.CONFIGS["fp8"], "quant_method": "fp8"}
-    quantized["ignored_layers"] = [f"{layer}.{name}" for layer in layers for name in ignored]
-    with rank_of(str(tmp_path / "model"), hf_overrides={"quantization_config": quantized}) as (config, live):
+    tensors = toy.write_checkpoint("deepseek_v3", folder, **LATENT)
+    quantized = {**block_fp8.CONFIGS[method], "quant_method": method}
+    quantized |= {"ignored_layers": [*ignored]} if ignored else {}
+    with rank_of(str(folder), hf_overrides={"quantization_config": quantized}, **rank) as (config, live):
         process_weights_after_loading(live, config.model_config, CPU)
-        model = EngineModel(config, live, CPU)
-        if ignored:
-            wanted = {s.of for s in model.read(catalog).derived}
-            assert {n for n in tensors if n.endswith("_proj.weight")} - wanted == {
-                f"{layer}.kv_b_proj.weight" for layer in layers
-            }
-            return
-        with pytest.raises(LayoutError, match="a refit would leave parts of this model") as error:
+        yield config, live, Catalog(checkpoint_specs(str(folder))), tensors
+
+
+@pytest.mark.parametrize(
+    ("method", "tp", "rank"), [("fp8", 1, 0), ("fp8", 2, 1), ("compressed-tensors", 2, 0)], ids=lambda x: str(x)
+)
+def test_what_latent_attention_computes_from_fp8_after_loading_is_computed_at_each_refit(method, tp, rank, tmp_path):
+    """vLLM decodes with W_UV and W_UK_T, which it makes of kv_b_proj. Out of FP8 they are new tensors, out of bf16 views."""
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    suffix = block_fp8.SCALES[method]
+    with latent(tmp_path / "model", method, tp=tp, rank=rank) as (config, live, catalog, tensors):
+        derived = EngineModel(config, live, CPU).read(catalog).derived
+        wanted = {(s.of, s.rule) for s in derived}
+        assert {n for n, _ in wanted} >= {n for n in tensors if n.endswith("kv_b_proj.weight")}
+        served = block_fp8.serialized(tensors, wanted, suffix=suffix)
+        both = {s.name: served[s.of if s.dtype != "float32" else s.of + suffix] for s in derived}
+        reference = make_model(config, "cpu")
+        layout = written(config, live, catalog.deriving(wanted), {**tensors, **both}, rank)
+        reference.load_weights((n, t) for n, t in served.items())
+        process_weights_after_loading(reference, config.model_config, CPU)
+        want = reference.state_dict()
+        for name, t in live.state_dict().items():
+            assert torch.equal(t.reshape(-1).view(torch.uint8), want.pop(name).reshape(-1).view(torch.uint8)), name
+        assert not want
+        (root,) = {r.target for r in layout.traced.recipes if ".layers.0." in r.target}
+        made = {n for n, slot in LiveStorages(live).slots.items() if slot.root == root}
+        assert {n.rpartition(".")[2] for n in made} == {"W_UV", "W_UK_T"} and len(layout.traced.recipes) == 2
+        if tp == 1:  # a group of this process alone
+            layers = {m.layer_name: m for m in reversed([*live.modules()]) if hasattr(m, "layer_name")}
+            config.compilation_config.static_forward_context.update(layers)
+            model = EngineModel(config, live, CPU)
             model.read(catalog)
+            assert model.weights.choose_lock() == "model.norm.weight"
+            model.weights.engage_lock()
+            assert all(t.isnan().all() for t in model.forward())
+            model.weights.release_lock()
+            assert all(t.isfinite().all() for t in model.forward())
+
+
+def test_latent_attention_in_block_fp8_with_kv_b_proj_in_bf16_decodes_with_views(tmp_path):
+    layers = [f"model.layers.{i}.self_attn.kv_b_proj" for i in range(LATENT["num_hidden_layers"])]
+    with latent(tmp_path / "model", ignored=layers) as (config, live, catalog, tensors):
+        layout = EngineModel(config, live, CPU).read(catalog)
+        wanted = {s.of for s in layout.derived}
+        assert {n for n in tensors if n.endswith("_proj.weight")} - wanted == {f"{layer}.weight" for layer in layers}
+        assert not layout.traced.recipes
+
+
+def _reads_a_value(weight):
+    return weight * weight.float().max().item()
+
+
+def _runs_a_kernel(weight):
+    return torch.ops.xfer_tests.doubled(weight)
+
+
+@pytest.mark.parametrize("how", [_reads_a_value, _runs_a_kernel])
+def test_what_vllm_makes_of_fp8_in_a_way_that_cannot_be_run_again_is_refused(how, tmp_path, monkeypatch, request):
+    """Kernels of other libraries may talk to other ranks, or write what no trace sees."""
+    from vllm.model_executor.layers.attention import mla_attention
+
+    library = torch.library.Library("xfer_tests", "FRAGMENT")
+    request.addfinalizer(library._destroy)
+    library.define("doubled(Tensor x) -> Tensor")
+    for device in ("CPU", "Meta"):
+        library.impl("doubled", lambda x: x + x, device)
+    split = mla_attention.get_and_maybe_dequant_weights
+    monkeypatch.setattr(mla_attention, "get_and_maybe_dequant_weights", lambda *a, **k: how(split(*a, **k)))
+    with latent(tmp_path / "model") as (config, live, catalog, _):
+        with pytest.raises(LayoutError, match="a refit would leave parts of this model") as error:
+            EngineModel(config, live, CPU).read(catalog)
         said = "made after loading, in a storage of its own, and not redone after a refit"
-        assert len(error.value.violations) == 2 * len(layers)
-        assert all(f".{n}: {said}" in v for v, n in zip(error.value.violations, ["W_UV", "W_UK_T"] * len(layers)))
+        assert [v.rpartition(".")[2].partition(";")[0] for v in error.value.violations] == [
+            f"{n}: {said}" for n in ("W_UV", "W_UK_T") * LATENT["num_hidden_layers"]
+        ]
+        layout = EngineModel(config, live, CPU, keep=["*.W_U*"]).read(catalog)
+        assert not layout.traced.recipes and {k.root.rpartition(".")[2] for k in layout.kept} >= {"W_UV"}
 
 
 @pytest.mark.parametrize("name", ["cpu_offload_gb", "offload_group_size"])

@@ -139,13 +139,14 @@ def serialized(
 
 def serialize(folder: str, rule: str = "ieee", method: str = "fp8") -> str:
     """Write the checkpoint in `folder` in block FP8 into another one, and return that. The matrices are those of linear layers in vLLM's
-    Qwen3 models that are not in FP8 already."""
+    Qwen3 and DeepSeek-V3 models that are not in FP8 already."""
     out, tensors = f"{folder}-fp8", {}
     shutil.copytree(folder, out, ignore=shutil.ignore_patterns("*.safetensors*"))
     for path in sorted(Path(folder).glob("*.safetensors")):
         tensors |= load_file(path)
     wide = [n for n, t in tensors.items() if t.dtype is not torch.float8_e4m3fn]
-    matrices = [n for n in wide if n.endswith(("_proj.weight", "mlp.gate.weight"))]
+    latent = any(n.endswith("_with_mqa.weight") for n in wide)  # such models have their router in bf16
+    matrices = [n for n in wide if n.endswith(("_proj.weight", "_with_mqa.weight" if latent else "mlp.gate.weight"))]
     quantized = serialized(tensors, ((n, rule) for n in matrices), suffix=SCALES[method])
     save_file(quantized, f"{out}/model.safetensors", {"format": "pt"})
     return out

@@ -2,6 +2,7 @@
 
 import abc
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from xfer.engines.live import LiveStorages
 from xfer.engines.lock import candidates
 from xfer.engines.processed import Processed, Relaid, read_processed, without_scales
 from xfer.engines.quantized import with_quantized
+from xfer.engines.relaid import makers, refuse_other_operators
 from xfer.engines.vllm_layout import EmptyIsZero
 from xfer.engines.weights import LiveWeights
 from xfer.errors import LayoutError, RebindError, Unsupported, XferError
@@ -415,11 +417,16 @@ class Fp8Net(nn.Module):
             if i == 0:
                 self.embed.copy_(t)
 
+    def process_weights_after_loading(self, dtype) -> None:
+        """Make a tensor of what was loaded, as vLLM's latent attention does."""
+        scales = self.fused_scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:, :200]
+        self.made = nn.Parameter((self.fused.float() * scales).to(dtype).t(), requires_grad=False)
+
 
 PAIR = tuple(TensorSpec(n, (256, 200), "bfloat16") for n in "ab")
 
 
-def traced_fp8(**options):
+def traced_fp8(made: bool = False, **options):
     def twin():
         with torch.device("meta"):
             return Fp8Net(1, **options)
@@ -427,7 +434,9 @@ def traced_fp8(**options):
     first = twin()
 
     def retrace(specs, names):
-        return trace_loader(twin(), specs, names=names)
+        net = twin()
+        after = [(net, lambda: net.process_weights_after_loading(torch.bfloat16))] if made else []
+        return trace_loader(net, specs, after=after, names=names)
 
     return with_quantized(trace_loader(first, PAIR), first, retrace, ScaleRule.IEEE)
 
@@ -448,6 +457,34 @@ def test_what_a_loader_puts_into_fp8_is_wanted_so_and_its_scales_where_it_puts_t
         ("b|fp8-ieee-scales", (1, 0), (1, 2), "fused_scale", 8, "float32"),
     }
     assert traced_fp8().reads == ("a", "b")
+
+
+def test_what_a_module_makes_of_fp8_after_loading_is_a_recipe_of_the_quantized_checkpoint():
+    live, (twin, traced) = Fp8Net(1), (Fp8Net(1), traced_fp8(made=True))
+    assert makers(LiveStorages(live), twin) == []
+    live.process_weights_after_loading(torch.bfloat16)
+    assert makers(LiveStorages(live), twin) == [""]
+    drafted = LiveStorages(nn.Module(), draft=nn.ModuleDict({"net": live}))
+    assert makers(drafted, nn.ModuleDict({"net": twin}), lv.DRAFT) == ["net"] and makers(drafted, twin) == []
+    assert {f.root for f in traced.fragments} == {"embed", "fused", "fused_scale"}
+    (recipe,) = traced.recipes
+    given = {s.name: torch.rand(s.shape).to(getattr(torch, s.dtype)) for s in traced.specs if s.of}
+    assert recipe.sources == tuple(sorted(given)) and len(given) == 4
+    live.load_weights((name.replace("|fp8-ieee", "").replace("-scales", "_scale"), t) for name, t in given.items())
+    roots = {"made": torch.zeros_like(live.made)}
+    recipe.apply(given.__getitem__, roots)
+    live.process_weights_after_loading(torch.bfloat16)
+    assert torch.equal(roots["made"], live.made) and live.made.any()
+
+
+def test_operators_that_are_not_torchs_own_make_nothing_that_a_refit_runs_again():
+    (recipe,) = traced_fp8(made=True).recipes
+    refuse_other_operators([recipe], [""])
+    theirs = replace(recipe, expr=replace(recipe.expr, op="vllm.all_gather.default"))
+    refuse_other_operators([theirs], ["other"])
+    with pytest.raises(Unsupported) as error:
+        refuse_other_operators([theirs], [""], "draft.")
+    assert error.value.violations == ("draft.made: computed by vllm.all_gather.default",)
 
 
 def test_a_loader_that_takes_no_scales_is_refused_by_the_names_that_it_was_offered():

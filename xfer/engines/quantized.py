@@ -3,7 +3,7 @@
 A first trace offers the checkpoint as trainers export it. What lands in parameters of an FP8 dtype is wanted in that form. The
 parameter of the scales lies beside that of the values: in the same module, under the same name with something appended. A
 second trace therefore offers values in FP8, and scales under the tensor's name with the same thing appended, as a quantized
-checkpoint has them. This module uses plain torch and knows no engine.
+checkpoint has them. It also has what the engine made of these after loading. This module uses plain torch and knows no engine.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from xfer.errors import LayoutError, Unsupported
 from xfer.kernels.block_fp8 import ScaleRule, scales_of
 from xfer.trace.derived import SCALES, block_grid, quantized
 from xfer.trace.fragment import TensorSpec
+from xfer.trace.loader import named_storages
 from xfer.trace.probe import moves
 from xfer.trace.traced import Traced
 
@@ -57,15 +58,19 @@ def with_quantized(first: Traced, twin: torch.nn.Module, retrace: Trace, rule: S
         ]
         raise LayoutError("weights would be served with the scales of other weights", lines)
     ours = {root for pair in partners.items() for root in (pair[0], pair[1][0])}
+    theirs = {name for name, _ in named_storages(twin).values()} - ours  # not what was made after loading
     return replace(
         first,
         specs=tuple(sorted({*first.specs, *derived})),
         fragments=(
             *(f for f in first.fragments if f.root not in ours),
-            *(f for f in second.fragments if f.root in ours),
+            *(f for f in second.fragments if f.root not in theirs),
         ),
-        fills=(*(f for f in first.fills if f.root not in ours), *(f for f in second.fills if f.root in ours)),
-        recipes=(*(r for r in first.recipes if r.target not in ours), *(r for r in second.recipes if r.target in ours)),
+        fills=(*(f for f in first.fills if f.root not in ours), *(f for f in second.fills if f.root not in theirs)),
+        recipes=(
+            *(r for r in first.recipes if r.target not in ours),
+            *(r for r in second.recipes if r.target not in theirs),
+        ),
         casts=tuple(c for c in first.casts if c.root not in ours),
     )
 

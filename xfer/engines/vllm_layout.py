@@ -36,7 +36,7 @@ from xfer.engines.layout import (
 from xfer.engines.live import DRAFT, LiveStorages
 from xfer.engines.processed import Processed, read_processed
 from xfer.engines.quantized import with_quantized
-from xfer.engines.relaid import AfterLoading, refuse_computed
+from xfer.engines.relaid import AfterLoading, makers, refuse_computed, refuse_other_operators
 from xfer.engines.settings import refuse_settings
 from xfer.engines.vllm_checks import all_agree
 from xfer.engines.weights import LiveWeights
@@ -176,7 +176,7 @@ class EngineModel:
             ours = [s for s in expected if head is None or s != head.spec]
             absent = refuse_other_family(mine, ours, self.vllm_config.model_config.model, may_lack=bool(self.keep))
         try:
-            traced = self._traced(twin, specs, built, processed[0], self._twin, head=head)
+            traced = self._traced(twin, specs, live, built, processed[0], self._twin, head=head)
             traced, both = joined(traced, drafted), LiveStorages(twin, draft=drafter)
             if self.keep:
                 own = (*live.slots, *attributes([("", self.model)]))
@@ -267,7 +267,7 @@ class EngineModel:
         if twin is None:
             return Traced((), ())
         try:
-            traced = self._traced(twin, specs, built, processed, self._twin_drafter, DRAFT)
+            traced = self._traced(twin, specs, live, built, processed, self._twin_drafter, DRAFT)
             traced = renamed(traced, DRAFT)
         except (LayoutError, Unsupported) as e:
             if matches(DRAFT, self.keep):  # the drafter came from a checkpoint of its own and is kept
@@ -284,18 +284,20 @@ class EngineModel:
         self,
         twin: torch.nn.Module,
         specs: Sequence[TensorSpec],
+        live: LiveStorages,
         built: Watch,
         processed: Processed,
         make: Callable[[Watch], torch.nn.Module | None],
         prefix: str = "",
         head: _Head | None = None,
     ) -> Traced:
-        """Trace the loader of a new twin, and then what vLLM does to experts after loading. The twin's tensors are then laid out as
+        """Trace the loader of a new twin, and then what vLLM does to modules after loading. The twin's tensors are then laid out as
         the live ones are.
 
         Args:
             twin: The twin.
             specs: The checkpoint's tensors.
+            live: The live models.
             built: The watch under which it was built.
             processed: What vLLM did to the live model; `rule` is that of all models of this engine.
             make: Makes another twin.
@@ -303,14 +305,26 @@ class EngineModel:
             head: An untied head that takes the embedding.
         """
         after = AfterLoading(self.vllm_config, twin, processed.relaid, prefix)
+        made = makers(live, twin, prefix)
 
         def retraced(offered: Sequence[TensorSpec], names: Mapping[str, str]) -> Traced:
+            nonlocal made
             built = Watch()
             again = make(built)
             if again is None:
                 return Traced((), ())
-            steps = AfterLoading(self.vllm_config, again, processed.relaid, prefix).steps(fp8=True)
-            return trace_loader(again, offered, built=built, after=steps, names=names)
+            steps = AfterLoading(self.vllm_config, again, processed.relaid, prefix).steps(fp8=True, makers=made)
+            try:
+                traced = trace_loader(again, offered, built=built, after=steps, names=names)
+                refuse_other_operators(traced.recipes, made, prefix)
+                return traced
+            except (LayoutError, Unsupported) as e:
+                if not made:
+                    raise
+                why = "; ".join((e.message, *e.violations[:1]))
+                logger.warning("xfer: what %s made after loading cannot be computed again: %s", prefix + made[0], why)
+                made = []  # what they made is refused by name
+                return retraced(offered, names)
 
         steps = after.steps(fp8=False)
         try:
@@ -323,7 +337,7 @@ class EngineModel:
             refuse_computed(e.violations, processed.relaid, prefix)
             raise
         refuse_computed([r.target for r in traced.recipes], processed.relaid, prefix)
-        after.finish()
+        after.finish(made)
         return traced
 
     def _untied_head(
