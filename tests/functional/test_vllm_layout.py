@@ -5,6 +5,7 @@ layout is what vLLM's `load_weights` does, for each kind of rank: test_engine_fa
 import json
 import logging
 import os
+import re
 import sys
 import types
 from contextlib import contextmanager
@@ -163,6 +164,12 @@ def test_what_latent_attention_computes_from_fp8_after_loading_is_computed_at_ea
             assert all(t.isnan().all() for t in model.forward())
             model.weights.release_lock()
             assert all(t.isfinite().all() for t in model.forward())
+            with pytest.raises(LayoutError, match="weights of two versions") as error:
+                EngineModel(config, live, CPU, keep=["*.kv_b_proj.*"]).read(catalog)
+            said = r"computed from .*kv_b_proj.weight\|fp8-\S+, which keep= holds back from .*kv_b_proj.weight"
+            assert error.value.violations and all(re.search(said, v) for v in error.value.violations)
+            kept = EngineModel(config, live, CPU, keep=["*.kv_b_proj.*", "*.W_U*"]).read(catalog)
+            assert not kept.traced.recipes
 
 
 def test_latent_attention_in_block_fp8_with_kv_b_proj_in_bf16_decodes_with_views(tmp_path):

@@ -89,7 +89,8 @@ def read_layout(
 
     Raises:
         LayoutError: It lists every name whose live place does not follow from the twin's, or every live parameter with
-            bytes that the loader leaves untouched and that `keep` does not name. A refit of half a model must fail.
+            bytes that the loader leaves untouched and that `keep` does not name, or what is computed from a tensor that `keep`
+            holds back elsewhere. A refit of half a model must fail.
     """
     sent, held = _sent(traced), _held_back(twin, traced, keep)
     if stale := sorted(held & sent.keys()):
@@ -98,6 +99,12 @@ def read_layout(
             len(stale), stale[0],
         )  # fmt: skip
     traced = without_roots(traced, held)
+    kept_by = {tensor: root for root in sorted(held) for tensor in sent.get(root, ())}
+    if mixed := [
+        f"{r.target}: computed from {t}, which keep= holds back from {kept_by[t]}; name both in keep=, or neither"
+        for r in traced.recipes for t in r.sources if t in kept_by
+    ]:  # fmt: skip
+        raise LayoutError("keep= would leave this model with weights of two versions", mixed)
     places, violations = _places(live, twin, traced, keep)
     if violations:
         raise LayoutError("the live model does not lie in memory as its class lays it out when it is built", violations)
