@@ -207,6 +207,18 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(saved, tmp_path):
     assert any("in the checkpoint" in v for v in e.value.violations)
 
 
+def test_a_checkpoint_of_the_same_groups_in_another_order_is_refused(saved, tmp_path):
+    """Muon would go on with Adam's learning rate and decay, and Adam with Muon's."""
+    net = lm.Transformer(layers=1, seed=11)
+    o = LayerWiseOptimizer(net, lm.groups(net)[::-1])
+    rates, before = [g["lr"] for g in o.param_groups], lm.digest(net)
+    with pytest.raises(LayoutError) as e:
+        checkpoint.load(o, tmp_path)
+    assert {v.split(":")[0] for v in e.value.violations} == {n for n, p in net.named_parameters() if p.requires_grad}
+    assert "embed.weight: in parameter group 0 here, saved in group 1" in "\n".join(e.value.violations)
+    assert [g["lr"] for g in o.param_groups] == rates and lm.digest(net) == before
+
+
 @pytest.mark.parametrize("text", ["[]", "null", '{"format": 0}', "half a fil"])
 def test_a_damaged_folder_is_a_typed_error(saved, tmp_path, text):
     (tmp_path / "layerwise.json").write_text(text)

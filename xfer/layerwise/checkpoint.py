@@ -125,9 +125,11 @@ def _save(optimizer: LayerWise, folder: str | Path, source: Source | None, ranks
     live = dist.is_initialized()
     first = not live or dist.get_rank() == 0
     groups = [_written(g, f"group {i}", wrong, first) for i, g in enumerate(optimizer.param_groups)]
+    tensors_of_groups = [sorted(some) for some in _grouped(optimizer, pieces)]
     ranks.refuse(wrong, "optimizer state that cannot be saved by parameter", Unsupported)
     if first:
-        _begin(Path(folder), json.dumps({"format": FORMAT, "groups": groups}, indent=1), wrong)
+        stored = {"format": FORMAT, "groups": groups, "tensors": tensors_of_groups}
+        _begin(Path(folder), json.dumps(stored, indent=1), wrong)
     ranks.refuse(wrong, f"{folder} cannot be written", XferError)
     with _typed(f"{folder} could not be written", optimizer.label):
         # The lowest rank writes a tensor that several ranks hold: buffers may differ, and DDP takes those of its first rank, too.
@@ -160,12 +162,13 @@ def _load(optimizer: LayerWise, folder: str | Path, source: Source | None, ranks
     optimizer.drain()
     reader = dcp.FileSystemReader(str(folder))
     wrong: list[str] = []
-    known, groups = _opened(reader, Path(folder), wrong)
+    known, groups, grouped = _opened(reader, Path(folder), wrong)
     if not wrong and len(groups) != len(optimizer.param_groups):
         wrong.append(f"{len(groups)} parameter groups were saved, here are {len(optimizer.param_groups)}")
     refuse = partial(ranks.refuse, wrong, f"{folder} cannot be loaded into this model", LayoutError)
     pieces = _pieces(optimizer, source, wrong, refuse)
     refuse()
+    wrong += _moved(grouped, _grouped(optimizer, pieces))
     wanted = _Wanted(known, wrong)
     targets = {o.name: o for o in optimizer.owned}
     states: dict[str, dict[str, torch.Tensor]] = {}
@@ -224,21 +227,24 @@ def _begin(folder: Path, text: str, wrong: list[str]) -> None:
         wrong.append(f"{e}: give a folder that rank 0 may write to")
 
 
-def _opened(reader: dcp.FileSystemReader, folder: Path, wrong: list[str]) -> tuple[Mapping[str, object], list[dict]]:
-    """The stored tensors, by name, and the options of the parameter groups. Adds an error to `wrong` if there is no checkpoint."""
+def _opened(
+    reader: dcp.FileSystemReader, folder: Path, wrong: list[str]
+) -> tuple[Mapping[str, object], list[dict], list[set[str]]]:
+    """The stored tensors, by name, and the options and tensors of the parameter groups. Adds an error to `wrong` if there is no
+    checkpoint."""
     try:
         known = reader.read_metadata().state_dict_metadata
         stored = json.loads((folder / "layerwise.json").read_text())
-        form, groups = stored.get("format"), stored.get("groups", [])
+        form, groups, grouped = stored.get("format"), stored.get("groups", []), stored.get("tensors", [])
     except Exception as e:  # torch's reader raises many types over a damaged file
         wrong.append(
             f"no checkpoint, or one that was not saved to its end ({type(e).__name__}: {e}); load another folder"
         )
-        return {}, []
+        return {}, [], []
     if form != FORMAT:
         wrong.append(f"layerwise.json: format {form}, not {FORMAT}")
-        return {}, []
-    return known, groups
+        return {}, [], []
+    return known, groups, [set(some) for some in grouped]
 
 
 @contextmanager
@@ -305,6 +311,25 @@ def _written(group: Mapping[str, object], name: str, wrong: list[str], warn: boo
                 name, key, type(given).__name__,
             )  # fmt: skip
     return out
+
+
+def _grouped(optimizer: LayerWise, pieces: Mapping[str, tuple[ParameterBox, ...]]) -> list[set[str]]:
+    """The checkpoint tensors of each ParamGroup, as far as this rank holds parts of them."""
+    out: list[set[str]] = [set() for _ in optimizer.inner]
+    for name, group in optimizer.grouped():
+        out[group] |= {p.key for p in pieces[name]}
+    return out
+
+
+def _moved(were: list[set[str]], are: list[set[str]]) -> list[str]:
+    """One line for each tensor that was saved in another group. It would get the state and the options of that group."""
+    before = {key: i for i, some in enumerate(were) for key in some}
+    return [
+        f"{key}: in parameter group {i} here, saved in group {before[key]}; give the groups as they were saved"
+        for i, some in enumerate(are)
+        for key in sorted(some & before.keys())
+        if i >= len(were) or key not in were[i]
+    ]
 
 
 def _number(value: object) -> object:

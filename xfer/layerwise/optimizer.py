@@ -182,6 +182,10 @@ class LayerWise:
         peers, owner = self.owner[name]
         return peers.rank == owner
 
+    def grouped(self) -> Iterator[tuple[str, int]]:
+        """Yield (name, index of its ParamGroup) of every trained parameter, whoever owns it."""
+        yield from ((name, self._group_at[id(p)]) for name, p in self._trained)
+
     def writes(self) -> Iterator[torch.Tensor]:
         """Yield the parameters that this rank writes from fp32 masters; see `kernels.written.Writer`."""
         yield from (o.param for o in self.owned if o.target is not o.param)
