@@ -10,7 +10,7 @@ every operation of every forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -58,6 +58,9 @@ class Hooks:
         self._modes: list[OperandWatch] = []
         self._handles = []
         self._of_module: dict[int, list] = {}
+        self._loading: dict[
+            int, list[int]
+        ] = {}  # id(module) -> ids of the parameters that a state has, while it is loaded
         for root in roots:
             for module in root.modules():
                 if id(module) in self._reads:  # roots share it
@@ -95,11 +98,18 @@ class Hooks:
             self.gather.meet()
         self._all_covered = self.gather.version
 
-    def written(self, params: Iterable[torch.Tensor | None]) -> None:
-        """Copies parameters that code may have written into their fp32 masters, where they differ from the rounded masters."""
+    def written(self, params: Iterable[torch.Tensor | None], surely: Collection[int] = ()) -> None:
+        """Copies parameters that code may have written into their fp32 masters, where they differ from the rounded masters.
+
+        Args:
+            params: The parameters.
+            surely: Ids of those that were written. Their masters lose their low bits in any case.
+        """
         for p in params:
             master = self._masters.get(id(p))
-            if p is not None and master is not None and not torch.equal(master.detach().to(p.dtype), p.detach()):
+            if p is None or master is None:
+                continue
+            if id(p) in surely or not torch.equal(master.detach().to(p.dtype), p.detach()):
                 with torch.no_grad():
                     master.copy_(p)
 
@@ -130,11 +140,12 @@ class Hooks:
     def _before_state(self, *_) -> None:
         self.drain()
 
-    def _before_load(self, *_) -> None:
+    def _before_load(self, module: torch.nn.Module, state: Mapping[str, object], prefix: str, *_) -> None:
         self.drain(to_write=True)
+        self._loading[id(module)] = [id(p) for key, p in module._parameters.items() if prefix + key in state]
 
     def _after_load(self, module: torch.nn.Module, _) -> None:
-        self.written(module._parameters.values())
+        self.written(module._parameters.values(), self._loading.pop(id(module), ()))
 
     def _before(self, module: torch.nn.Module, args) -> None:
         if self.learning or self.guard == "always":
