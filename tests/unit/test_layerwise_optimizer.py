@@ -182,6 +182,26 @@ def test_a_gradient_scaler_is_refused_on_every_rank_before_any_of_them_steps_or_
     torch.amp.GradScaler("cpu", enabled=False).step(o)
 
 
+@pytest.mark.parametrize("reduce", ["done", "to_owners"])
+def test_sparse_gradients_are_refused_before_anything_is_stepped_and_the_next_step_is_whole(reduce):
+    """An owner raised in the norm of the gradients, and the others waited for it until their deadline."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(3, 4, sparse=True), nn.Linear(4, 4))
+    o = Half(net, reduce=reduce)
+    net(torch.tensor([0, 2])).sum().backward()
+    before = [p.detach().clone() for p in net.parameters()]
+    with pytest.raises(Unsupported, match="sparse") as e:
+        o.step()
+    assert [v.split(":")[0] for v in e.value.violations] == ["0.weight"]
+    assert all(map(torch.equal, before, net.parameters()))
+    net[0].sparse = False
+    o.zero_grad()
+    net(torch.tensor([0, 2])).sum().backward()
+    if reduce == "done":
+        o.step()
+        assert not o.skipped and not any(map(torch.equal, before, net.parameters()))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_the_norm_is_that_of_the_gradients_in_any_dtype(dtype):
     net = nn.Linear(8, 8, bias=False).to(dtype)

@@ -120,6 +120,7 @@ class LayerWise:
             with torch.enable_grad():
                 loss = closure()
         self._trains.refuse_other(Trains.now(self.modules, self.inner, self.param_groups), self.label)
+        self._refuse_sparse()
         self.gather.refuse_astray()
         self._settle_order()
         self.gather.drain()  # owners must not write bytes that are still being sent
@@ -333,6 +334,14 @@ class LayerWise:
             bad = overlapping(self.named)
         if bad:
             raise LayoutError("this module cannot have a layer-wise optimizer", bad, where=self.label)
+
+    def _refuse_sparse(self) -> None:
+        """Raises Unsupported for gradients that are no plain tensors. An owner alone would raise torch's error in their norm."""
+        kinds = ((name, p.grad.layout) for name, p in self._trained if p.grad is not None)
+        if bad := [
+            f"{name}: {kind}; make its module with sparse=False" for name, kind in kinds if kind != torch.strided
+        ]:
+            raise Unsupported("gradients are sparse, which owners do not step", bad, where=self.label)
 
     def _meet(self, process_group, group_of, like: Callable[..., Peers] | None) -> dict[str, Peers]:
         """The peers of every trained parameter, by name. like: makes peers from a name and a group; None without a process group."""
