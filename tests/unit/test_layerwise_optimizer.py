@@ -316,6 +316,27 @@ def test_a_read_that_no_hook_announces(guard, given, rehome):
     assert values(net, o.others) == [102.0] * len(o.others)
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo")
+@pytest.mark.parametrize("guard", ["nan", "first", "always"])
+def test_a_module_that_was_compiled_before_has_the_hooks_too(guard):
+    """torch keeps compiled code when hooks are added, and then no forward announced what it reads: old values, or NaN."""
+    net, x = layers(), torch.ones(2, 4)
+    compiled = torch.compile(net, backend="eager")
+    with torch.no_grad():
+        compiled(x)
+    compiled(x).sum().backward()
+    o = Half(net, guard=guard)
+    for value in (0.1, 0.2, 0.3):
+        o.train(value)
+        with torch.no_grad():
+            seen = compiled(x)
+        o.drain()
+        with torch.no_grad():
+            assert torch.equal(seen, net(x))
+    o.train(0.4)
+    compiled(x).sum().backward()
+
+
 def test_a_forward_past_the_hooks_is_an_error_in_the_backward():
     net = layers()
     o = Half(net)

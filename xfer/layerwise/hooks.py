@@ -10,6 +10,7 @@ every operation of every forward.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -76,6 +77,8 @@ class Hooks:
                 ]
             self._handles.append(root.register_forward_pre_hook(self._enter, prepend=True))
             self._handles.append(root.register_forward_hook(self._leave, always_call=True))
+        if bucket_of and "torch._dynamo" in sys.modules:
+            torch.compiler.reset()  # code that was compiled before would go on without these hooks
         for _, p in params:
             if id(p) in bucket_of:
                 self._handles.append(p.register_post_accumulate_grad_hook(self._after_gradient))
