@@ -325,6 +325,11 @@ def test_values_that_no_rank_holds_and_hidden_bytes_are_refused():
     sparse = torch.zeros(2, 2).to_sparse()
     with pytest.raises(Unsupported, match="torch.sparse_coo"):
         TensorTrainer(lambda: {"w": sparse}).read()
+    negative = torch.zeros(2, dtype=torch.complex64).conj().imag
+    for lazy in (negative, negative.view(1, 2)):
+        with pytest.raises(Unsupported, match="w: is a lazy negation"):
+            TensorTrainer(lambda lazy=lazy: {"w": lazy}).read()
+    assert TensorTrainer(lambda: {"w": negative.resolve_neg()}).read()
 
 
 def test_trained_tensors_have_the_checkpoints_names_on_both_routes():

@@ -282,7 +282,11 @@ class TensorTrainer:
         ]
         for slot in slots:
             t = local(slot.get())
-            if t is None or (type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout == torch.strided):
+            if t is None:
+                continue
+            if type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout == torch.strided:
+                if t.is_neg() or t.is_conj():
+                    bad.append(f"{slot.name}: is a lazy negation or conjugate of its bytes; give it resolved")
                 continue
             bad.append(
                 f"{slot.name}: is a {type(t).__name__} ({t.layout}), its bytes are not its values; give it plain"
