@@ -140,6 +140,8 @@ def xferdtensor(
         with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             if move is not None:
                 state.open_routes(key, move.program, move.device, move.peer, src, deadline)
+            if dst is not None and not dst.is_inference():
+                torch.autograd.graph.increment_version(dst)  # routes write its memory behind autograd's back
             state.run(key, src, dst, deadline)
     except BaseException as e:
         state.fail(key, e, src, dst)

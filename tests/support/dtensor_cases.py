@@ -231,6 +231,23 @@ def casts_follow_the_destination(rank):
 
 
 @case
+def a_backward_through_a_destination_that_was_overwritten_raises(rank):
+    """As after any write in place; it would compute gradients with the new values."""
+    mesh = MeshInfo.line("x", range(WORLD))
+    for peer in (False, True):
+        for _ in range(2):  # the first call, and one that finds its routes
+            into = torch.nn.Parameter(torch.ones(8, 2))
+            loss = (into * into).sum()
+            xferdtensor(values((2, 2)), mesh, [Shard(0)], into, mesh, [Replicate()], peer=peer)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+    with torch.inference_mode():  # such tensors have no versions
+        into = torch.zeros(8, 2)
+        xferdtensor(values((2, 2)), mesh, [Shard(0)], into, mesh, [Replicate()])
+        assert torch.equal(into[2:4], into[:2])
+
+
+@case
 def a_warm_call_ships_new_values_after_one_small_exchange(rank):
     mesh = MeshInfo.line("tp", range(4))
     for version in range(3):
