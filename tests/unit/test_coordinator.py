@@ -1,6 +1,7 @@
 """The coordinator by itself: hellos that it refuses, its table of phases, and how it counts the ranks that are done.
 
-What it does with real participants, in any order of events: tests/functional/test_session.py and test_session_cases.py.
+What it does with real participants, in any order of events: tests/functional/test_session.py, test_session_faults.py and
+test_session_cases.py.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from xfer.coordinator.events import Connected, Received, Send, Tick
 from xfer.coordinator.first_copy import FirstCopy
 from xfer.coordinator.layouts import pack_specs
 from xfer.coordinator.refit import Owed
-from xfer.coordinator.state import Client, Options, Replica, differences, told
+from xfer.coordinator.state import Client, KeyValues, Options, Replica, differences, told
 from xfer.errors import LayoutError, Unsupported
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import TensorSpec
@@ -84,6 +85,19 @@ def test_every_phase_ends_and_no_decision_is_taken_back():
 def test_the_design_prints_the_table():
     text = (Path(__file__).parents[2] / "docs" / "design.md").read_text()
     assert "".join(f"| {a.value} | {b.value} | {when} |\n" for a, b, when in TRANSITIONS) in text
+
+
+def test_a_call_that_waits_for_a_key_is_forgotten_with_the_epoch_of_the_key():
+    """Links that failed once left such calls behind for as long as the session lasted."""
+    store, outbox = KeyValues(), list[object]()
+    client = Client(1, outbox, m.Hello("worker", 0, 1, 0, "host", 7))
+    asked = m.StoreAsk(m.StoreCall.GET, ("r0/1/offer",), b"", 5)
+    for over in (lambda: store.forget("r0/"), lambda: store.drop(client)):
+        store.handle(client, asked, [0])
+        over()
+        store.handle(client, m.StoreAsk(m.StoreCall.SET, asked.keys, b"late"), [0])
+        assert not outbox
+        store.forget("r0/")
 
 
 # ---- admission

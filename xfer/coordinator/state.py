@@ -332,11 +332,14 @@ class KeyValues:
             client.send(m.Reply(call, value))
 
     def forget(self, prefix: str) -> None:
-        """Delete the values of an epoch that is over."""
-        for key in [k for k in self._values if k.startswith(prefix)]:
-            del self._values[key]
+        """Delete the values of an epoch that is over, and the calls that wait for some: their callers have given up."""
+        for some in (self._values, self._parked):
+            for key in [k for k in some if k.startswith(prefix)]:
+                del some[key]
 
     def drop(self, client: Client) -> None:
         """Forget what a client that is gone waits for."""
-        for parked in self._parked.values():
+        for key, parked in list(self._parked.items()):
             parked[:] = [p for p in parked if p[0] is not client]
+            if not parked:
+                del self._parked[key]
