@@ -1,5 +1,5 @@
 """A refit that fails, with real processes and a real vLLM: trainers are plain DTensor processes, the engine is tensor and
-expert parallel over two workers. Every point of failure is tested with small stand-ins: test_session_cases.py,
+expert parallel over two workers. Every point of failure is tested with small stand-ins: test_session_faults.py,
 test_session_deaths.py.
 
 Each case ends with the typed error on all trainer ranks, in time, and with an engine that either serves one whole version or

@@ -1,7 +1,8 @@
 """Fixed orders of events: what each caller hears, in which words, and how soon.
 
-Real participants in a simulation, as in test_session.py, which searches random orders. Here each test chooses an order and leaves
-the rest to a seed. Afterwards all that died or was stopped comes again, and the next refit must be whole everywhere.
+Real participants in a simulation, as in test_session.py, which searches random orders, and in test_session_faults.py, which tries one
+fault at every point. Here each test chooses an order and leaves the rest to a seed. Afterwards all that died or was stopped comes again,
+and the next refit must be whole everywhere.
 """
 
 from __future__ import annotations
@@ -69,64 +70,6 @@ def phase(job: Job, replica: int, wanted: ReplicaPhase) -> Callable[[], bool]:
 
 def workers(job: Job, replica: int) -> list[str]:
     return [job.engines[replica].worker(i) for i in range(job.workers)]
-
-
-# ---- a process that fails at a point of a refit
-
-
-def fails_at(job: Job, who: str, point: str, action: str, **how) -> list:
-    """A refit in which a process does so: how it ends on each rank. One that dies or raises is heard of at once, one that is stopped
-    by the deadline."""
-    began, job.faults[who, point] = job.sim.now, action
-    if point in ("plan", "link"):  # they are made in a refit only when a layout changed
-        job.sources[1].turn()
-    call(job, deadline_s=8.0, **how)
-    ends, took = job.ended(), job.sim.now - began
-    assert (who, point) not in job.faults, "that point was not passed"
-    assert took < SOON_S / 2 if action != "stop" else took <= 8.0 + deadlines.CALL_GRACE_S + 0.02, took
-    return ends
-
-
-TRAINER = ["enter", "drain", "ready", "before", "after", "plan", "link", "moving", "wave", "done"]
-WORKER = ["plan", "link", "arm", "moving", "wave", "done", "commit"]
-POINTS = [*(("trainer 1", p, False) for p in TRAINER), *(("worker", p, False) for p in WORKER)]
-POINTS += [("trainer 0", p, False) for p in ("enter", "link", "moving")]
-POINTS += [("trainer 1", "link", True), *(("worker", p, True) for p in WORKER[1:])]
-"""Trainers move no bytes that workers pull."""
-
-
-@pytest.mark.parametrize("action", ["raise", "kill", "stop"])
-@pytest.mark.parametrize(("victim", "point", "pulled"), POINTS)
-def test_a_process_that_fails_at_any_point_is_named_to_all_and_costs_no_more_than_it_must(
-    victim, point, pulled, action
-):
-    """A worker costs its own replica only. Before its first write an engine serves its old version on; after it, it is out of service
-    until a refit repairs it."""
-    if victim == "trainer 0" and action == "raise":
-        pytest.skip("as trainer 1")
-    trains = victim != "worker"
-    with after_one_refit(trainers=3, replicas=2, pulled=pulled, computes=True) as job:
-        who = victim if trains else job.engines[0].worker(1)
-        name = who.split(" of ")[0]
-        for end in fails_at(job, who, point, action, min_replicas=1, verify=True):
-            text = says(end)
-            assert name in text or action == "raise" and trains, text
-            assert action != "raise" or f"injected fault at {point}" in text, text
-            if isinstance(end, XferError) and not trains:  # it may still read the trainers' memory
-                assert action == "stop" and pulled and not end.drained, end
-            elif not trains:
-                assert [o.committed for o in end.outcomes] == [False, True], text
-                kind = {"raise": XferError, "kill": PeerLost, "stop": DeadlineExceeded}[action]
-                assert isinstance(end.outcomes[0].error, kind), text
-            elif action == "kill" or victim == "trainer 0":
-                assert isinstance(end, PeerLost if action == "kill" else XferError), end
-                assert action == "kill" or "does not answer" in text, text
-        if not trains and action != "kill":
-            engine, serves = job.engines[0], point in ("plan", "link", "arm")
-            job.sim.stopped.clear()
-            job.sim.wait(deadlines.SETTLE_GRACE_S)
-            assert engine.paused != serves and (engine.label == "1") == serves, engine.label
-            assert (job.controllers[0].error is None) == serves
 
 
 # ---- replicas that join
@@ -753,8 +696,6 @@ def test_a_scratch_above_the_budget_costs_only_its_replica_and_says_how_large_it
 # ---- fixed orders: what happens, step by step
 
 DIFFERENT = "min_replicas=1", "deadline_s=8.0", "verify=False", "version=77", "at_once=1"
-LATE = 8.0 + deadlines.CALL_GRACE_S + 0.02
-HUNG = DEADLINE_S / 3 + 3 * deadlines.STOP_GRACE_S  # its turn, then it and its controller give up
 ORDERS = {
     # ---- calls that differ
     **{f"ranks that ask for different refits are told what differs: {odd}": ("trainers=3 replicas=2",
@@ -788,12 +729,6 @@ ORDERS = {
         ("replicas=2", "slow 1 finish 1 | error 1 resume | call wait=sources | pending | raises t1 could not be resumed | "
          "raises t0 could not be resumed | held 2 | paused 0 1 | restart"),
     # ---- staged refits
-    **{f"a refit that fails while it is staged does not reach the engine: {who} {action}s at {point}, {way or 'sent'}":
-        (f"replicas=2 stage {way}", f"call | ended | forget | {'change t1 turn' if point == 'link' else 'quiet'} | "
-         f"fault {who} {point} {action} | call deadline_s=8 min_replicas={int(who != 't1')} | passed | "
-         f"took 0 {LATE if action == 'stop' else 10} | untouched 2 0 {1 if who == 't1' else ''}")
-       for point in ("link", "moving", "done") for action in ("raise", "kill", "stop") for way in ("", "pulled") for who in ("t1", "w0.1")
-       if not (who == "t1" and way and point != "link") and not (who != "t1" and action == "kill")},
     **{f"bytes that are staged for storages that an engine has no longer ({change}) are brought anew":
         ("stage", f"change w0.1 {change} | call | commits | paused 0 | held 2") for change in ("moves", "turns")},
     **{f"or refused ({change}) where trainers may have changed them":
@@ -808,16 +743,11 @@ ORDERS = {
     # ---- replicas that take turns
     **{f"replicas take turns by number, whatever trainers wait for: wait={wait} {way}": (f"replicas=3 at_once=1 {way}",
         f"forget | call wait={wait} | ended | level | turns 0 1 2") for wait in ("commit", "sources", "ready") for way in ("", "pulled")},
-    **{f"a replica that {action}s at {point} in its turn gives it to the next": ("replicas=3 at_once=1",
-        f"fault w0.0 {point} {action} | call min_replicas=2 | came 0 1 1 | took 0 {HUNG if action == 'stop' else SOON_S} | "
-        f"says {int(action == 'stop' and point != 'commit')} was not done when its turn of 20.0 s ended")
-       for action in ("kill", "stop", "raise") for point in ("arm", "moving", "commit")},
+    "a replica that hangs in its turn gives it to the next": ("replicas=3 at_once=1",
+        f"fault w0.0 arm stop | call min_replicas=2 | came 0 1 1 | took 0 {DEADLINE_S / 3 + 3 * deadlines.STOP_GRACE_S} | "
+        "says 1 was not done when its turn of 20.0 s ended"),
     **{f"replicas that take turns read from those that had theirs {way}": (f"trainers=1 replicas=3 relay at_once=1 {way}",
         f"call | took 0 1 | routes {first} relay relay") for way, first in (("", "gloo"), ("pulled", "peer"))},
-    # ---- first copies, by a verified refit
-    **{f"a first copy whose {who} fails at {point} leaves the joiner to the next refit": ("replicas=2",
-        f"again 1 | fault w{int(who == 'joiner')}.0 {point} raise | wait {SOON_S} | copied 1 {int(point == 'checksum')} | call | commits")
-       for who, point in (("donor", "checksum"), ("joiner", "checksum"), ("donor", "plan"), ("donor", "link"), ("donor", "digest"))},
     # ---- routes
     **{f"{workers} workers pull everything from {trainers} trainers, and the report says so":
         (f"trainers={trainers} workers={workers} replicas={replicas} pulled", "call | all pulled | call | all pulled | explain pulled by "
@@ -838,9 +768,6 @@ ORDERS = {
     "a donor that a refit writes while it is read costs the copy, and no refit waits": ("replicas=2 pulled",
         "hold | again 1 | copying | call min_replicas=1 | locked 0 | uncommittable | free | came 1 1 | "
         f"took 0 {SOON_S}"),
-    "a donor that dies while it is read costs the copy, and the joiner is torn": ("replicas=2 pulled",
-        f"hold | again 1 | copying | die w0.0 | free | wait {SOON_S} | torn 1 0 | call min_replicas=1 | "
-        f"came 0 1 | took 0 {SOON_S}"),
     # ---- many replicas
     "lanes that end within the hold say so once, and one that hangs holds up no other for longer":
         ("replicas=3 holds", "call | commits | dones 1 1 | fault t0 moving wait | call | commits | dones 2 1"),
@@ -855,8 +782,6 @@ ORDERS = {
         f"{nothing} | labels {left} | call version=a | commits | {nothing} | labels a")
        for found, left in (("checkpoint-900", "checkpoint-900"), ("xfer:mixed", "xfer:unknown"))
        for nothing in ("prepare t0 | armed | fault t0 drain raise | call | fails at drain | quiet | paused 0",)},
-    "a controller that is stopped between refits is named": ("", "stop c0 | call deadline_s=5 | fails not armed"),
-    "a trainer that is stopped between refits is named": ("", "stop t1 | call 0 deadline_s=5 | fails not called"),
     "a layout that changes while a replica is planned is planned again at once":
         ("replicas=2", "again 1 | phase 1 planning | stop w1.0 w1.1 | change t0 turn | call | quiet | anew 1 | go | commits"),
     **{f"processes of a replica that fails at {point} while it joins hear why at once": ("replicas=2",
@@ -882,19 +807,11 @@ ORDERS = {
          "took 0 0 | call deadline_s=1 | fails bringing its engine back | wait 20 | call min_replicas=1 | commits"),
     "a replica that joins while weights are released is refitted":
         ("replicas=2 pulled", "release t0 | quiet | again 0 | quiet | release t1 | quiet | again 1 | quiet | call | commits"),
-    "a trainer that failed before it told of changed exports tells them later":
-        ("replicas=2 computes", "change t0 export | change t1 export | fault t1 look raise | call | fails at look | again 1 | "
-         "quiet | call | commits"),
-    "and so does one that gathers":
-        ("replicas=2 computes", "change t0 export | change t1 export | fault t1 before raise | call | fails at before | again 1 | "
-         "quiet | call | commits"),
     "an engine that comes new into a refit hands on nothing":
         ("trainers=1 workers=1 replicas=2 pulled relay", "slow 1 pause 4 | call min_replicas=1 | wait 2.5 | die w0.0 | quiet | again 0 | "
          "commits"),
     "an engine that could not be resumed serves when it is served anew":
         ("trainers=1 workers=1", "prepare t0 | quiet | error 0 resume | close t0 | wait 1 | restart"),
-    "engines that were armed when the trainers died serve again when they are back":
-        ("", "prepare t1 | quiet | die t0 | wait 180 | restart"),
     "a call that comes while the refit before it is undone begins when it has been":
         ("", "fault t1 drain raise | stop c0 | call deadline_s=2 | fails at drain | call 0 | quiet | go | call 1 | commits"),
     "a rank that calls anew without a word ends the call that it left":
@@ -917,25 +834,12 @@ ORDERS = {
         ("replicas=2", "prepare t0 | quiet | call at_once=1 | fails prepare() has paused all engines | paused 0"),
     "an engine that comes back late is waited for by the next refit":
         ("", "fault w0.0 done raise | slow 0 resume 20 | call deadline_s=1 | fails at done | call | wait 5 | commits"),
-    "a trainer that is lost while workers install costs the next refit only":
-        ("trainers=3", "fault w0.0 commit wait | call | phase 0 committing | die t2 | commits | call 0 1 | fails trainer 2"),
     "a call that waits for a refit that is being undone ends at its deadline":
         ("", "stop c0 | call 1 | quiet | interrupt t0 | call 0 deadline_s=1 | soon 0 | go | soon 1"),
     "leaving finishes a refit whose sources were free":
         ("", "fault w0.0 commit wait | call wait=sources | soon 0 | close t0 | close t1 | paused 0 | held 2 | restart"),
     "leaving brings armed engines back into service":
         ("", "prepare t1 | quiet | close t0 | close t1 | wait 10 | paused 0 | held 1 | restart"),
-    "a worker that hangs between staging and commit leaves a whole engine":
-        ("replicas=2 stage", "call deadline_s=8 min_replicas=1 | staged | stop w0.1 | fails deadline | go | wait 60 | call | commits"),
-    "a controller that dies between staging and commit leaves a whole engine":
-        ("replicas=2 stage", "call deadline_s=8 min_replicas=1 | staged | die c0 | fails controller | wait 60 | again 0 | quiet | call | "
-         "commits"),
-    **{f"a trainer that dies when a delta is staged and {point}, {way or 'sent'}, costs the refit only":
-        (f"replicas=2 stage delta=auto {way}", f"{before} | die t1 | fails is gone | wait 4 | {then} | restart | call | commits")
-       for way in ("", "pulled") for point, before, then in (
-           ("not applied", "slow 0 pause 2 | slow 1 pause 2 | call | staged | wait 1", "paused 0 | held 1"),
-           ("half applied", "fault w0.0 apply wait | fault w1.0 apply wait | call | phase 0 moving | phase 1 moving | wait 1",
-            "paused 1"))},
     "exports that change one rank after the other are measured by each new catalog":
         ("trainers=3 replicas=2 fp8", "change t0 export | call | commits | change t1 export | call | commits | change t2 export | "
          "call | commits"),
@@ -1016,37 +920,6 @@ def last_two(job: Job) -> list[list]:
     return [[job.ends[i, job.calls[i] - 1], job.ends[i, job.calls[i]]] for i in range(job.trainers)]
 
 
-def untouched(job: Job, version: str, replicas: set[int]) -> bool:
-    """Whether the engines of those of these replicas that did not commit serve this version, and were not told to pause since `forget`."""
-    left = replicas - {
-        o.replica for end in job.ended() if not isinstance(end, XferError) for o in end.outcomes if o.committed
-    }
-    calm = [
-        (r, "pause") not in job.told and job.controllers[r].error is None and not job.engines[r].paused for r in left
-    ]
-    whole = [
-        job.engines[r].label == version and {t.held(job.last) for t in job.engines[r].takers} == {int(version)}
-        for r in left
-    ]
-    return bool(left) and all(calm) and all(whole)
-
-
-def not_copied(job: Job, replica: int, moved: bool) -> bool:
-    """Whether a first copy of replica 0 has failed. Its joiner is paused if bytes had moved, and serves what it had if not; replica 0
-    serves on."""
-    donor, joiner = job.controllers[0], job.controllers[replica]
-    job.differ.clear()  # this was no refit
-    told = "replica 0 sent checksum" in str(joiner.error) if moved else joiner.error is None
-    calm = not job.engines[0].paused and donor.error is None
-    return (
-        calm
-        and told
-        and job.coordinator.copied == 1
-        and joiner.version is None
-        and job.engines[replica].paused == moved
-    )
-
-
 def options(words: Iterable[str]) -> dict[str, object]:
     """`name=value`; `name` alone is true."""
     words_ = {"": True, "True": True, "False": False}
@@ -1111,8 +984,6 @@ HOLDS: dict[str, Callable[..., bool]] = {
     "raises": lambda job, who, *text: raises(lambda: job.closes(int(who[1])), *text),
     "settles": lambda job, *text: all(raises(session.settle, *text) for session in job.sessions),
     "unthreaded": lambda job: not [t.name for t in job.sim.threads if t.who.startswith("trainer")],
-    "passed": lambda job: (job.ended(), not job.faults)[1],
-    "untouched": lambda job, version, *replicas: untouched(job, version, {int(r) for r in replicas}),
     "torn": lambda job, replica, worker: (e := job.engines[int(replica)]).paused and job.controllers[int(replica)].torn and bool(
         e.takers[int(worker)].live["norm"].isnan().all()),
     "unscratched": lambda job: not any(s._lane_.plane.extra_bytes for e in job.engines for s in e.sessions),
@@ -1130,7 +1001,6 @@ HOLDS: dict[str, Callable[..., bool]] = {
     "dones": lambda job, *counts: [dones(job, f"trainer {i}") for i in range(job.trainers)] == [int(n) for n in counts],
     "catalog": lambda job, number: job.coordinator.generation == int(number),
     "labels": lambda job, text: [e.label for e in job.engines] == [text],
-    "copied": lambda job, replica, moved: not_copied(job, int(replica), bool(int(moved))),
     "soon": lambda job, rank: job.sim.block(lambda: int(rank) not in job.running, job.sim.now + SOON_S),
     "paused": lambda job, *flags: [e.paused for e in job.engines] == [f == "1" for f in flags] * (len(job.engines) // len(flags)),
     "held": lambda job, version: all(t.held(job.last) == int(version) for e in job.engines for t in e.takers),

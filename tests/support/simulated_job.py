@@ -177,6 +177,7 @@ class Engine(ToyEngine):
     def _did(self, what: str) -> None:
         if what in ("pause", "resume"):
             self.job.told.append((self.replica, what))
+        self.job.point("engine", self.replica, what)
         if seconds := self.slow.pop(what, 0.0):
             self.job.nap(seconds)
         if self.dead:
@@ -315,6 +316,7 @@ class Job(World):
             super()._connect_one(i)
 
     def point(self, role: str, rank: int, where: str) -> None:
+        self.passed[self.sim.running.who, where] = None
         action = self.faults.pop((self.sim.running.who, where), "")
         if action not in ("", "wait") and where in ("read", "look", "plan", "link"):
             self.hurts(self.sim.running.who)
