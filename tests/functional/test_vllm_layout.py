@@ -11,6 +11,7 @@ import types
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -81,8 +82,9 @@ def test_a_head_that_vllm_unties_takes_the_embedding_of_a_tied_trainer(folders, 
 
 
 @pytest.mark.parametrize("method", block_fp8.ENGINES)
-def test_an_engine_in_block_fp8_is_written_as_its_loader_writes_it_and_needs_scales(method, tmp_path):
-    """By values and scales that a checkpoint of that quant_method has. The packed route would load the values alone."""
+def test_an_engine_in_block_fp8_is_written_as_its_loader_writes_it_and_needs_scales(method, tmp_path, monkeypatch):
+    """By values and scales that a checkpoint of that quant_method has. On the packed route, if the twin cannot be traced, vLLM would load
+    the values alone."""
     wide = dict(hidden_size=256, head_dim=128, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
     wide |= dict(moe_intermediate_size=256, num_experts=16)
     tensors = toy.write_checkpoint("qwen3_moe", tmp_path / "model", **wide)
@@ -95,9 +97,14 @@ def test_an_engine_in_block_fp8_is_written_as_its_loader_writes_it_and_needs_sca
         derived = EngineModel(config, live, CPU).read(catalog).derived
         wanted = {(s.of, s.rule) for s in derived}
         assert len(wanted) == 2 * (4 + 1 + 16 * 3) and {r for _, r in wanted} == {"ieee"}
-        with pytest.raises(Unsupported, match="cannot refit this engine") as error:
-            EngineModel(config, live, CPU).loader().accept(catalog)
-        assert all("is FP8 with scales in" in line for line in error.value.violations)
+        packed = EngineModel(config, live, CPU).loader()
+        packed.accept(catalog)
+        assert packed._layerwise and packed._scales == {n: n + block_fp8.SCALES[method] for n, _ in wanted}
+        with monkeypatch.context() as m, pytest.raises(Unsupported, match="cannot refit this engine") as error:
+            m.setattr(EngineModel, "_twin", Mock(side_effect=Unsupported("no twin", ["here: why"])))
+            packed.accept(catalog)
+        lines = error.value.violations
+        assert lines and all("is FP8 with scales in" in x and "Unsupported: no twin: here: why" in x for x in lines)
         served = block_fp8.serialized(tensors, wanted, suffix=block_fp8.SCALES[method])
         both = dict(tensors)
         for s in derived:

@@ -47,8 +47,9 @@ def model(monkeypatch):
 
 
 class Attention(torch.nn.Module):
-    def __init__(self, scale: float):
+    def __init__(self, scale: float, cache: str):
         super().__init__()
+        self.kv_cache_dtype = cache
         self.register_buffer("_q_scale", torch.tensor(scale))
 
 
@@ -56,9 +57,9 @@ class Quantized(torch.nn.Module):
     """As vLLM quantizes: `weight` becomes something else of that name with a scale beside it, `bias` is packed under another name.
     Attention has a scale only while a checkpoint is loaded."""
 
-    def __init__(self, scale: float):
+    def __init__(self, *attention):
         super().__init__()
-        self.attention = Attention(scale)
+        self.attention = Attention(*attention)
         self.weight, self.bias = Parameter(torch.zeros(2, 2)), Parameter(torch.zeros(2))
         self.process()
 
@@ -74,11 +75,23 @@ class Quantized(torch.nn.Module):
         self.weight, self.bias = (Parameter(torch.zeros(s, device="meta")) for s in ((2, 2), (2,)))
 
 
-@pytest.mark.parametrize("left_out", [None, "a.weight", "a.bias", "a.attention.q_scale"])
-def test_parameters_made_by_processing_need_not_be_loaded_and_those_it_replaces_must(monkeypatch, model, left_out):
-    """A scale of attention must come if an earlier checkpoint brought its own: the buffer is then not 1."""
+@pytest.mark.parametrize(
+    ("left_out", "attention"),
+    [
+        (None, (1.0, "fp8")),
+        (None, (0.5, "auto")),
+        ("a.weight", (1.0, "fp8")),
+        ("a.bias", (1.0, "fp8")),
+        ("a.attention.q_scale", (0.5, "fp8")),
+    ],
+)
+def test_parameters_made_by_processing_need_not_be_loaded_and_those_it_replaces_must(
+    monkeypatch, model, left_out, attention
+):
+    """A scale of attention must come if an earlier checkpoint brought its own: the buffer is then not 1. Not if nothing reads it,
+    since the KV cache is not quantized."""
     root = model.engine.model = torch.nn.Module()
-    root.a = Quantized(0.5 if left_out == "a.attention.q_scale" else 1.0)
+    root.a = Quantized(*attention)
     root.load_weights = lambda weights: {n for n, _ in weights}
     model._layerwise = True
     monkeypatch.setattr(PackedModel, "_close_layers", lambda self: root.a.process())

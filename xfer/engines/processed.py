@@ -6,7 +6,7 @@ relaid.py reads the new layouts. copies.py finds other tensors outside parameter
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,20 +129,23 @@ def read_processed(model: torch.nn.Module, prefix: str = "") -> Processed:
     return Processed(ScaleRule.of_all(rules), tuple(relaid))
 
 
-def without_scales(model: torch.nn.Module, names: Iterable[str]) -> list[str]:
-    """One line per layer that takes FP8 weights with scales beside them, if no tensor of the checkpoint is named like its scales.
+def without_scales(model: torch.nn.Module, names: Iterable[str], made: Container[str] = ()) -> list[str]:
+    """One line per parameter that takes FP8 weights with scales beside it, if no tensor of the checkpoint is named like its scales.
 
     vLLM would load the weights, and dequantize them by the scales of an earlier load.
 
     Args:
         names: The checkpoint's tensors.
+        made: Parameters whose scales are made here.
     """
     bad, names = [], list(names)
     for path, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False)) if type(quant_method(module)).__name__ in _FP8 else {}
         for name, p in own.items():
             scales = [n.removeprefix(name) for n in own if n.startswith(name) and n != name]
-            if p.dtype is torch.float8_e4m3fn and scales and not any(n.endswith(tuple(scales)) for n in names):
+            if p.dtype is not torch.float8_e4m3fn or f"{path}.{name}" in made:
+                continue
+            if scales and not any(n.endswith(tuple(scales)) for n in names):
                 bad.append(
                     f"{path}.{name}: is FP8 with scales in {name}{scales[0]}, and trainers send none; {_UNSCALED}"
                 )

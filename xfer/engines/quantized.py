@@ -75,6 +75,28 @@ def with_quantized(first: Traced, twin: torch.nn.Module, retrace: Trace, rule: S
     )
 
 
+def scale_names(first: Traced, twin: torch.nn.Module, retrace: Trace) -> tuple[dict[str, str], frozenset[str]]:
+    """For a loader that gets whole tensors: which of these it has to get in block FP8.
+
+    Args:
+        first, twin, retrace: As for `with_quantized`.
+
+    Returns:
+        Name of each such tensor -> the name under which the loader takes its scales; and the names of all parameters in this form.
+
+    Raises:
+        Unsupported, LayoutError: As `with_quantized`; or the loader puts a tensor into other parameters as well.
+    """
+    with_quantized(first, twin, retrace, ScaleRule.IEEE)
+    partners = _partners(twin)
+    out = {f.tensor: f.tensor + partners[f.root][1] for f in first.fragments if f.root in partners}
+    other = [(f.tensor, f.root) for f in first.fragments if f.root not in partners]
+    other += [(name, r.target) for r in first.recipes for name in r.sources]
+    if both := [f"{name}: {root}" for name, root in other if name in out]:
+        raise LayoutError("tensors land in block FP8, and elsewhere as they are", both)
+    return out, frozenset(partners)
+
+
 def _partners(twin: torch.nn.Module) -> dict[str, tuple[str, str]]:
     """Name of each FP8 parameter with scales -> name of the parameter of its scales, and what is appended for it."""
     out = {}

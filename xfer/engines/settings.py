@@ -14,6 +14,8 @@ from xfer.errors import Unsupported
 TRUSTED = "XFER_TRUST_CONNECTORS"
 """Variable in an engine's environment: comma-separated class names of connectors whose caches the engine's owner resets, or
 which keep nothing."""
+PLAIN_CACHES = ("auto", "bfloat16", "float16", "float32")
+"""vLLM's names of KV caches that are not quantized."""
 
 
 def refuse_settings(vllm_config: Any, workers: int = 0) -> None:
@@ -126,7 +128,7 @@ def refuse_calculated_scales(cache_config: Any) -> None:
     They come from the weights of that moment, which may be the random ones of load_format="dummy".
     """
     kind = getattr(cache_config, "cache_dtype", "auto")
-    if getattr(cache_config, "calculate_kv_scales", False) and kind not in ("auto", "bfloat16", "float16", "float32"):
+    if getattr(cache_config, "calculate_kv_scales", False) and kind not in PLAIN_CACHES:
         raise Unsupported(
             f"the scales of this engine's KV cache ({kind}) are calculated once, from the first weights, and stay after refits",
             ["start vLLM without calculate_kv_scales: scales are 1 then, or the checkpoint's"],

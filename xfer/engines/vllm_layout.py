@@ -35,7 +35,7 @@ from xfer.engines.layout import (
 )
 from xfer.engines.live import DRAFT, LiveStorages
 from xfer.engines.processed import Processed, read_processed
-from xfer.engines.quantized import with_quantized
+from xfer.engines.quantized import scale_names, with_quantized
 from xfer.engines.relaid import AfterLoading, makers, refuse_computed, refuse_other_operators
 from xfer.engines.settings import refuse_settings
 from xfer.engines.vllm_checks import all_agree
@@ -189,6 +189,22 @@ class EngineModel:
             raise
         left_alone = LeftAlone(live, layout.kept, self._constants(copies)) if self._may_sleep() else None
         return self.weights.bind(layout, live, copies, left_alone)
+
+    @one_line_per_kind("vllm")
+    def scale_names(self, specs: Sequence[TensorSpec]) -> tuple[dict[str, str], frozenset[str]]:
+        """Trace the loader to say which tensors it takes in block FP8: see `scale_names` (quantized.py).
+
+        Args:
+            specs: The checkpoint's tensors.
+        """
+
+        def retraced(offered: Sequence[TensorSpec], names: Mapping[str, str]) -> Traced:
+            built = Watch()
+            return trace_loader(self._twin(built), offered, built=built, names=names)
+
+        built = Watch()
+        twin = self._twin(built)
+        return scale_names(trace_loader(twin, specs, built=built), twin, retraced)
 
     def _twin(self, watch: Watch) -> torch.nn.Module:
         from xfer.engines.meta_model import make_meta_model

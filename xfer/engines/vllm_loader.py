@@ -1,16 +1,20 @@
 """The model of one vLLM worker on the packed route: its own `load_weights` loads it, bucket by bucket.
 
-Nothing is traced. If the live weights have the layout in which they were loaded, the loader writes them in place. If vLLM
-processed them after loading (quantized, experts laid out anew, packed for the CPU), vLLM's own layer-wise reload loads
-and processes each layer again and copies it to its old place. Both routes share the `LiveWeights` of the engine
-(weights.py), so either route repairs a model that the other left torn.
+If the live weights have the layout in which they were loaded, the loader writes them in place. If vLLM processed them after
+loading (quantized, experts laid out anew, packed for the CPU), vLLM's own layer-wise reload loads and processes each layer
+again and copies it to its old place.
+
+An engine that takes block FP8 from a checkpoint gets values and scales as such a checkpoint has them: they are made of each whole
+tensor here. A trace of its loader says which tensors these are; nothing else is traced.
+
+Both routes share the `LiveWeights` of the engine (weights.py), so either route repairs a model that the other left torn.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,8 +23,11 @@ from xfer.engines.checks import matches, refuse_other_family
 from xfer.engines.hf_spec import specs_of_config
 from xfer.engines.live import LiveSlot, LiveStorages
 from xfer.engines.lock import alone
-from xfer.engines.settings import refuse_settings
+from xfer.engines.processed import read_processed, without_scales
+from xfer.engines.settings import PLAIN_CACHES, refuse_settings
 from xfer.errors import LayoutError, Unsupported, out_of_memory
+from xfer.kernels.block_fp8 import WEIGHT_DTYPES
+from xfer.kernels.quantize import ScaleRule, WeightBox, grid, quantizer
 from xfer.trace.fragment import TensorSpec
 
 if TYPE_CHECKING:
@@ -36,6 +43,8 @@ class PackedModel:
     def __init__(self, engine: EngineModel):
         self.engine, self.weights = engine, engine.weights
         self._layerwise = False
+        self._scales: dict[str, str] = {}  # tensor that is quantized here -> name of its scales
+        self._rule = ScaleRule.IEEE
         self._open = False  # a layer-wise reload has begun
         self._loaded: set[str] | None = set()  # parameters that the engine's loader has loaded; None: it does not say
         self._as_loaded: frozenset[str] | None = None  # parameters that a layer-wise reload loads; None: the live ones
@@ -53,8 +62,6 @@ class PackedModel:
             LayoutError: The names of both sides differ. This is checked if transformers knows the engine's config.
             Unsupported: The packed route cannot refit this engine.
         """
-        from xfer.engines.processed import read_processed, without_scales
-
         engine = self.engine
         refuse_settings(engine.vllm_config, engine.workers)
         bad = []
@@ -66,14 +73,14 @@ class PackedModel:
             bad.append("enable_lora wraps layers under other names than the loader's; start vLLM without it")
         if engine.draft is not None or getattr(engine.vllm_config, "speculative_config", None) is not None:
             bad.append("a drafter is a second model that the loader does not reach")
-        bad += without_scales(engine.model, (s.name for s in catalog.specs))
+        specs = self._wanted(catalog.specs)
+        bad += self._find_scales(specs)
         if bad:
             raise Unsupported("the packed route cannot refit this engine", bad)
         live, self._plain_scales = LiveStorages(engine.model), None
         engine.refuse_asleep(live)
         # Every small vector may be the lock, since a refit that leaves one out does not commit.
         self.weights.watch(live, [s for s in alone(live) if s.is_parameter])
-        specs = self._wanted(catalog.specs)
         expected = specs_of_config(engine.vllm_config.model_config.hf_config)
         if expected is not None:
             head = engine._untied_head(engine.model, specs, expected)
@@ -87,11 +94,36 @@ class PackedModel:
                         "a checkpoint without it"
                     ],
                 )
+        emptied = any(slot.is_parameter and not slot.root for slot in live.slots.values())
         try:
-            emptied = any(slot.is_parameter and not slot.root for slot in live.slots.values())
-            self._layerwise = emptied or bool(read_processed(engine.model).relaid)
+            processed = read_processed(engine.model)
         except Unsupported:
-            self._layerwise = True
+            self._layerwise, self._rule = True, ScaleRule.IEEE  # as a checkpoint has it
+        else:  # vLLM may quantize FP8 weights again
+            self._layerwise = emptied or bool(processed.relaid) or processed.rule is not None
+            self._rule = processed.rule or ScaleRule.IEEE
+        kinds = {(s.dtype, s.shape[1]) for s in specs if s.name in self._scales}
+        # Kernels are loaded now: loading one beside NCCL's can hang the host.
+        rows = [torch.empty(1, n, dtype=getattr(torch, dtype), device=engine.device) for dtype, n in kinds]
+        quantizer([WeightBox(row, *_room(row)) for row in rows], self._rule)
+
+    def _find_scales(self, specs: Sequence[TensorSpec]) -> list[str]:
+        """Find the tensors that are quantized here. Return a line for each weight in FP8 that would get no scale."""
+        model, names, made, why = self.engine.model, {s.name for s in specs}, frozenset[str](), ""
+        self._scales = {}
+        if without_scales(model, ()):
+            try:
+                scales, made = self.engine.scale_names(specs)
+            except (LayoutError, Unsupported) as e:
+                why = f"; xfer cannot make them: {e.line()}"
+            else:
+                self._scales = {n: scale for n, scale in scales.items() if scale not in names}
+        bad = [line + why for line in without_scales(model, names, made)]
+        return bad + [
+            f"{s.name}: is {s.dtype} and comes without {self._scales[s.name]}; send that too, or the weight in bf16 or fp32"
+            for s in specs
+            if s.name in self._scales and getattr(torch, s.dtype) not in WEIGHT_DTYPES
+        ]
 
     def check(self) -> None:
         """Refuse an engine that sleeps."""
@@ -112,12 +144,16 @@ class PackedModel:
 
             if self._plain_scales is None:
                 self._plain_scales = _plain_scales(self.engine.model)
+            live, unread = self._parameters(), _plain_caches(self.engine.model)
             with self._inside():
                 self._open = True
                 initialize_layerwise_reload(self.engine.model)
             # Processing may add parameters (scales) that no loader knows.
-            parameters = self.engine.model.named_parameters(remove_duplicate=False)
-            self._as_loaded = frozenset(n for n, _ in parameters) - self._plain_scales
+            opened = self._parameters() - self._plain_scales
+            self._as_loaded = opened - {n for n in opened - live if n.rpartition(".")[0] in unread}
+
+    def _parameters(self) -> frozenset[str]:
+        return frozenset(n for n, _ in self.engine.model.named_parameters(remove_duplicate=False))
 
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Load one bucket of tensors.
@@ -126,12 +162,12 @@ class PackedModel:
             LayoutError: The engine's loader refuses a tensor. It names the tensors of the bucket. An error for lack of memory
                 passes unchanged.
         """
-        given = [(n, t.clone() if self._layerwise else t) for n, t in tensors if n not in self._dropped]
+        given = [(n, t) for n, t in tensors if n not in self._dropped]
         if not given:
             return
         try:
             with self._inside(), torch.no_grad():
-                loaded = self.engine.model.load_weights(iter(given))
+                loaded = self.engine.model.load_weights(self._offered(given))
         except Exception as e:
             if out_of_memory(e):
                 raise
@@ -142,6 +178,16 @@ class PackedModel:
             self._loaded = None
         else:
             self._loaded |= set(loaded)
+
+    def _offered(self, given: Sequence[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors as the engine's loader takes them. A layer-wise reload keeps them longer than the buffer does: it gets copies."""
+        made = {n: _room(t) for n, t in given if n in self._scales}
+        quantizer([WeightBox(t, *made[n]) for n, t in given if n in made], self._rule).run()
+        for name, t in given:
+            if name in made:
+                yield from zip((name, self._scales[name]), made.pop(name))
+            else:
+                yield name, t.clone() if self._layerwise else t
 
     def finish(self) -> None:
         """Finish loading, before the commit.
@@ -201,6 +247,21 @@ class PackedModel:
             else:
                 inside.enter_context(disable_mtp_completeness_check())
             yield
+
+
+def _room(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """New memory for the values and scales of a matrix."""
+    scales = weight.new_empty(grid(weight.shape), dtype=torch.float32)
+    return torch.empty_like(weight, dtype=torch.float8_e4m3fn), scales
+
+
+def _plain_caches(model: torch.nn.Module) -> frozenset[str]:
+    """Paths of the attention layers whose KV cache is not quantized. Nothing reads the scales and zero points that they have while a
+    checkpoint is loaded; load_format="dummy" leaves random ones."""
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    layers = ((n, m) for n, m in model.named_modules() if isinstance(m, AttentionLayerBase))
+    return frozenset(n for n, m in layers if getattr(m, "kv_cache_dtype", "") in PLAIN_CACHES)
 
 
 def _plain_scales(model: torch.nn.Module) -> frozenset[str]:

@@ -1,0 +1,153 @@
+"""The packed route into an engine that serves block FP8 with scales from a checkpoint, without vLLM: what its loader gets, and what is
+refused."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import block_fp8
+from xfer.engines import processed, vllm_loader
+from xfer.engines.vllm_layout import EngineModel
+from xfer.engines.vllm_loader import PackedModel
+from xfer.errors import Unsupported
+from xfer.kernels.block_fp8 import ScaleRule
+from xfer.trace.catalog import Catalog
+from xfer.trace.fragment import TensorSpec
+
+SIZES = {"a": (128, 200), "b": (128, 200)}
+DTYPES = {"a": "bfloat16", "b": "float32"}
+DEEP_GEMM, TRITON = "DeepGemmFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel"
+
+
+class Net(nn.Module):
+    """Two matrices in one parameter in FP8, with scales beside it, and a vector. `twice`: the first one is an embedding too. `looks`: at
+    the values of a tensor."""
+
+    def __init__(self, suffix="_scale_inv", kernel=TRITON, scale=(2, 2), takes=True, twice=False, looks=False):
+        super().__init__()
+        self.suffix, self.takes, self.twice, self.looks = suffix, takes, twice, looks
+        self.layer, self.norm = nn.Module(), nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))
+        self.layer.weight = nn.Parameter(torch.zeros(256, 200, dtype=torch.float8_e4m3fn), requires_grad=False)
+        self.layer.register_parameter(f"weight{suffix}", nn.Parameter(torch.zeros(scale), requires_grad=False))
+        how = SimpleNamespace(name=kernel)
+        self.layer.quant_method = type("Fp8LinearMethod", (), {"weight_block_size": [128, 128]})()
+        self.layer.quant_method.fp8_linear = type(how.name, (), {})()
+        if twice:
+            self.embed = nn.Parameter(torch.zeros(SIZES["a"], dtype=torch.bfloat16), requires_grad=False)
+
+    def load_weights(self, weights) -> set[str]:
+        loaded = set()
+        for name, t in weights:
+            if name == "norm":
+                assert not self.looks or float(t[0])
+                self.norm.copy_(t)
+                loaded.add("norm")
+                continue
+            i = "ab".index(name[0])
+            scales = name.endswith(self.suffix)
+            if scales and not self.takes:
+                continue
+            into = getattr(self.layer, f"weight{self.suffix}") if scales else self.layer.weight
+            n = len(into) // 2
+            into[i * n : (i + 1) * n].copy_(t)
+            loaded.add(f"layer.weight{self.suffix * scales}")
+            if self.twice and name == "a":
+                self.embed.copy_(t)
+        return loaded
+
+
+class Engine(EngineModel):
+    def __init__(self, **how):
+        config = SimpleNamespace(
+            parallel_config=SimpleNamespace(enable_eplb=False),
+            model_config=SimpleNamespace(hf_config=None, model="toy", enable_sleep_mode=False),
+            load_config=None,
+            cache_config=None,
+        )
+        super().__init__(config, Net(**how), torch.device("cpu"))
+        self._how = how
+
+    def _twin(self, watch) -> nn.Module:
+        with torch.device("meta"):
+            return Net(**self._how)
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """Makes the loader of an engine of `Net`, and has it accept tensors of these dtypes and shapes."""
+    monkeypatch.setattr(vllm_loader, "specs_of_config", lambda config: None)
+    monkeypatch.setattr(processed, "_requantizes", lambda: True)
+    monkeypatch.setattr(PackedModel, "_inside", lambda self: contextlib.nullcontext())
+
+    def join(dtypes=DTYPES, more=(), **how) -> PackedModel:
+        specs = [TensorSpec(n, SIZES[n], dtype) for n, dtype in dtypes.items()]
+        specs += [TensorSpec("norm", (64,), "bfloat16"), *more]
+        model = PackedModel(Engine(**how))
+        model.accept(Catalog(tuple(sorted(specs))))
+        model._dropped = set()
+        return model
+
+    return join
+
+
+@pytest.mark.parametrize(
+    ("suffix", "kernel", "rule"), [("_scale_inv", TRITON, ScaleRule.IEEE), ("_scale", DEEP_GEMM, ScaleRule.POW2)]
+)
+def test_values_and_scales_are_those_of_a_quantized_checkpoint(joined, suffix, kernel, rule):
+    """By the rule of the direct route: weights are quantized again, or not. A NaN and an infinity show."""
+    model, made = joined(suffix=suffix, kernel=kernel), torch.Generator().manual_seed(0)
+    weights = {n: torch.randn(SIZES[n], generator=made).to(getattr(torch, DTYPES[n])) for n in SIZES}
+    weights["a"][3, 5], weights["b"][100, 199] = torch.nan, torch.inf
+    norm, before = torch.ones(64, dtype=torch.bfloat16), {n: t.clone() for n, t in weights.items()}
+    assert model._layerwise, "vLLM has to process the layer again"
+    model.load([("b", weights["b"])])
+    model.load([("norm", norm), ("a", weights["a"])])
+    model.finish()
+    layer = model.engine.model.layer
+    for i, (name, weight) in enumerate(weights.items()):
+        assert torch.equal(weight.nan_to_num(7), before[name].nan_to_num(7))
+        codes, scales, _ = block_fp8.quantized(weight.float().numpy(), rule)
+        got = layer.weight[i * 128 : (i + 1) * 128].view(torch.uint8)
+        assert torch.equal(got, torch.from_numpy(codes))
+        got = getattr(layer, f"weight{suffix}")[i : i + 1]
+        assert torch.equal(got.view(torch.int32), torch.from_numpy(scales).view(torch.int32))
+    assert torch.equal(model.engine.model.norm, norm)
+
+
+def scales_sent(*names: str) -> list[TensorSpec]:
+    return [TensorSpec(f"{n}_scale_inv", (1, 2), "float32") for n in names]
+
+
+def test_what_trainers_send_with_its_scales_is_loaded_as_it_came(joined):
+    model = joined({"a": "float8_e4m3fn", "b": "bfloat16"}, scales_sent("a"))
+    codes = torch.arange(128 * 200).remainder(0x7F).to(torch.uint8).view(128, 200).view(torch.float8_e4m3fn)
+    model.load([("a", codes), ("a_scale_inv", torch.tensor([[2.0, 3.0]])), ("b", torch.ones(128, 200).bfloat16())])
+    layer = model.engine.model.layer
+    assert torch.equal(layer.weight[:128].view(torch.uint8), codes.view(torch.uint8))
+    assert layer.weight_scale_inv.tolist() == [[2.0, 3.0], [pytest.approx(1 / 448)] * 2]
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "more", "how", "said"),
+    [
+        (DTYPES, (), dict(looks=True), "layer.weight: is FP8 with scales in weight_scale_inv, .*the values of weights"),
+        (DTYPES, (), dict(takes=False), "layer.weight: is FP8 with scales .*its loader took no scale"),
+        (DTYPES, (), dict(twice=True), "layer.weight: is FP8 with scales .*elsewhere as they are: a: embed"),
+        (DTYPES, (), dict(suffix="_scale", scale=(2, 1)), "layer.weight: is FP8 with scales in weight_scale, and"),
+        ({"a": "float8_e4m3fn", "b": "float32"}, (), {}, "a: is float8_e4m3fn and comes without a_scale_inv"),
+        ({"a": "float8_e4m3fn", "b": "float8_e4m3fn"}, scales_sent("b"), {}, "a: is float8_e4m3fn and comes without"),
+        ({"a": "float16", "b": "float32"}, (), {}, "a: is float16 and comes without a_scale_inv; send that too, or"),
+    ],
+    ids=["untraceable", "takes no scales", "in two forms", "per channel", "FP8", "scales of another", "fp16"],
+)
+def test_a_weight_in_fp8_without_scales_is_refused(joined, dtypes, more, how, said):
+    with pytest.raises(Unsupported, match="the packed route cannot refit this engine") as e:
+        joined(dtypes, more, **how)
+    (line,) = e.value.violations
+    assert re.search(said, line), line
