@@ -12,7 +12,7 @@ import pytest
 
 from tests.functional.test_session_changes import unreadable
 from tests.support.simulation import simulated
-from tests.support.world import TOKEN, ToyEngine, World, free_port, until_true
+from tests.support.world import TOKEN, ToyEngine, World, free_port, good, until_true
 from xfer.coordinator import coordinator
 from xfer.coordinator import messages as m
 from xfer.coordinator.deadlines import LEAVE_S
@@ -234,6 +234,22 @@ def test_a_torn_engine_of_which_only_whole_workers_came_stays_out(monkeypatch):
         with pytest.raises(XferError):
             w.controllers[0].wait_ready(10)
         assert toy.paused and toy.label == MIXED and w.controllers[0].torn
+
+
+def test_an_engine_that_was_left_between_commit_and_reset_drops_its_caches_before_it_serves():
+    """Its weights are whole and new, and its caches come from those before."""
+    toy = ToyEngine(2)
+    with world(toy) as w:
+        w.commits(1)
+        toy.fail["reset"] = XferError("cache blocks are held")
+        with pytest.raises(XferError, match="could not be resumed"):
+            good(w.refit(2, deadline_s=5.0))
+        until_true(lambda: w.controllers[0].torn)
+        assert toy.paused and all(taker.holds == "whole" for taker in toy.takers)
+        w.leave(0)
+        del toy.log[:]
+        w.come(0, toy).wait_ready(5)
+        assert toy.log == ["reset", "resume"] and not toy.paused
 
 
 @pytest.mark.parametrize(

@@ -417,6 +417,8 @@ class Controller:
         if ours:
             self.handle.assume_paused()
         if holds == "whole":
+            if ours and label != PAUSED:
+                self.handle.reset_caches(SETTLE_GRACE_S)  # its workers may have committed since these were filled
             if (ours or held) and self._label is not None:
                 self.handle.set_version(self._label, SETTLE_GRACE_S)
             if ours or held:
