@@ -3,6 +3,7 @@
 The engine is a toy (tests/support/world.py). Tests of the in-process `LLM` put its real handle before the toy.
 """
 
+import json
 import re
 import threading
 import time
@@ -20,9 +21,11 @@ from xfer.coordinator.events import Disconnected, Received
 from xfer.engines.handles import OfflineLLM
 from xfer.engines.remote import CallableEngine
 from xfer.errors import DeadlineExceeded, EngineLost, LayoutError, Unsupported, XferError
-from xfer.participants.controller import MIXED, Controller
+from xfer.participants.controller import MIXED, PAUSED, Controller
 from xfer.participants.worker import WorkerSession
 from xfer.rendezvous.server import Server
+from xfer.sglang.engines import _Forwarder
+from xfer.sglang.plugin import CALL
 
 pytestmark = pytest.mark.usefixtures(simulated.__name__)
 
@@ -249,7 +252,46 @@ def test_an_engine_that_was_left_between_commit_and_reset_drops_its_caches_befor
         w.leave(0)
         del toy.log[:]
         w.come(0, toy).wait_ready(5)
-        assert toy.log == ["reset", "resume"] and not toy.paused
+        assert toy.log == ["pause", "reset", "resume"] and not toy.paused
+
+
+class ToySGLang(_Forwarder):
+    """A ToyEngine behind the routes of SGLang's server, which does not say whether it is paused."""
+
+    def __init__(self, toy: ToyEngine):
+        super().__init__("retract")
+        self.toy, self.served = toy, []
+
+    def _ask(self, route: str, **body):
+        toy = self.toy
+        if route == "get_weights_by_name":
+            asked = json.loads(body["name"].removeprefix(CALL))
+            return [1.0] if asked["call"] == "workers" else getattr(toy, asked["call"])(asked["info"], 0)
+        if route == "continue_generation":
+            self.served.append(toy.takers[0].holds)
+        calls = {
+            "pause_generation": toy.pause, "continue_generation": toy.resume, "begin_weight_update": toy.start_update,
+            "end_weight_update": lambda timeout: toy.finish(None, timeout),
+            "update_weight_version": lambda timeout: toy.set_version(body["new_version"], timeout),
+        }  # fmt: skip
+        return calls[route](0) if route in calls else True
+
+    def get_weight_version(self):
+        return self.toy.label
+
+
+@pytest.mark.parametrize(("label", "holds"), [("default", "whole"), (MIXED, "mix"), (PAUSED, "nothing")])
+def test_an_sglang_server_that_xfer_has_paused_stays_so_while_it_joins_again(label, holds):
+    toy = ToyEngine(1)
+    toy.label, toy.paused, toy.takers[0].began_with = label, label != "default", holds
+    w, engine = world(toy), ToySGLang(toy)
+    serve = w.serve
+    w.serve = lambda _, replica: serve(CallableEngine(engine), replica)
+    with w:
+        w.controllers[0].wait_ready(5)
+        assert toy.paused == (label != "default")
+        w.commits(1)
+        assert not toy.paused and set(engine.served) == {"whole"}
 
 
 @pytest.mark.parametrize(
