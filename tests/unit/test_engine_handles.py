@@ -505,6 +505,26 @@ def test_an_offline_refit_and_the_owner_wait_for_each_other_unless_a_worker_hang
     assert not waiting.is_alive()
 
 
+def test_a_refit_of_a_later_handle_waits_for_an_owner_who_came_in_by_an_earlier_one():
+    """A controller may be closed, and its LLM served again, while another thread of the owner generates."""
+    llm = FakeLLM(FakeVllm())
+    earlier, later, inside, leave = OfflineLLM(llm), OfflineLLM(llm), threading.Event(), threading.Event()
+
+    def generate():
+        with earlier.hold():
+            inside.set()
+            leave.wait(10)
+
+    owner = threading.Thread(target=generate, daemon=True)
+    owner.start()
+    assert inside.wait(5)
+    with pytest.raises(DeadlineExceeded, match="inside serving"):
+        later.pause(0.2)
+    leave.set()
+    later.pause(T)
+    later.resume(T)
+
+
 @pytest.mark.parametrize("called", [False, True])
 def test_an_engine_and_its_thread_end_with_the_handle(called):
     threads = threading.active_count()

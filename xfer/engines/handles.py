@@ -385,7 +385,9 @@ class OfflineLLM(Handle):
                 f"pause_mode={pause_mode!r}", ["an LLM's requests wait between its steps: 'keep', 'keep_cache'"]
             )
         super().__init__(name, pause_mode)
-        self._llm, self._gate, self._thread = llm, Gate(), CallThread(name)
+        self._llm, self._thread = llm, CallThread(name)
+        # One gate for all handles of an LLM: its owner may still be inside that of an earlier one.
+        self._gate: Gate = vars(llm).setdefault("xfer_gate", Gate())
 
     @property
     def engine(self) -> Any:
@@ -400,10 +402,10 @@ class OfflineLLM(Handle):
         return self._gate.entered()
 
     def assume_paused(self) -> None:
-        """Do nothing: an `LLM` has no pause, and each handle has a gate of its own."""
+        """Do nothing: an `LLM` has no pause, and an earlier controller has opened the gate."""
 
     def ask_paused(self, timeout: float) -> None:
-        """Do nothing: no other party can close this handle's gate."""
+        """Do nothing: only controllers close the gate."""
 
     def stay_paused(self, timeout: float = ASK_S) -> None:
         """Open the gate, at once even while a call does not return.
