@@ -405,6 +405,19 @@ def test_a_drafter_with_a_checkpoint_of_its_own_has_to_be_kept(folders, tmp_path
         }
 
 
+def test_drafts_that_are_looked_up_in_the_prompt_need_no_drafter(folders):
+    folder, _ = folders["qwen3"]
+    how, catalog = (
+        {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2},
+        Catalog(checkpoint_specs(folder)),
+    )
+    with rank_of(folder, speculative_config=how) as (config, live):
+        assert config.speculative_config.draft_model_config is not None
+        model = EngineModel(config, live, CPU)
+        model.read(catalog)
+        model.loader().accept(catalog)
+
+
 def test_a_class_that_cannot_be_built_on_meta_is_refused_with_its_line(folders, monkeypatch):
     """Its constructor needs a value of a weight."""
     from vllm.model_executor.models.qwen2 import Qwen2MLP

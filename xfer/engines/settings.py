@@ -38,6 +38,13 @@ def refuse_settings(vllm_config: Any, workers: int = 0) -> None:
     refuse_kept_results(vllm_config)
 
 
+def has_drafter(vllm_config: Any) -> bool:
+    """Return whether an engine drafts with a second model. One that looks drafts up in the prompt (ngram) does not: vLLM then has the
+    served model's configuration in the place of a drafter's."""
+    config: Any = getattr(vllm_config, "speculative_config", None)
+    return getattr(config, "draft_model_config", None) is not None and not config.method.startswith("ngram")
+
+
 def refuse_unreached(parallel_config: Any, workers: int) -> None:
     """Refuse a vLLM client that reaches fewer than `workers` workers.
 

@@ -37,7 +37,7 @@ from xfer.engines.live import DRAFT, LiveStorages
 from xfer.engines.processed import Processed, read_processed
 from xfer.engines.quantized import scale_names, with_quantized
 from xfer.engines.relaid import AfterLoading, makers, refuse_computed, refuse_other_operators
-from xfer.engines.settings import refuse_settings
+from xfer.engines.settings import has_drafter, refuse_settings
 from xfer.engines.vllm_checks import all_agree
 from xfer.engines.weights import LiveWeights
 from xfer.errors import LayoutError, Unsupported
@@ -256,11 +256,10 @@ class EngineModel:
             refuse_asleep(live)
 
     def _refuse_unseen_drafter(self) -> None:
-        config = getattr(self.vllm_config, "speculative_config", None)
-        if config is None or config.draft_model_config is None or self.draft is not None or matches(DRAFT, self.keep):
+        if self.draft is not None or not has_drafter(self.vllm_config) or matches(DRAFT, self.keep):
             return
         raise Unsupported(
-            f"this engine has a drafter ({config.method}), a second model that nobody handed over to xfer",
+            f"this engine has a drafter ({self.vllm_config.speculative_config.method}), a second model that nobody handed over to xfer",
             [
                 "it would go on drafting with old weights; hand it over (LLM, AsyncLLM and a vLLM 0.32 server do), "
                 f"or name {DRAFT}* in keep= if no refit is to change it"

@@ -24,7 +24,7 @@ from xfer.engines.hf_spec import specs_of_config
 from xfer.engines.live import LiveSlot, LiveStorages
 from xfer.engines.lock import alone
 from xfer.engines.processed import read_processed, without_scales
-from xfer.engines.settings import PLAIN_CACHES, refuse_settings
+from xfer.engines.settings import PLAIN_CACHES, has_drafter, refuse_settings
 from xfer.errors import LayoutError, Unsupported, out_of_memory
 from xfer.kernels.block_fp8 import WEIGHT_DTYPES
 from xfer.kernels.quantize import ScaleRule, WeightBox, grid, quantizer
@@ -71,7 +71,7 @@ class PackedModel:
             bad.append("this engine moves experts between workers while it serves; start vLLM without EPLB")
         if getattr(engine.vllm_config, "lora_config", None) is not None:
             bad.append("enable_lora wraps layers under other names than the loader's; start vLLM without it")
-        if engine.draft is not None or getattr(engine.vllm_config, "speculative_config", None) is not None:
+        if engine.draft is not None or has_drafter(engine.vllm_config):
             bad.append("a drafter is a second model that the loader does not reach")
         specs = self._wanted(catalog.specs)
         bad += self._find_scales(specs)
