@@ -294,6 +294,18 @@ def test_an_sglang_server_that_xfer_has_paused_stays_so_while_it_joins_again(lab
         assert not toy.paused and set(engine.served) == {"whole"}
 
 
+def test_a_sampler_hears_that_a_worker_is_gone_and_gets_no_version_that_nobody_serves():
+    with world() as w:
+        w.commits(1)
+        controller = w.controllers[0]
+        assert controller.wait_version(timeout_s=5) == 1
+        w.engines[0].sessions[0].close()
+        until_true(lambda: controller.error is not None)
+        assert controller.version is None
+        with pytest.raises(XferError, match="worker 0"):
+            controller.wait_version(at_least=1, timeout_s=5)
+
+
 @pytest.mark.parametrize(
     ("how", "holds", "why"),
     [("the replica cannot join", "nothing", "cannot take it"), ("the trainers leave", "whole", "gone|left|closed|lost"),

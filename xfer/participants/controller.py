@@ -312,7 +312,7 @@ class Controller:
                 why = error.message if left else error.line()
                 logger.log(how, "xfer: replica %d goes on serving version %r: %s", self.replica, self.version, why)
         elif self.error is None or not whole:
-            self._set(error=error, torn=self.torn and whole)
+            self._set(error=error, torn=self.torn and whole, version=None)
 
     def _down(self, e: BaseException) -> None:
         """End this controller because of an error."""
