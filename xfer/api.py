@@ -146,7 +146,8 @@ class Session:
         )
 
     def fence(self) -> float:
-        """Wait until no engine reads this rank's weights any more, so that they may change. Returns at once if nothing was published.
+        """Wait until no engine reads this rank's weights any more, so that they may change. Returns at once if nothing was published,
+        and after `close`.
 
         Returns:
             Seconds for which it waited. The report of the refit has them too.
@@ -206,7 +207,7 @@ class Session:
         """Leave the rendezvous. Engines keep serving their weights. If trainer rank 0 leaves, the session ends for all.
 
         After `wait="sources"` this first waits for the outcome of that refit, within its bound, and raises its error. A later
-        call of this session raises Unsupported, except `close`, which does nothing.
+        call of this session raises Unsupported, except `close` and `fence`, which do nothing.
         """
         try:
             self._session.settle()

@@ -626,6 +626,7 @@ def test_what_is_called_after_closing_says_that_it_was_closed_here():
                 f()
             assert type(caught.value) is Unsupported and hint in caught.value.violations[0]
         assert [s.version for s in job.sessions] == [1, 1], "what was so stays so"
+        assert [s.fence() for s in job.sessions] == [0.0, 0.0], "an optimizer that it stands before goes on to step"
         enter(force=True)
         job.sim.dead.add("trainer 0")
 
