@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,6 +32,8 @@ logger = logging.getLogger("xfer")
 DEADLINE_S = 600.0
 TOKEN = "XFER_TOKEN"
 """Environment variable with the token, read if none is given."""
+_readers: weakref.WeakValueDictionary[int, TrainerSession] = weakref.WeakValueDictionary()
+"""The last session of each trainer adapter, which it keeps alive, by the adapter's id."""
 
 
 class Session:
@@ -243,7 +246,7 @@ def connect(
     """Join the rendezvous as one trainer rank. Every rank of the trainer calls this with equal arguments.
 
     Args:
-        trainer: This rank's weights: a `MegatronTrainer`, `TensorTrainer` or `LayerWiseTrainer`.
+        trainer: This rank's weights: a `MegatronTrainer`, `TensorTrainer` or `LayerWiseTrainer`. Each open session needs one of its own.
         rendezvous: "tcp://HOST:PORT". Trainer rank 0 listens there; HOST must reach it from every trainer and engine host. An
             IPv6 address needs brackets.
         token: Secret of at least 8 characters, the same on all processes of the job. Default: $XFER_TOKEN.
@@ -275,6 +278,11 @@ def connect(
     if not bad and engines and len(engines) != count:
         bad.append(f"replicas={count} but {len(engines)} engines")
     known = not bad and not check.wrong_trainer(trainer)
+    if (other := _readers.get(id(trainer))) is not None and not other.over:
+        bad.append(
+            f"trainer: an open session reads by it ({other!r}), and only one of two would see that storages have moved; close that "
+            f"session, or make another {type(trainer).__name__} of the same model"
+        )
     bad += check.wrong_trainer(trainer) + check.wrong_meeting(token, rendezvous)
     bad += check.wrong_seconds("deadline_s", deadline_s) + check.wrong_globs("drop", drop)
     if not isinstance(route, Route):
@@ -287,6 +295,7 @@ def connect(
     source = route.source(trainer)
     options = Options(source.world, number, float(deadline_s), 0, tuple(drop))
     session = TrainerSession(source, rendezvous, token, route.options(options, source), route.side(source, tuple(drop)))
+    _readers[id(trainer)] = session
     controllers: list[Controller] = []
     try:
         for i, e in enumerate(engines if source.rank == 0 else ()):

@@ -57,6 +57,18 @@ def test_a_rank_that_has_left_waits_for_the_next_session_until_its_deadline_only
         session.close()
 
 
+def test_an_adapter_is_that_of_one_open_session():
+    """Each look at storages is compared with the one before: another session's look would hide what has moved from this one."""
+    trainer = ToySource(0, 1)
+    for _ in range(2):
+        with xfer.connect(trainer, somewhere(), TOKEN, wait=False) as session:
+            for _ in range(2):
+                with pytest.raises(e.XferError, match=r"an open session .*trainer 0 of 1.*make another ToySource"):
+                    xfer.connect(trainer, somewhere(), TOKEN, wait=False)
+            xfer.connect(ToySource(0, 1), somewhere(), TOKEN, wait=False).close()
+            assert not session.refit(min_replicas=0).committed
+
+
 def test_a_controller_that_was_closed_before_trainers_came_does_not_come_any_more():
     """It once took the replica's place for a moment, so that the next controller was refused."""
     before = set(threading.enumerate())

@@ -221,6 +221,11 @@ class TrainerSession:
     def party(self) -> RendezvousClient:
         return self._party
 
+    @property
+    def over(self) -> bool:
+        """Whether the session is closed, or the coordinator is gone, so that no refit can come."""
+        return self._busy.closed or self._party.lost is not None
+
     def __repr__(self) -> str:
         version = "no refit yet" if self.version is None else f"version {self.version!r}"
         of = f"trainer {self.index} of {self.source.world}, {logs.counted(self.replicas, 'replica')}"
