@@ -169,8 +169,9 @@ class Session:
         the rank keeps no copies of what the optimizer writes.
 
         Args:
-            optimizer: A torch optimizer, a layer-wise one (`xfer.layerwise`), or one of Megatron-Core's, which keeps torch optimizers
-                in `optimizer` or `chained_optimizers`.
+            optimizer: A torch optimizer, a layer-wise one (`xfer.layerwise`), or one of Megatron-Core's or Accelerate's, which keeps
+                torch optimizers in `optimizer` or `chained_optimizers`. Their steps must not be captured in a CUDA graph, which
+                would repeat them without the fence: such a step then raises Unsupported.
 
         Raises:
             Unsupported: It is none of these. Call `fence` before each step.
@@ -382,21 +383,33 @@ def serve(
 
 def fence_before(optimizer: object, fence: Callable[[], object]) -> None:
     """See `Session.fence_before`."""
-    inner = [*getattr(optimizer, "chained_optimizers", ())] or [getattr(optimizer, "optimizer", None)]
-    if (before_step := getattr(optimizer, "register_step_pre_hook", None)) is not None:
+    import torch
 
-        def hook(*_: object) -> None:
-            fence()
+    inner = getattr(optimizer, "chained_optimizers", None)
+    if inner is None and hasattr(optimizer, "optimizer"):
+        inner = [optimizer.optimizer]  # Accelerate's is a torch optimizer, too, by its class alone: it has no hooks
 
+    def hook(*_: object) -> None:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise Unsupported(
+                "an optimizer's step is captured in a CUDA graph, which would change weights later without the fence",
+                [
+                    "refit() needs no fence; for publish(), keep steps out of graphs (Megatron-Core: optimizer_cuda_graph=False)"
+                ],
+            )
+        fence()
+
+    if inner is not None:
+        for each in inner:
+            if each is not None:  # Megatron-Core has none where nothing trains
+                fence_before(each, fence)
+    elif (before_step := getattr(optimizer, "register_step_pre_hook", None)) is not None:
         before_step(hook)
-    elif inner == [None]:
+    else:
         raise Unsupported(
             f"{type(optimizer).__name__} is no torch optimizer and keeps none in `optimizer` or `chained_optimizers`",
             ["call session.fence() before each of its steps"],
         )
-    else:
-        for each in inner:
-            fence_before(each, fence)
 
 
 def nccl_xfer_refit(

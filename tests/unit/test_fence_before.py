@@ -3,6 +3,8 @@ tests/support/megatron_worker.py; the layer-wise one for its models: tests/funct
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -25,6 +27,44 @@ def test_the_fence_comes_before_a_step_changes_a_weight(layer_wise):
         optimizer.step()
         optimizer.zero_grad()
     assert seen == [[1.0] * 4, [0.0] * 4] and p.tolist() == [-1.0] * 4
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As Accelerate's: an optimizer by its class alone, which hands on its calls."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+
+def chained(*optimizers):
+    """As Megatron-Core's, of which `optimizer` is for a single one."""
+    return SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=o) for o in optimizers])
+
+
+def test_the_fence_stands_before_each_optimizer_inside_of_others():
+    p = torch.nn.Parameter(torch.ones(4))
+    one, other, seen = SGD([p], lr=1.0), SGD([p], lr=1.0), []
+    fence_before(chained(Wrapper(one), other, None), lambda: seen.append(p.tolist()))
+    fence_before(chained(), pytest.fail)
+    p.sum().backward()
+    one.step()
+    other.step()
+    assert seen == [[1.0] * 4, [0.0] * 4]
+
+
+def test_a_step_that_a_cuda_graph_would_repeat_without_the_fence_is_refused(monkeypatch):
+    p = torch.nn.Parameter(torch.ones(4))
+    optimizer = SGD([p], lr=1.0)
+    fence_before(optimizer, lambda: None)
+    optimizer.step()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(Unsupported, match=r"CUDA graph[^$]*optimizer_cuda_graph"):
+        hooks = optimizer._optimizer_step_pre_hooks.values()
+        [hook(optimizer, (), {}) for hook in hooks]
 
 
 def test_an_optimizer_of_another_kind_is_refused():
