@@ -174,7 +174,8 @@ class Session:
                 would repeat them without the fence: such a step then raises Unsupported.
 
         Raises:
-            Unsupported: It is none of these. Call `fence` before each step.
+            Unsupported: It is none of these: call `fence` before each step. Or Megatron-Core has biases of routers and
+                `finalize_model_grads_func` is not set yet.
         """
         fence_before(optimizer, self.fence)
         if (also := getattr(self._session.source, "fence_before", None)) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,3 +92,17 @@ def test_a_list_is_no_model_for_a_tensor_trainer():
     with pytest.raises(Unsupported, match="parameters is a list") as e:
         xfer.TensorTrainer([NET])
     assert "give a module, or a callable" in e.value.violations[0]
+
+
+@pytest.mark.skipif(find_spec("megatron") is None, reason="needs Megatron-Core")
+def test_biases_of_routers_that_would_change_without_the_fence_are_refused():
+    """Where nothing is set yet, a training loop sets what updates them later."""
+    net, trainer, seen = torch.nn.Linear(2, 2), object.__new__(xfer.MegatronTrainer), []
+    trainer.rank, trainer.chunks = 0, [net, net]
+    net.config = SimpleNamespace(finalize_model_grads_func=None, moe_router_enable_expert_bias=True)
+    with pytest.raises(Unsupported, match="set config.finalize_model_grads_func before"):
+        trainer.fence_before(lambda: seen.append("fence"))
+    net.config.finalize_model_grads_func = seen.append
+    trainer.fence_before(lambda: seen.append("fence"))
+    net.config.finalize_model_grads_func("finished")
+    assert seen == ["fence", "finished"]

@@ -179,7 +179,11 @@ class MegatronTrainer:
     # ---- layout
 
     def fence_before(self, fence: Callable[[], object]) -> None:
-        """Call `fence` before Megatron finishes gradients, too: with them it updates the biases of routers, which are exported."""
+        """Call `fence` before Megatron finishes gradients, too: with them it updates the biases of routers, which are exported.
+
+        Raises:
+            Unsupported: There are such biases, and `finalize_model_grads_func`, which updates them, is not set yet.
+        """
         from megatron.core.utils import get_model_config
 
         def fenced(finish: Callable[..., object], *args: object, **keywords: object) -> object:
@@ -190,6 +194,13 @@ class MegatronTrainer:
         for config in configs.values():
             if config.finalize_model_grads_func is not None:
                 config.finalize_model_grads_func = partial(fenced, config.finalize_model_grads_func)
+            elif getattr(config, "moe_router_enable_expert_bias", False):
+                raise Unsupported(
+                    f"trainer {self.rank}: the biases of routers will be updated without the fence",
+                    [
+                        "set config.finalize_model_grads_func before fence_before, or call session.fence() before gradients are finished"
+                    ],
+                )
 
     def mark_writes(self, optimizer: object) -> None:
         """Let Megatron's distributed optimizer mark what it changes; see marked_writes.py."""
