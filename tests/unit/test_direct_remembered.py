@@ -152,3 +152,25 @@ def test_what_an_owner_steps_has_no_copies_and_moves_where_it_changes(sources):
     assert kept() == whole and pair.last.whole(pair.number), "messages are compared with copies"
     pair.refit(trainer.roots(), "")
     assert kept() < whole and pair.last.whole(pair.number) is None
+
+
+@pytest.mark.parametrize("call", ["empty_like", "_foreach_copy_"])
+def test_what_is_kept_of_a_refit_counts_only_when_all_of_it_is_there(monkeypatch, call):
+    """The caller is interrupted, or memory is short, in a refit that nobody commits. A later one brings what has changed since the last."""
+    trainer, pair, real = Trainer(""), Pair(), getattr(torch, call)
+
+    def broken(*tensors):
+        real(*tensors)
+        raise KeyboardInterrupt
+
+    pair.refit(trainer.roots(), "")
+    trainer.data(0)
+    trainer.step(2)
+    if call == "empty_like":
+        pair.last.forget()
+    pair.last.compare(trainer.roots())
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(torch, call, broken)
+        pair.last.keep(2, trainer.roots(), pulled=True, sends=False)
+    for _ in range(2):
+        pair.refit(trainer.roots(), "")

@@ -53,10 +53,12 @@ class Remembered:
         spans, sizes = () if sends else spans_of(roots), [t.numel() for t in roots]
         if spans != self._spans:
             self.forget()
-            self._spans, self._parts = spans, rest_of(spans, sizes)
+            self._parts = rest_of(spans, sizes)
             self._copies = [torch.empty_like(part.of(roots)) for part in self._parts]
             self._copied_bytes = sum(t.numel() for t in self._copies)
             self._written = Written(roots, spans) if spans else None
+            self._spans = spans  # last: without memory for all of it there is none of it
+        self.refit = 0  # in case that the caller is interrupted
         if new := pulled and self.marks is None:
             self.marks = ChangeMarks(sizes, roots[0].device, self._parts)
         if self.marks is not None:
