@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from tests.support.examples import EXAMPLES
 from xfer.kernels import written
@@ -170,6 +171,39 @@ def test_a_write_that_no_kernel_can_do_is_a_plain_copy_and_found_as_any_other_wr
         taken.settle()
         assert int((taken.bits == 255).sum()) >= p.nbytes // 256
         taken.clear()
+
+
+class Interrupt(TorchFunctionMode):
+    """KeyboardInterrupt in place of one call of torch, by its number."""
+
+    def __init__(self, at: int):
+        super().__init__()
+        self.left = at
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.left -= 1
+        if self.left == -1:
+            raise KeyboardInterrupt
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_a_write_that_is_interrupted_has_changed_is_marked():
+    at, over = 0, False
+    while not over:
+        params = Params(3)
+        taken, before = Written(params.roots, spans_of(params.roots)), bytes_of(params)
+        for m in params.masters:
+            m += 1
+        try:
+            with Interrupt(at):
+                write(zip(params.params, params.masters))
+            over = True
+        except KeyboardInterrupt:
+            at += 1
+        taken.settle()
+        changed = changed_granules(params, bytes_of(params), before)
+        assert not (changed & ~taken.bits.numpy()).any(), at
+    assert at > 20 * len(params.params) and changed.any()
 
 
 def test_storages_that_move_go_on_and_nobody_who_is_gone_takes_writes():

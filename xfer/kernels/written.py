@@ -193,8 +193,14 @@ class Written:
         return self._tables[key]
 
     def _write(self, k: int, into: torch.Tensor, value: torch.Tensor) -> None:
+        """Mark first, and copy last: if this is interrupted, `settle` finds a sum that does not fit."""
         old, new = (t.view(-1).view(torch.int16) for t in (into, value))
         at = (old != new).nonzero().view(-1)
+        start, first = self.spans[k].start, self.spans[k].start // (8 * GRANULE)
+        some = torch.zeros(-(-self.spans[k].stop // (8 * GRANULE)) - first, 8, dtype=torch.bool, device=at.device)
+        some.view(-1)[(start + 2 * at) // GRANULE - 8 * first] = True
+        place = int(self._places[self.spans[k].root]) + first
+        self.bits[place : place + len(some)] |= packed_bits(some)
         change = new[at].long() - old[at]
         for half, salt in enumerate(salts(k)):
             weight = at // GROUP + salt & _LOW
@@ -204,8 +210,3 @@ class Written:
             factors = torch.tensor(FACTORS[half], device=at.device)[at % GROUP]
             self._sums[k, half] += ((weight | 1) * factors * change).sum().to(torch.int32)  # wraps
         into.copy_(value)
-        start, first = self.spans[k].start, self.spans[k].start // (8 * GRANULE)
-        some = torch.zeros(-(-self.spans[k].stop // (8 * GRANULE)) - first, 8, dtype=torch.bool, device=at.device)
-        some.view(-1)[(start + 2 * at) // GRANULE - 8 * first] = True
-        place = int(self._places[self.spans[k].root]) + first
-        self.bits[place : place + len(some)] |= packed_bits(some)
