@@ -4,11 +4,14 @@ Checksums alone do not show a refit of old storages, since both ends sum them. N
 bytes of one tensor, and training whose result no engine receives.
 """
 
+import gc
 import logging
 import threading
 import time
+import weakref
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -130,6 +133,30 @@ def test_a_refit_that_is_interrupted_commits_nothing_of_what_comes_after(monkeyp
             time.sleep(0.5)
         assert w.controllers[0].version != 2 and w.engines[0].label != "2"
         w.commits(4, verify=verify)
+
+
+@pytest.mark.parametrize("delta", [None, "auto"])
+def test_a_closed_session_keeps_no_storage(delta):
+    """An optimizer with its fence keeps the session: memory that the trainer frees later has to be free."""
+
+    class Memory(np.ndarray):
+        """Memory of a storage that can be referred to weakly."""
+
+    net, kept = torch.nn.Module(), []
+    net.layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(2))
+    for name, shape in SHAPES.items():
+        values = ToySource.value(name, shape, 1).view(torch.int16).numpy().copy().view(Memory)
+        kept.append(weakref.ref(values))
+        owner, _, key = name.rpartition(".")
+        net.get_submodule(owner).register_buffer(key, torch.from_numpy(values).view(torch.bfloat16))
+    del values
+    with World(trainers=1, sources=[TensorTrainer(net, rank=0, world=1)]) as w:
+        good(w.refit(delta=delta))
+        right(w, 1)
+    for module in net.modules():
+        module._buffers.clear()
+    gc.collect()
+    assert not any(ref() is not None for ref in kept)
 
 
 def test_a_publish_whose_fence_is_interrupted_commits_nothing_of_what_comes_after(monkeypatch):

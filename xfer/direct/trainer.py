@@ -164,6 +164,7 @@ class DirectTrainer:
     def close(self) -> None:
         self._sums.end()
         self._last.forget()
+        self._roots, self._sums = [], SourceSums(self.index, [], [])
 
     # ---- for its planes
 

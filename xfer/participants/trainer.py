@@ -562,4 +562,6 @@ class TrainerSession:
                 self._server.wait_left(self.index)
                 time.sleep(0.05)  # let the Leave messages of the others arrive before the socket closes
                 self._server.close(0.0 if self._open else min(self._until, time.monotonic() + STOP_GRACE_S))
+            if hasattr(self, "layout"):  # hooks of optimizers keep this object
+                self.layout = replace(self.layout, tensors={})
             self.side.close()  # last: it may raise an error of the device
