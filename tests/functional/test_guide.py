@@ -155,7 +155,7 @@ import os, re, sys
 import torch, torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 import xfer
 page, folder = sys.argv[1:]
@@ -172,8 +172,10 @@ dist.barrier()
 for layer in model.model.layers:
     fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
 fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-space = {"model": model}
+space = {"model": model, "FSDPModule": FSDPModule}
 exec(code, space)
+for module in (model, model.model.layers[0]):
+    module.unshard()  # as a forward may leave it
 mine, saved = space["tensors"](), load_file(folder + "/model.safetensors")
 held = {n for n in mine if ".experts." in n}
 assert all(v.untyped_storage().data_ptr() for v in (mine[n] for n in held)) and len(held) == 2 * 3 * (3, 2)[dist.get_rank()]
