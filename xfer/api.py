@@ -391,7 +391,7 @@ def fence_before(optimizer: object, fence: Callable[[], object]) -> None:
         inner = [optimizer.optimizer]  # Accelerate's is a torch optimizer, too, by its class alone: it has no hooks
 
     def hook(*_: object) -> None:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise Unsupported(
                 "an optimizer's step is captured in a CUDA graph, which would change weights later without the fence",
                 [

@@ -60,7 +60,7 @@ def test_a_step_that_a_cuda_graph_would_repeat_without_the_fence_is_refused(monk
     optimizer = SGD([p], lr=1.0)
     fence_before(optimizer, lambda: None)
     optimizer.step()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(Unsupported, match=r"CUDA graph[^$]*optimizer_cuda_graph"):
         hooks = optimizer._optimizer_step_pre_hooks.values()
