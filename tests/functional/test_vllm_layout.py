@@ -11,7 +11,7 @@ import types
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -124,6 +124,21 @@ LATENT |= dict(q_lora_rank=128, kv_lora_rank=256, qk_nope_head_dim=64, v_head_di
 
 
 @contextmanager
+def kernels_of_cpus():
+    """Other tests of this process may have let vLLM choose kernels as on GPUs (engines/vllm_ranks.py). Those do not run here."""
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
+    from vllm.model_executor.layers.fused_moe.oracle import fp8 as oracle
+    from vllm.model_executor.layers.quantization import fp8
+    from vllm.platforms import PlatformEnum
+
+    kernels = {PlatformEnum.CPU: [CPUFp8BlockScaledMMKernel]}
+    experts = patch.object(fp8, "select_fp8_moe_backend", oracle.select_fp8_moe_backend)
+    with patch.dict(linear._POSSIBLE_FP8_BLOCK_KERNELS, kernels), experts:
+        yield
+
+
+@contextmanager
 def latent(folder, method="fp8", ignored=(), **rank):
     """Yields what `rank_of` does for DeepSeek-V3 in block FP8, processed as vLLM does after loading, its catalog and tensors."""
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
@@ -131,7 +146,8 @@ def latent(folder, method="fp8", ignored=(), **rank):
     tensors = toy.write_checkpoint("deepseek_v3", folder, **LATENT)
     quantized = {**block_fp8.CONFIGS[method], "quant_method": method}
     quantized |= {"ignored_layers": [*ignored]} if ignored else {}
-    with rank_of(str(folder), hf_overrides={"quantization_config": quantized}, **rank) as (config, live):
+    made = rank_of(str(folder), hf_overrides={"quantization_config": quantized}, **rank)
+    with kernels_of_cpus(), made as (config, live):
         process_weights_after_loading(live, config.model_config, CPU)
         yield config, live, Catalog(checkpoint_specs(str(folder))), tensors
 
