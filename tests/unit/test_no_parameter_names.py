@@ -40,6 +40,7 @@ ALLOWED = {
     ("trainers/megatron.py", "moe_single_grouped_weight"),
     ("trainers/megatron.py", "moe_single_grouped_bias"),
     ("trainers/megatron.py", "expert_gtp_weight_remat_size"),
+    ("trainers/megatron.py", "moe_router_enable_expert_bias"),  # a setting of Megatron-Core
     ("trainers/bridge_export.py", "_should_skip_mtp_duplicate_embedding_export"),  # a method of Bridge
     ("trainers/megatron.py", "output_layer"),  # the module of a Megatron model, to cut a padded vocabulary
 }

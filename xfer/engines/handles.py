@@ -387,7 +387,7 @@ class OfflineLLM(Handle):
         super().__init__(name, pause_mode)
         self._llm, self._thread = llm, CallThread(name)
         # One gate for all handles of an LLM: its owner may still be inside that of an earlier one.
-        self._gate: Gate = vars(llm).setdefault("xfer_gate", Gate())
+        self._gate: Gate = vars(llm).setdefault("xfer_pause", Gate())
 
     @property
     def engine(self) -> Any:
