@@ -219,7 +219,7 @@ def test_a_checkpoint_of_the_same_groups_in_another_order_is_refused(saved, tmp_
     assert [g["lr"] for g in o.param_groups] == rates and lm.digest(net) == before
 
 
-@pytest.mark.parametrize("text", ["[]", "null", '{"format": 0}', "half a fil"])
+@pytest.mark.parametrize("text", ["[]", "null", '{"format": 0}', '{"format": 1, "tensors": 5}', "half a fil"])
 def test_a_damaged_folder_is_a_typed_error(saved, tmp_path, text):
     (tmp_path / "layerwise.json").write_text(text)
     with pytest.raises(LayoutError, match="loaded") as e:

@@ -235,7 +235,8 @@ def _opened(
     try:
         known = reader.read_metadata().state_dict_metadata
         stored = json.loads((folder / "layerwise.json").read_text())
-        form, groups, grouped = stored.get("format"), stored.get("groups", []), stored.get("tensors", [])
+        form, groups = stored.get("format"), stored.get("groups", [])
+        grouped = [set(some) for some in stored.get("tensors", [])]
     except Exception as e:  # torch's reader raises many types over a damaged file
         wrong.append(
             f"no checkpoint, or one that was not saved to its end ({type(e).__name__}: {e}); load another folder"
@@ -244,7 +245,7 @@ def _opened(
     if form != FORMAT:
         wrong.append(f"layerwise.json: format {form}, not {FORMAT}")
         return {}, [], []
-    return known, groups, [set(some) for some in grouped]
+    return known, groups, grouped
 
 
 @contextmanager

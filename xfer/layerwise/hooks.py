@@ -59,9 +59,8 @@ class Hooks:
         self._modes: list[OperandWatch] = []
         self._handles = []
         self._of_module: dict[int, list] = {}
-        self._loading: dict[
-            int, list[int]
-        ] = {}  # id(module) -> ids of the parameters that a state has, while it is loaded
+        # By id(module), while a state is loaded: ids of the parameters that the state has.
+        self._loading: dict[int, list[int]] = {}
         for root in roots:
             for module in root.modules():
                 if id(module) in self._reads:  # roots share it
