@@ -126,6 +126,19 @@ CASES = [
     Case("one GPU, by NCCL, as on three hosts, one connection", "qwen3", (0, 0), ((0,),), EAGER, **CONNECTED_ONCE),
     Case("two replicas on one GPU, as on two hosts", "qwen3", (0,), ((0,), (0,)), EAGER, **UNMAPPED_APART),
     Case("a relay ring, as on two hosts", "qwen3", (1,), ((0,), (0,)), EAGER, **RELAYED_APART),
+    Case(
+        "block FP8, packed, mapped, one GPU for both", "qwen3", (0,), ((0,),), EAGER, config=BLOCK_FP8, **small(MAPPED)
+    ),
+    Case(
+        "block FP8, packed, experts, as on two hosts",
+        "qwen3_moe",
+        (0, 0),
+        ((0,),),
+        {**EAGER, "moe_backend": "triton"},
+        config=FP8_MOE,
+        **small(PACKED),
+        **APART,
+    ),
     Case("packed, by NCCL", "qwen3_moe", (1,), ((0,),), EAGER, **PACKED),
     Case("packed, two to TP2", "qwen3_moe", (2, 3), ((0, 1),), EAGER, **PACKED),
     Case("packed, two to TP2, as on two hosts", "qwen3_moe", (0, 1), ((0, 1),), EAGER, **PACKED, **APART),
