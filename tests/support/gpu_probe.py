@@ -79,7 +79,11 @@ class Probe:
     def xfer_serialized(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The checkpoint as a block FP8 engine loads it: what this engine asks for in FP8, quantized unless it is, with its scales. Large
         models by the torch twin of the trainers' kernel, toys by an oracle in numpy."""
-        rules = {s.of: s.rule for s in self.weight_transfer_engine.session._catalog.specs if s.of}
+        session = self.weight_transfer_engine.session
+        if isinstance(session.side, DirectWorker):
+            rules = {s.of: s.rule for s in session._catalog.specs if s.of}
+        else:  # packed route: the worker quantizes
+            rules = dict.fromkeys(session.side.loader._scales, session.side.loader._rule)
         for name, tensor in tensors:
             if name not in rules or tensor.dtype is torch.float8_e4m3fn:
                 yield name, tensor

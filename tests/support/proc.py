@@ -155,7 +155,6 @@ class Child:
         return self.expect(*kinds or (do,), timeout=timeout)
 
     def tail(self, lines: int = 60) -> str:
-        self._log.flush()
         return "\n".join(x[:300] for x in self.log_path.read_text(errors="replace").splitlines()[-lines:])
 
     def kill(self) -> None:
