@@ -85,6 +85,13 @@ def test_one_pair_between_hosts_by_hand(local):
     assert [b.nbytes for b in p.busiest()] == [8 << 20] * 2
 
 
+def test_a_rank_takes_one_message_after_another():
+    catalog, sources, destinations = job(4096, 4, 1)
+    site = Site(Fabric.uniform(5, 1, nvlink=400 * G, nic=400 * G), (0, 1, 2, 3), ((4,),))
+    plans = [plan_replica(catalog, sources, destinations, PlanOptions(site=site))]
+    assert predict(plans, site, costs=Costs(1e-3, 0.0)).wire_s == pytest.approx(4e-3)
+
+
 def test_inside_an_island_bytes_are_pulled_at_the_port_rate_and_nothing_is_packed():
     catalog, sources, destinations = job(4096, 2, 2)
     fabric = Fabric.uniform(1, 4, nvlink=1 << 30, nic=0, local=1 << 20)

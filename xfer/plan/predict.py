@@ -13,7 +13,8 @@ With the routes that sessions choose:
                         free(l, w)   = max(max(free(l, w-1), min begin(m) over l) + t[l, w],
                                            max over m on l of (begin(m) + bytes of m / rate[l]))
                         done(m)      = message_s + max over links l on its path of free(l, w)
-                        busy(r, w)   = max over messages m of r in w of done(m)
+                        busy(r, w)   = max(max over messages m of r in w of done(m),
+                                           busy(r, w-a) + message_s * messages of r in w)
                         unpacked(d, w) = max(unpacked(d, w-1), busy(d, w)) + bytes unpacked by d in w / local
     relayed bytes   with `relay`, what replicas on the same hosts read from each other, worker by worker. Where some of their bytes
                     are pulled from trainers they form a chain, in which each reads all from the one before it. Else they form a
@@ -50,8 +51,9 @@ from xfer.plan.subplan import SubPlan, pair_key
 class Costs:
     """Inputs of the formula beside the fabric, in seconds."""
 
-    message_s: float = 20e-6
-    """Per message: posting it, its handshake, a launch on each side."""
+    message_s: float = 40e-6
+    """Per message: posting it, its handshake, a launch on each side. A rank does this for one message after another, beside the bytes of
+    those before. `python -m benchmarks.messages --hosts` measures it: 40 us over NCCL's sockets."""
     control_s: float = 0.5e-3
     """From the last rank ready to the first byte, and from the last byte to the decision."""
     at_once: Literal[1, 2] = 1
@@ -319,6 +321,8 @@ def _wire(m: _Messages, links: Links, local: np.ndarray, costs: Costs) -> _WireT
         out, into = (np.bincount(side, n, lanes) for side in (src, dst))
         packed = np.where(out > 0, np.maximum(packed, before) + _over(out, rate), packed)
         through = busy if costs.at_once == 1 else before
+        count = np.bincount(np.concatenate([src, dst]), minlength=lanes)
+        posted = np.where(count > 0, through + costs.message_s * count, 0.0)
         begin = np.maximum(packed[src], np.maximum(through[src], through[dst]))
         come, alone = np.full(len(free), np.inf), np.zeros(len(free))
         np.minimum.at(come, on, begin[:, None])
@@ -329,6 +333,7 @@ def _wire(m: _Messages, links: Links, local: np.ndarray, costs: Costs) -> _WireT
         before = busy.copy()
         np.maximum.at(busy, src, done)
         np.maximum.at(busy, dst, done)
+        busy = np.maximum(busy, posted)
         unpacked = np.where(into > 0, np.maximum(unpacked, busy) + _over(into, rate), unpacked)
         span[w] = begin.min(), done.max()
         first = float(begin.min()) if first is None else first
