@@ -39,7 +39,7 @@ import numpy as np
 
 from benchmarks.lib import command
 from benchmarks.lib.host_ranks import Mapping, MappingWorld, first_fit, nbytes
-from benchmarks.lib.layouts import ROWS
+from benchmarks.lib.layouts import SHAPES
 from examples.common.ports import free_port
 from tests.support.hosts import BUFFER_S, Cluster, missing
 from xfer.plan.fabric import Site
@@ -48,7 +48,7 @@ from xfer.plan.planner import plan_replicas
 from xfer.plan.predict import Costs, Prediction, own, predict, sources
 from xfer.plan.subplan import SubPlan
 
-MAPPINGS = [name for name in ROWS if name.startswith(("4B", "30B"))]
+MAPPINGS = [name for name in SHAPES if name.startswith(("4B", "30B"))]
 FLOOR_GOAL, PREDICTION_GOAL = 1.15, 0.15
 SPREAD, FIRST_FIT = "spread", "first-fit"
 NONE, CHAIN, RING = "none", "chain", "ring"
@@ -144,7 +144,7 @@ def busy_seconds() -> tuple[float, float]:
 
 def measure(a: argparse.Namespace, name: str) -> list[Measured]:
     """One row for each size of messages."""
-    config, sizes, workers, replicas = ROWS[name]
+    config, sizes, workers, replicas = SHAPES[name]
     world = int(sizes["world"])
     hosts = -(-world // a.ranks) + -(-workers * replicas // a.ranks)
     rate = a.mbit * 1e6 / 8 * PAYLOAD

@@ -43,22 +43,22 @@ RAW_S = 120.0
 
 @dataclass(frozen=True)
 class Mapping:
-    """A mapping of layouts.ROWS with a scaled model of `depth` layers."""
+    """A mapping of layouts.SHAPES with a scaled model of `depth` layers."""
 
     name: str
     depth: int
 
     @property
     def of(self) -> TrainerParallel:
-        return TrainerParallel(**layouts.ROWS[self.name][1])
+        return TrainerParallel(**layouts.SHAPES[self.name][1])
 
     @property
     def workers(self) -> int:
-        return layouts.ROWS[self.name][2]
+        return layouts.SHAPES[self.name][2]
 
     @property
     def replicas(self) -> int:
-        return layouts.ROWS[self.name][3]
+        return layouts.SHAPES[self.name][3]
 
     @property
     def ranks(self) -> int:
@@ -66,7 +66,7 @@ class Mapping:
 
     @functools.cached_property
     def model(self) -> Model:
-        config = layouts.ROWS[self.name][0]
+        config = layouts.SHAPES[self.name][0]
         return Model.named(config, num_hidden_layers=self.depth, **SIZES[config])
 
     @functools.cached_property
@@ -75,7 +75,7 @@ class Mapping:
 
     def scale(self) -> float:
         """Bytes of the real model for one of the scaled one."""
-        real = Model.named(layouts.ROWS[self.name][0])
+        real = Model.named(layouts.SHAPES[self.name][0])
         return nbytes(real.catalog()) / nbytes(self.catalog)
 
     def trainer(self, rank: int) -> Layout:

@@ -58,6 +58,8 @@ FP8_ROWS = {
     "30B FP8 EP8xDP2 -> TP2xDP8": ("qwen3-30b-a3b", dict(world=16, ep=8, etp=1), 2, 8),
 }
 """As ROWS, the published ones whose engines serve block FP8. Trainers are in bf16 and quantize."""
+SHAPES = {**ROWS, **{name.replace(" FP8", ""): row for name, row in FP8_ROWS.items()}}
+"""All parallel shapes of both, for models in bf16."""
 CONFIGS = Path(xfer.__file__).parent / "cli" / "examples"
 ITEM = {"bfloat16": 2, "float32": 4}
 
