@@ -115,13 +115,19 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def step(model: nn.Module, optimizer, number: int) -> float:
-    """One step of training on a batch of that number; its loss."""
-    loss = loss_of(model, batch(number, 0))
+def backward(model: nn.Module, optimizer, number: int, rank: int = 0) -> float:
+    """New gradients, of a rank's batch of that number; its loss."""
+    loss = loss_of(model, batch(number, rank))
     optimizer.zero_grad()
     loss.backward()
-    optimizer.step()
     return loss.item()
+
+
+def step(model: nn.Module, optimizer, number: int, rank: int = 0) -> float:
+    """One step of training on a rank's batch of that number; its loss."""
+    loss = backward(model, optimizer, number, rank)
+    optimizer.step()
+    return loss
 
 
 def digest(model: nn.Module) -> str:
