@@ -4,70 +4,44 @@ from __future__ import annotations
 
 import threading
 import time
+from unittest.mock import Mock, call
 
 import pytest
 import torch
 
+from tests.support.packed_world import Knobs, ToyStream
 from tests.support.threads import soon
-from tests.support.world import until_true
+from tests.support.world import ToySource, until_true
 from xfer.errors import DeadlineExceeded, XferError
 from xfer.packed import feed as feed_module
-from xfer.packed.buffer import Buffers
+from xfer.packed.buffer import Buffers, wire_sum
 from xfer.packed.feed import Feed, Pump
-from xfer.packed.plan import ALIGN, TaskSize
+from xfer.packed.plan import ALIGN
 from xfer.packed.source import PackedSource
 from xfer.participants.data_plane import Stop
-from xfer.trace.fragment import TensorSpec
 
 NEVER = Stop()
 
 
-class Numbers:
-    """A source.WeightStream: tensor k is full of 10 * version + k, and fills a message."""
-
-    rank, world, device = 0, 1, torch.device("cpu")
-
-    def __init__(self, messages: int):
-        self.version = 1
-        self.specs = tuple(TensorSpec(f"t{k}", (ALIGN,), "uint8") for k in range(messages))
-
-    def drain(self) -> None: ...
-
-    def read(self):
-        return self.specs
-
-    def check(self) -> str:
-        return "same"
-
-    def build(self, assembly):
-        return tuple(TaskSize(k, (spec,)) for k, spec in enumerate(self.specs))
-
-    def tensors(self, group):
-        for spec in group.tensors:
-            yield spec.name, torch.full(spec.shape, self.holds(int(spec.name[1:])), dtype=torch.uint8)
-
-    def holds(self, k: int) -> int:
-        return 10 * self.version + k
+def pumped(messages: int, colocated: bool = False) -> tuple[ToyStream, Pump]:
+    """Each tensor fills a message."""
+    stream = ToyStream(ToySource(0, 1, {f"t{k}": (ALIGN // 2,) for k in range(messages)}), Knobs())
+    stream.version = 1
+    return stream, Pump(PackedSource(stream, ALIGN, colocated), "trainer 0")
 
 
-def pumped(messages: int, colocated: bool = False) -> tuple[Numbers, Pump]:
-    stream = Numbers(messages)
-    return stream, Pump(PackedSource(stream, ALIGN, colocated=colocated), "trainer 0")
-
-
-def taken(feed: Feed, stream: Numbers, replica: int, keep: int = 0) -> list[torch.Tensor]:
+def taken(feed: Feed, stream: ToyStream, replica: int, keep: int = 0) -> list[torch.Tensor]:
     """Take every message, and release all but the last `keep`."""
-    out = []
-    for k in range(len(stream.specs)):
-        data = feed.take(k, soon(), NEVER)
-        assert data.tolist() == [stream.holds(k)] * ALIGN
-        out.append(data)
-        if k < len(stream.specs) - keep:
+    out, specs = [], stream.read()
+    for k, spec in enumerate(specs):
+        out.append(feed.take(k, soon(), NEVER))
+        assert torch.equal(out[k].view(torch.bfloat16), ToySource.value(spec.name, spec.shape, stream.version))
+        if k < len(specs) - keep:
             feed.release(k, replica)
     return out[len(out) - keep :]
 
 
-def whole(pump: Pump, stream: Numbers, attempt: int) -> Feed:
+def whole(pump: Pump, stream: ToyStream, attempt: int) -> Feed:
     """A gather of one replica, from its beginning to its end."""
     feed = pump.join(attempt, (0,), 0)
     taken(feed, stream, 0)
@@ -99,16 +73,15 @@ def test_what_is_still_being_sent_is_not_written_over_by_the_next_gather(message
 
 def test_a_message_is_summed_once_for_all_replicas(monkeypatch):
     _, pump = pumped(4)
-    summed, real = [], feed_module.wire_sum
-    monkeypatch.setattr(feed_module, "wire_sum", lambda data, number: summed.append(number) or real(data, number))
+    counted = Mock(side_effect=wire_sum)
+    monkeypatch.setattr(feed_module, "wire_sum", counted)
     feeds = [pump.join(1, (0, 1), replica) for replica in (0, 1)]
     for k in range(4):
         for feed in feeds:
-            data = feed.take(k, soon(), NEVER)
-            assert feed.sum_of(k, soon(), NEVER) == real(data, k)
+            assert wire_sum(feed.take(k, soon(), NEVER), k) == feed.sum_of(k, soon(), NEVER)
         for replica, feed in enumerate(feeds):
             feed.release(k, replica)
-    assert summed == [0, 1, 2, 3]
+    assert [number for (_, number), _ in counted.call_args_list] == [0, 1, 2, 3]
 
 
 def test_when_one_of_two_threads_returns_all_buffers_and_storages_are_dropped(monkeypatch):
@@ -139,17 +112,14 @@ def test_views_of_plans_that_are_gone_are_not_kept():
 
 def test_a_rank_without_memory_for_its_buffers_stops_all_ranks_at_the_first_group(monkeypatch):
     stream, pump = pumped(3, colocated=True)
-    asked, real = [], pump.source.go_on
-
-    def short(self, messages):
-        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
-
-    monkeypatch.setattr(pump.source, "go_on", lambda stop: asked.append(stop) or real(stop))
+    go_on = Mock(side_effect=pump.source.go_on)
+    monkeypatch.setattr(pump.source, "go_on", go_on)
     with monkeypatch.context() as patch:
-        patch.setattr(Buffers, "begin", short)
+        patch.setattr(Buffers, "begin", Mock(side_effect=torch.OutOfMemoryError("tried to allocate 2 GiB")))
         feed = pump.join(1, (0,), 0)
         with pytest.raises(XferError, match="tried to allocate 2 GiB"):
             feed.plan(soon(), NEVER)
-        assert feed.over.wait(20) and asked == [True], "or the others would wait for this rank at the first group"
+        assert feed.over.wait(20)
+    assert go_on.mock_calls == [call(True)], "or the others would wait for this rank at the first group"
     feed.leave(0)
     whole(pump, stream, 2)

@@ -4,9 +4,11 @@ sends, and a rank that fails says so where the others wait for it. Other ranks a
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -71,11 +73,10 @@ class Kept:
 def test_what_is_replaced_at_any_moment_of_a_gather_is_what_the_next_one_sends(monkeypatch, moment, fresh, raises):
     stream = Kept()
     source = PackedSource(stream, 1 << 20)
-    calls, real = [], agree.any_rank
+    places, real = iter(["the check", *["plans agree"] * 9]), agree.any_rank
 
     def any_rank(*args):
-        place = "the check" if not calls else "plans agree"
-        calls.append(place)
+        place = next(places)
         stream.happens(f"before {place}")
         out = real(*args)
         stream.happens(f"after {place}")
@@ -93,10 +94,8 @@ def test_what_is_replaced_at_any_moment_of_a_gather_is_what_the_next_one_sends(m
         source.begin()
     monkeypatch.setattr(agree, "any_rank", any_rank)
     stream.at[moment], stream.raises = replaced, raises and not fresh
-    try:
+    with pytest.raises(RuntimeError) if stream.raises else contextlib.nullcontext():
         source.begin()
-    except RuntimeError:
-        pass
     if stream.at:  # a gather that keeps its tasks has none of the later moments
         assert fresh or raises
         stream.at = {}
@@ -138,13 +137,7 @@ def test_what_another_rank_releases_is_dropped_before_or_after_a_check_and_not_w
 def test_gathers_over_all_tensors_are_finished_though_they_are_let_go_of_meanwhile(monkeypatch):
     held, seen = {n: torch.ones(4) for n in "abc"}, []
     trainer = TensorTrainer(lambda: dict(held))
-
-    def drain_over(tensors) -> None:
-        for t in tensors:
-            trainer.let_go()
-            seen.append(t)
-
-    monkeypatch.setattr(dtensor, "drain_over", drain_over)
+    monkeypatch.setattr(dtensor, "drain_over", lambda ts: seen.extend(t for t in ts if trainer.let_go() is None))
     trainer.finish_gathers()
     assert all(a is b for a, b in zip(seen, held.values(), strict=True))
 
@@ -155,7 +148,6 @@ def test_after_a_gather_that_did_not_end_tasks_are_made_anew(monkeypatch, ends):
     stream = Kept()
     source = PackedSource(stream, 1 << 20)
     source.read()
-    plan = source.begin()
 
     def tensors(group):
         yield SPEC.name, stream.task
@@ -163,13 +155,12 @@ def test_after_a_gather_that_did_not_end_tasks_are_made_anew(monkeypatch, ends):
             raise torch.OutOfMemoryError("tried to allocate")
 
     monkeypatch.setattr(stream, "tensors", tensors)
-    some = source.tensors(plan.groups[0])
-    try:
-        for _ in some:
-            if ends == "is left":
-                some.close()
-    except torch.OutOfMemoryError:
-        pass
+    some = source.tensors(source.begin().groups[0])
+    next(some)
+    if ends == "is left":
+        some.close()
+    with contextlib.suppress(torch.OutOfMemoryError):
+        assert not list(some)
     source.begin()
     assert source.built == (1 if ends == "comes to its end" else 2)
 
@@ -182,21 +173,16 @@ def bridge(**attributes) -> bridge_stream.BridgeStream:
 
 def test_a_check_that_ends_as_megatrons_groups_are_gone_has_not_noted_a_move(monkeypatch):
     """A stream that reads storages binds to new ones when it is told of a move, which is told once."""
-    net, group, there = torch.nn.Linear(2, 2), object(), [True]
-
-    def groups(chunks=()):
-        if not there[0]:
-            raise RebindError("Megatron's process groups are not there")
-        return [group]
-
+    net, groups = torch.nn.Linear(2, 2), Mock(return_value=[object()])
     monkeypatch.setattr(bridge_stream, "process_groups", groups)
     stream = bridge(_slots=Slots([net], walk([net])), _groups=groups())
     stream._slots.bind()
     assert stream.check() == "same"
-    net.weight.data, there[0] = net.weight.detach().clone(), False
+    net.weight.data = net.weight.detach().clone()
+    groups.side_effect = RebindError("Megatron's process groups are not there")
     with pytest.raises(RebindError):
         stream.check()
-    there[0] = True
+    groups.side_effect = None
     assert [stream.check(), stream.check()] == ["moved", "same"]
 
 
@@ -214,31 +200,21 @@ def test_bridge_may_give_more_rows_than_planned_of_tensors_that_megatron_pads_on
 
 
 @pytest.fixture
-def two(monkeypatch) -> list[int]:
-    """Two ranks over gloo, of which this is the first; the sizes of what was gathered."""
-    gathered = []
-
-    def all_gather(into: list[torch.Tensor], mine: torch.Tensor) -> None:
-        gathered.append(mine.numel())
-        for t in into:
-            t.copy_(mine)
-
+def two(monkeypatch) -> Mock:
+    """Two ranks over gloo, of which this is the first; the gathers."""
+    gather = Mock(side_effect=lambda into, mine: [t.copy_(mine) for t in into])
     monkeypatch.setattr(agree, "ranks", lambda: (0, 2))
     for name, value in dict(get_backend="gloo", get_rank=0, get_world_size=2, all_reduce=None).items():
-        monkeypatch.setattr(dist, name, lambda *_, value=value, **__: value)
-    monkeypatch.setattr(dist, "all_gather", all_gather)
-    return gathered
-
-
-def refuse(why: str) -> list[int]:
-    raise LayoutError(why)
+        monkeypatch.setattr(dist, name, Mock(return_value=value))
+    monkeypatch.setattr(dist, "all_gather", gather)
+    return gather
 
 
 @pytest.mark.parametrize(
     "make, kind, says",
     [
-        (lambda: refuse("layers.9.w: has no mapping"), LayoutError, "layers.9.w: has no mapping"),
-        (lambda: refuse("file \udc80"), LayoutError, "file ?"),
+        (Mock(side_effect=LayoutError("layers.9.w: has no mapping")), LayoutError, "layers.9.w: has no mapping"),
+        (Mock(side_effect=LayoutError("file \udc80")), LayoutError, "file ?"),
         (lambda: 1 / 0, XferError, "ZeroDivisionError: division by zero"),
         (lambda: [torch.Size([2]), object()], XferError, "TypeError: Encoding objects of type object"),
         (lambda: ["\ud800"], XferError, "UnicodeEncodeError"),
@@ -248,7 +224,7 @@ def refuse(why: str) -> list[int]:
 def test_a_rank_that_fails_says_so_where_the_others_wait_for_it(two, make, kind, says):
     with pytest.raises(kind, match="trainer 0 failed to describe its exports") as e:
         agree.of_all_ranks(make, NUMBERS, CPU)
-    assert says in str(e.value) and len(two) == 2
+    assert says in str(e.value) and two.call_count == 2
 
 
 def test_over_gloo_ranks_agree_in_memory_of_the_host(two):
