@@ -35,28 +35,25 @@ class Net(nn.Module):
         self.layer, self.norm = nn.Module(), nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))
         self.layer.weight = nn.Parameter(torch.zeros(256, 200, dtype=torch.float8_e4m3fn), requires_grad=False)
         self.layer.register_parameter(f"weight{suffix}", nn.Parameter(torch.zeros(scale), requires_grad=False))
-        how = SimpleNamespace(name=kernel)
         self.layer.quant_method = type("Fp8LinearMethod", (), {"weight_block_size": [128, 128]})()
-        self.layer.quant_method.fp8_linear = type(how.name, (), {})()
+        self.layer.quant_method.fp8_linear = type(kernel, (), {})()
         if twice:
             self.embed = nn.Parameter(torch.zeros(SIZES["a"], dtype=torch.bfloat16), requires_grad=False)
 
     def load_weights(self, weights) -> set[str]:
         loaded = set()
         for name, t in weights:
-            if name == "norm":
-                assert not self.looks or float(t[0])
-                self.norm.copy_(t)
-                loaded.add("norm")
-                continue
-            i = "ab".index(name[0])
-            scales = name.endswith(self.suffix)
+            scales = self.suffix if name.endswith(self.suffix) else ""
             if scales and not self.takes:
                 continue
-            into = getattr(self.layer, f"weight{self.suffix}") if scales else self.layer.weight
-            n = len(into) // 2
-            into[i * n : (i + 1) * n].copy_(t)
-            loaded.add(f"layer.weight{self.suffix * scales}")
+            into = self.norm
+            if name == "norm":
+                assert not self.looks or float(t[0])
+            else:
+                n = len(whole := getattr(self.layer, f"weight{scales}")) // 2
+                into = whole[n * (name[0] == "b") :][:n]
+            into.copy_(t)
+            loaded.add("norm" if name == "norm" else f"layer.weight{scales}")
             if self.twice and name == "a":
                 self.embed.copy_(t)
         return loaded

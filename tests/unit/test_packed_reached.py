@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,15 +20,14 @@ from xfer.errors import LayoutError, Unsupported, out_of_memory
 EXPERTS = "layers.0.mlp.experts.routed_experts.w13_weight"
 
 
+LAYER = ["layers.0.q.weight", "layers.0.k.weight", "layers.1.q.weight"]
+
+
 @pytest.mark.parametrize(
     "names, told, reached",
     [
         ([EXPERTS, "norm.weight"], ["layers.0.mlp.experts.w13_weight", "norm.weight"], [EXPERTS, "norm.weight"]),
-        (
-            ["layers.0.q.weight", "layers.0.k.weight", "layers.1.q.weight"],
-            ["layers.0.weight", "weight", "no.weight"],
-            [],
-        ),
+        (LAYER, ["layers.0.weight", "weight", "no.weight"], []),
     ],
     ids=["vLLM 0.25 leaves out the part that holds experts", "a name that may mean two parameters counts for neither"],
 )
@@ -75,15 +75,12 @@ class Quantized(torch.nn.Module):
         self.weight, self.bias = (Parameter(torch.zeros(s, device="meta")) for s in ((2, 2), (2,)))
 
 
+READ, UNREAD, OLD = (1.0, "fp8"), (0.5, "auto"), (0.5, "fp8")
+
+
 @pytest.mark.parametrize(
-    ("left_out", "attention"),
-    [
-        (None, (1.0, "fp8")),
-        (None, (0.5, "auto")),
-        ("a.weight", (1.0, "fp8")),
-        ("a.bias", (1.0, "fp8")),
-        ("a.attention.q_scale", (0.5, "fp8")),
-    ],
+    "left_out, attention",
+    [(None, READ), (None, UNREAD), ("a.weight", READ), ("a.bias", READ), ("a.attention.q_scale", OLD)],
 )
 def test_parameters_made_by_processing_need_not_be_loaded_and_those_it_replaces_must(
     monkeypatch, model, left_out, attention
@@ -96,14 +93,13 @@ def test_parameters_made_by_processing_need_not_be_loaded_and_those_it_replaces_
     model._layerwise = True
     monkeypatch.setattr(PackedModel, "_close_layers", lambda self: root.a.process())
     loader, layers = "vllm.model_executor.model_loader", "vllm.model_executor.layers"
-    for name in ("vllm", "vllm.model_executor", loader, layers):
-        monkeypatch.setitem(sys.modules, name, sys.modules.get(name) or ModuleType(name))
-    for name, key, value in (
-        (f"{loader}.reload", "initialize_layerwise_reload", lambda m: m.a.open()),
-        (f"{layers}.attention_layer_base", "AttentionLayerBase", Attention),
-    ):
+    for name, parts in {
+        "vllm": {}, "vllm.model_executor": {}, loader: {}, layers: {},
+        f"{loader}.reload": dict(initialize_layerwise_reload=lambda m: m.a.open()),
+        f"{layers}.attention_layer_base": dict(AttentionLayerBase=Attention),
+    }.items():  # fmt: skip
         monkeypatch.setitem(sys.modules, name, module := ModuleType(name))
-        setattr(module, key, value)
+        vars(module).update(parts)
     model.begin([])
     model.load([(n, torch.zeros(2)) for n in ("a.weight", "a.bias") if n != left_out])
     if left_out is None:
@@ -115,32 +111,20 @@ def test_parameters_made_by_processing_need_not_be_loaded_and_those_it_replaces_
 
 
 def test_a_refit_into_a_sleeping_engine_is_refused_on_entry(model):
-    asleep = []
-
-    def refuse_asleep(live) -> None:
-        if asleep:
-            raise Unsupported("this engine sleeps")
-
     model.weights.watch(LiveStorages(torch.nn.Linear(2, 2)), ())
-    model.engine.refuse_asleep = refuse_asleep
+    model.engine.refuse_asleep = Mock()
     model.check()
-    asleep.append(1)
+    model.engine.refuse_asleep.side_effect = Unsupported("this engine sleeps")
     with pytest.raises(Unsupported, match="sleeps"):
         model.check()
 
 
-def test_memory_that_a_loader_runs_out_of_is_told_from_what_it_refuses(model):
-    def huge(weights):
-        torch.empty(1 << 60)
-
-    def refuses(weights):
-        raise KeyError("a")
-
-    for fails, told in ((huge, True), (refuses, False)):
-        model.engine.model = SimpleNamespace(load_weights=fails)
-        with pytest.raises(RuntimeError if told else LayoutError) as e:
-            model.load([("a", torch.zeros(2))])
-        assert out_of_memory(e.value) == told
+@pytest.mark.parametrize("fails, kind", [(lambda _: torch.empty(1 << 60), RuntimeError), (lambda _: {}["a"], LayoutError)])
+def test_memory_that_a_loader_runs_out_of_is_told_from_what_it_refuses(model, fails, kind):
+    model.engine.model = SimpleNamespace(load_weights=fails)
+    with pytest.raises(kind) as e:
+        model.load([("a", torch.zeros(2))])
+    assert out_of_memory(e.value) == (kind is RuntimeError)
     assert all(map(out_of_memory, (torch.OutOfMemoryError("tried to allocate 1 GiB"), MemoryError())))
 
 
@@ -154,7 +138,6 @@ def offload(backend="auto", gb=0.0, group=0):
     [
         (offload(), []),
         (offload(gb=0.5), ["cpu_offload_gb"]),
-        (offload(group=8), ["offload_group_size"]),
         (offload(gb=4, group=8), ["cpu_offload_gb", "offload_group_size"]),
         (offload("uva", group=8), []),
         (offload("prefetch", gb=4), []),
