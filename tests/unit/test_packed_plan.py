@@ -183,6 +183,8 @@ TWICE = {k: v * 2 for k, v in ONE.items() if k != "nbytes"} | dict(offsets=(0, 2
 MANY = dict(sizes=(20, 12), offsets=(0, 8), nbytes=19)
 NONE = dict(names=("none",), dtypes=("int8",), shapes=((0,),), sizes=(0,), offsets=(266,))
 EMPTY_TWICE = {k: GOOD[k] + v * 2 for k, v in NONE.items()}
+
+
 @pytest.mark.parametrize(
     "change, words",
     [

@@ -119,7 +119,9 @@ def test_a_refit_into_a_sleeping_engine_is_refused_on_entry(model):
         model.check()
 
 
-@pytest.mark.parametrize("fails, kind", [(lambda _: torch.empty(1 << 60), RuntimeError), (lambda _: {}["a"], LayoutError)])
+@pytest.mark.parametrize(
+    "fails, kind", [(lambda _: torch.empty(1 << 60), RuntimeError), (lambda _: {}["a"], LayoutError)]
+)
 def test_memory_that_a_loader_runs_out_of_is_told_from_what_it_refuses(model, fails, kind):
     model.engine.model = SimpleNamespace(load_weights=fails)
     with pytest.raises(kind) as e:
