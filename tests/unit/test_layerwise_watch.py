@@ -11,6 +11,7 @@ import threading
 import time
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -53,30 +54,24 @@ def on(stream: Stream):
     Stream.now.stream = None
 
 
-class Work:
+class Sign:
+    """An event of a device, or a collective that arrives when the test says so."""
+
     def __init__(self):
-        self.arrived = threading.Event()
+        self.come = threading.Event()
 
     def wait(self) -> None:
-        Stream.now.stream.todo.put(self.arrived.wait)
+        Stream.now.stream.todo.put(self.come.wait)
 
-
-class Note:
-    """The word in host memory that the stream copies numbers to."""
-
-    def __init__(self):
-        self.word = torch.zeros(1, dtype=torch.int32)
-
-    def copy_(self, number: torch.Tensor, non_blocking: bool) -> None:
-        assert non_blocking
-        Stream.now.stream.todo.put(lambda: self.word.copy_(number))
+    def record(self) -> None:
+        Stream.now.stream.todo.put(self.come.set)
 
 
 class Nccl:
     """A process group whose broadcasts arrive when the test says so."""
 
     def __init__(self):
-        self.works: list[Work] = []
+        self.works: list[Sign] = []
         self.tensors: list[torch.Tensor] = []
         self.at_abort: list[torch.Tensor] = []
         self.aborted = threading.Event()
@@ -86,14 +81,14 @@ class Nccl:
     def broadcast(self, tensors: list[torch.Tensor], options) -> None:
         self.tensors += tensors
 
-    def _end_coalescing(self) -> Work:
-        self.works.append(Work())
+    def _end_coalescing(self) -> Sign:
+        self.works.append(Sign())
         return self.works[-1]
 
     def abort(self) -> None:
         self.at_abort = [t.clone() for t in self.tensors]
         for w in self.works:
-            w.arrived.set()
+            w.come.set()
         self.aborted.set()
 
 
@@ -103,20 +98,26 @@ def wire(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(wires, "_NUMBERS", 4)
+    made = []
 
     def make(deadline_s: float) -> wires.Wire:
         w = wires.Wire.__new__(wires.Wire)  # its own __init__ needs a device
+        made.append(w)
         w._link = NcclLink(None, 0, 1, 1.0, torch.device("cpu"), ("rank 0",))
         w._link._pg = Nccl()
         w.rank, w.size, w.device, w.lost, w._who = 0, 2, torch.device("cuda", 0), None, "rank 0"
         w.behind, w._closed = [], False
         w.deadline_s, w._notes, w._spare = deadline_s, Stream(), Stream()
-        w._note, w._numbers, w._seen = Note(), torch.arange(4, dtype=torch.int32), 0
-        w._read = w._note.word.numpy()
+        word, w._numbers, w._seen = torch.zeros(1, dtype=torch.int32), torch.arange(4, dtype=torch.int32), 0
+        note = lambda number, non_blocking: Stream.now.stream.todo.put(lambda: word.copy_(number))  # noqa: E731
+        w._note, w._read = SimpleNamespace(copy_=note), word.numpy()
         w._watch = DeadlineWatch(deadline_s, w._arrived, w._expire)
         return w
 
-    return make
+    yield make
+    for w in made:
+        w.close()
+        assert not w._watch
 
 
 def test_missing_bytes_become_nans_before_the_abort_and_every_use_raises(wire):
@@ -125,7 +126,7 @@ def test_missing_bytes_become_nans_before_the_abort_and_every_use_raises(wire):
     bytes_of = lambda t: t.view(torch.uint8)  # noqa: E731
     nccl = w._link._pg
     w.broadcasts([(1, bytes_of(here))], lambda: "bucket 0")
-    nccl.works[0].arrived.set()
+    nccl.works[0].come.set()
     w._notes.synchronize()
     began = time.monotonic()
     w.broadcasts([(0, bytes_of(mine)), (1, bytes_of(theirs))], lambda: "bucket 1")
@@ -137,8 +138,6 @@ def test_missing_bytes_become_nans_before_the_abort_and_every_use_raises(wire):
         with pytest.raises(DeadlineExceeded, match="bucket 1") as e:
             use()
         assert "bucket 0" not in str(e.value) and "waiting at a barrier" in str(e.value)
-    w.close()
-    assert not w._watch
 
 
 def test_the_count_of_arrivals_wraps_around(wire):
@@ -146,7 +145,7 @@ def test_the_count_of_arrivals_wraps_around(wire):
     nccl = w._link._pg
     for i in range(11):  # of which the word in memory tells four apart
         w.broadcasts([(1, t)], lambda: "bucket")
-        nccl.works[-1].arrived.set()
+        nccl.works[-1].come.set()
         w._notes.synchronize()
         with w._watch._change:  # under which the watch asks too
             assert w._arrived() == i + 1
@@ -155,41 +154,36 @@ def test_the_count_of_arrivals_wraps_around(wire):
     assert nccl.aborted.is_set() and w.lost is None and not t.any()
 
 
-def test_an_abort_waits_for_a_group_of_messages_that_is_being_started_but_not_for_one_that_is_stuck(wire, monkeypatch):
+@pytest.mark.parametrize("stuck, patience", [(False, 30 * PATIENCE), (True, 0.05)])
+def test_an_abort_waits_for_a_group_of_messages_that_is_being_started_but_not_for_one_that_is_stuck(
+    wire, monkeypatch, stuck, patience
+):
     """A group that is closed over a communicator that was freed meanwhile may crash the process."""
+    monkeypatch.setattr(nccl_links, "POSTED_S", patience)
     late = 0.5 * PATIENCE
-    for patience, aborted_within in ((30 * PATIENCE, False), (0.05, True)):
-        monkeypatch.setattr(nccl_links, "POSTED_S", patience)
-        w, seen = wire(late), []
-        nccl, theirs = w._link._pg, torch.ones(8, dtype=torch.bfloat16)
-        w.broadcasts([(1, torch.zeros(8, dtype=torch.uint8))], lambda: "bucket 0")
-        end = nccl._end_coalescing
+    w, seen, theirs = wire(late), [], torch.ones(8, dtype=torch.bfloat16)
+    nccl = w._link._pg
+    w.broadcasts([(1, torch.zeros(8, dtype=torch.uint8))], lambda: "bucket 0")
+    end = nccl._end_coalescing
 
-        def slow(nccl=nccl, seen=seen, end=end, stuck=aborted_within):
-            seen.append(nccl.aborted.wait(30 * PATIENCE if stuck else late + 0.5))  # bucket 0 is late meanwhile
-            return end()
+    def slow():
+        seen.append(nccl.aborted.wait(30 * PATIENCE if stuck else late + 0.5))  # bucket 0 is late meanwhile
+        return end()
 
-        nccl._end_coalescing = slow
-        w.broadcasts([(1, theirs.view(torch.uint8))], lambda: "bucket 1")
-        assert nccl.aborted.wait(30 * PATIENCE) and seen == [aborted_within]
-        assert theirs.isnan().all(), "what was being started is on its way like all else"
-        w.close()
+    nccl._end_coalescing = slow
+    w.broadcasts([(1, theirs.view(torch.uint8))], lambda: "bucket 1")
+    assert nccl.aborted.wait(30 * PATIENCE) and seen == [stuck]
+    assert theirs.isnan().all(), "what was being started is on its way like all else"
 
 
 def test_nothing_is_started_once_a_wire_is_lost(wire):
     """The wire is lost between its check and the start."""
     w = wire(30.0 * PATIENCE)
     nccl, said = w._link._pg, DeadlineExceeded("late", ["bucket 0"], where="rank 0")
-
-    def group() -> Nccl:
-        w.lost = said
-        return nccl
-
-    w._link._group = group
+    w._link._group = lambda: setattr(w, "lost", said) or nccl
     with pytest.raises(DeadlineExceeded, match="late"):
         w.broadcasts([(1, torch.zeros(8, dtype=torch.uint8))], lambda: "bucket 1")
     assert not nccl.works and not nccl.tensors and not w._watch.missing()
-    w.close()
 
 
 def test_a_rank_that_gave_up_before_the_name_was_told_opens_no_link(monkeypatch):
@@ -205,29 +199,19 @@ def test_a_rank_that_gave_up_before_the_name_was_told_opens_no_link(monkeypatch)
     assert told.wait(30 * PATIENCE)
 
 
-class Event:
-    def __init__(self):
-        self.done = threading.Event()
-
-    def record(self) -> None:
-        Stream.now.stream.todo.put(self.done.set)
-
-
 def test_copies_out_of_owners_memory_begin_when_all_have_stepped_and_are_waited_for(wire, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Event", Sign)
     here = Stream()
-    here.wait_event = lambda e: here.todo.put(e.done.wait)
+    here.wait_event = lambda e: here.todo.put(e.come.wait)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: here)
-    w, stepped, asked = wire(30.0 * PATIENCE), Work(), []
-    w.size, w.behind, w.device = 3, [], torch.device("cpu")
-    w.meet = lambda what, received, word: asked.append(received) or stepped
+    w, stepped, over, asked = wire(30.0 * PATIENCE), Sign(), Sign(), []
+    w.size, w.device = 3, torch.device("cpu")
+    w.meet = lambda what, received, word: asked.append(received) or (stepped if len(asked) == 1 else over)
     shares = [SimpleNamespace(owner=r, nbytes=8, home=torch.tensor(-1.0), members=()) for r in (0, 1, 2, 1)]
     theirs = {1: torch.tensor([10.0, 11.0]), 2: torch.tensor([20.0])}
     numbers = {id(s): n for s, n in zip(shares, (0, 0, 0, 1))}
-    mapping = SimpleNamespace(
-        read_into=lambda rank, root, into: Stream.now.stream.todo.put(lambda: into.copy_(theirs[rank][root])),
-        close=lambda: asked.append("closed"),
-    )
+    mapping = Mock()
+    mapping.read_into = lambda rank, root, into: Stream.now.stream.todo.put(lambda: into.copy_(theirs[rank][root]))
     p = pulls.Pulls(w, None, mapping, numbers, shares, Stream())
     assert w.behind == [p.stream]
     p.begin()
@@ -236,31 +220,32 @@ def test_copies_out_of_owners_memory_begin_when_all_have_stepped_and_are_waited_
     for work in works:
         work.wait()
     seen: queue.Queue = queue.Queue()
-    here.todo.put(lambda: seen.put([s.home.item() for s in shares]))
-    with pytest.raises(queue.Empty):
-        seen.get(timeout=0.2)
-    assert [s.home.item() for s in shares] == [-1.0] * 4
-    stepped.arrived.set()
-    assert seen.get(timeout=30 * PATIENCE) == [-1.0, 10.0, 20.0, 11.0]
-    over, w.meet = Work(), lambda what, received, word: over
+
+    def not_before(sign: Sign) -> list:
+        """What parameters are once this stream goes on, which waits for the sign."""
+        values = lambda: [s.home.item() for s in shares]  # noqa: E731
+        before = values()
+        here.todo.put(lambda: seen.put(values()))
+        with pytest.raises(queue.Empty):
+            seen.get(timeout=0.2)
+        assert values() == before
+        sign.come.set()
+        return seen.get(timeout=30 * PATIENCE)
+
+    assert not_before(stepped) == [-1.0, 10.0, 20.0, 11.0]
     p.end()
     with on(here):
         p.meet()
-    here.todo.put(lambda: seen.put("may be written"))
-    with pytest.raises(queue.Empty):  # others may still copy out of this rank's memory
-        seen.get(timeout=0.2)
-    over.arrived.set()
-    assert seen.get(timeout=30 * PATIENCE) == "may be written"
+    not_before(over)  # others may still copy out of this rank's memory
     p.unmap()
-    assert asked[-1] == "closed"
+    assert mapping.close.called
     w.behind = []
-    w.close()
 
 
 def test_copies_behind_an_aborted_gather_become_nans_too(wire):
     """The copies go on when nothing holds them any more."""
     w, behind = wire(0.5 * PATIENCE), Stream()  # time for all that is queued here to be queued before the abort
-    word, theirs, mine = torch.zeros(1, dtype=torch.int32), torch.ones(8, dtype=torch.bfloat16), torch.zeros(8)
+    word, theirs = torch.zeros(1, dtype=torch.int32), torch.ones(8, dtype=torch.bfloat16)
     nccl = w._link._pg
     nccl.allreduce = lambda tensors: nccl._end_coalescing()
     w._spare.wait_stream = lambda stream: stream.synchronize()
@@ -271,7 +256,7 @@ def test_copies_behind_an_aborted_gather_become_nans_too(wire):
     behind.todo.put(lambda: theirs.fill_(3.0))
     assert nccl.aborted.wait(30 * PATIENCE)
     w.close()
-    assert theirs.isnan().all() and not mine.any()
+    assert theirs.isnan().all()
 
 
 def test_megatrons_norm_over_all_ranks_has_the_deadline_of_the_gather(monkeypatch):
