@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -77,65 +78,53 @@ def test_a_refit_of_what_is_computed_from_parameters_has_those_of_the_last_step(
 @pytest.mark.parametrize("sources", ["owners", "all"])
 def test_a_refit_from_owners_waits_for_their_step_and_not_for_the_device(monkeypatch, sources):
     """On the device are the gather's copies. A wait for it would finish them first. (Streams and events are only feigned.)"""
-    net, said = layers(), []
+    net, cuda = layers(), Mock()
     o = Half(net)
     o._device = torch.device("cuda")
     source = LayerWiseTrainer(TensorTrainer(net, rank=0, world=2), o, sources)
     for kind in (LayerWiseTrainer, TensorTrainer):
         monkeypatch.setattr(kind, "device", o._device)
-    o.inner[0].register_step_post_hook(lambda *_: said.append("stepped"))
+    o.inner[0].register_step_post_hook(lambda *_: cuda.stepped())
     begin = o.gather.begin
-    monkeypatch.setattr(o.gather, "begin", lambda: (said.append("gather"), begin()))
-    waits = lambda what: lambda *_: said.append(what)  # noqa: E731
-    event = SimpleNamespace(synchronize=lambda: said.append("the step"))
-    stream = SimpleNamespace(
-        record_event=lambda: (said.append("recorded"), event)[1], synchronize=waits("the caller's stream")
-    )
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
-    monkeypatch.setattr(torch.cuda, "synchronize", waits("the device"))
+    monkeypatch.setattr(o.gather, "begin", lambda: (cuda.gather(), begin()))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: cuda.stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: cuda.synchronize())
     for value in (101.0, 102.0):
         o.train(value)
-    assert said == ["stepped", "recorded", "gather"] * 2
+    step = [call.stepped(), call.stream.record_event(), call.gather()]
+    assert cuda.mock_calls == step * 2
     source.drain()
+    waits = cuda.mock_calls[6:]
     if sources == "all":
-        assert "the device" in said and o.gather.settled
+        assert call.synchronize() in waits and o.gather.settled
     else:
-        assert said[6:] == ["the step", "the caller's stream"] and not o.gather.settled
-
-
-class Gathers:
-    """See pending.Gathers."""
-
-    def __init__(self, tensor: torch.Tensor):
-        self.named, self.drained = [("w", tensor)], 0
-
-    def drain(self, to_write: bool = True) -> None:
-        self.drained += 1
+        assert waits == [call.stream.record_event().synchronize(), call.stream.synchronize()] and not o.gather.settled
 
 
 def test_gathers_that_one_thread_leaves_alone_are_finished_by_another():
     """A refit from owners gives up while its adapter waits, on a thread of its own, for a peer that does not come. Another adapter then
     reads the same parameters."""
-    gathers, inside, go_on = Gathers(torch.ones(4)), threading.Event(), threading.Event()
+    tensor, inside, go_on = torch.ones(4), threading.Event(), threading.Event()
+    gathers = Mock(named=[("w", tensor)])
     pending.announce(gathers)
 
     def hung() -> None:
         with pending.left_alone(gathers):
             inside.set()
             go_on.wait(20)
-            pending.drain_over([gathers.named[0][1]])
+            pending.drain_over([tensor])
 
     thread = threading.Thread(target=hung)
     thread.start()
     try:
         assert inside.wait(20)
-        pending.drain_over([gathers.named[0][1]])
-        assert gathers.drained == 1
+        pending.drain_over([tensor])
+        assert gathers.drain.call_count == 1
     finally:
         go_on.set()
         thread.join(20)
         pending.forget(gathers)
-    assert gathers.drained == 1, "and that one leaves them alone"
+    assert gathers.drain.call_count == 1, "and that one leaves them alone"
 
 
 # ---- what owners offer
@@ -149,30 +138,19 @@ def test_owners_want_an_adapter_that_can_leave_the_device_alone():
     LayerWiseTrainer(base, Half(layers()), "all")
 
 
-class Fused(nn.Module):
-    """q and k lie in one storage, as `order` has them; the checkpoint's tensor is the fused one."""
-
-    def __init__(self, order: str):
-        super().__init__()
-        self.flat = [torch.zeros(8, 4)]
-        for at, name in enumerate(order):
-            setattr(self, name, nn.Parameter(self.flat[0][4 * at : 4 * at + 4]))
-
-    def forward(self, x):
-        return x @ self.q.T + x @ self.k.T
-
-
 @pytest.mark.parametrize("order", ["qk", "kq"])
 def test_a_tensor_over_parameters_of_two_owners_is_offered_by_no_rank(order):
-    net = Fused(order)
+    """They lie in one storage; the checkpoint's tensor is the fused one."""
+    flat = torch.zeros(8, 4)
+    net = nn.ParameterDict({name: nn.Parameter(half) for name, half in zip(order, flat.split(4))})
+    net.flat = [flat]
     o = Half(net)
     assert len(o.others) == 1, "both are this rank's: this proves nothing"
-    (flat,) = net.flat
     whole = TensorTrainer(lambda: {"qk": flat}, rank=0, world=2)
     with pytest.raises(Unsupported, match="several owners") as e:
         LayerWiseTrainer(whole, o).read()
     assert e.value.violations[0].startswith("qk: give one view per parameter")
-    parts = TensorTrainer(lambda: {"q": flat[:4], "k": flat[4:]}, rank=0, world=2)
+    parts = TensorTrainer(lambda: dict(zip(order, flat.split(4))), rank=0, world=2)
     assert len(LayerWiseTrainer(parts, o).read().traced.fragments) == 1
     assert [f.tensor for f in LayerWiseTrainer(whole, o, "all").read().traced.fragments] == ["qk"]
 

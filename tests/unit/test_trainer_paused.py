@@ -6,6 +6,7 @@ The driver's answers are made up here; a real pool that sleeps is in tests/funct
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -59,26 +60,20 @@ def test_the_driver_is_asked_once_for_each_allocation_that_can_be_taken_away(mon
 
 
 def test_another_error_of_the_driver_is_not_taken_for_paused_memory(monkeypatch):
-    monkeypatch.setattr(
-        cuda_driver,
-        "_driver",
-        lambda: SimpleNamespace(cuPointerGetAttribute=lambda *_: code, cuGetErrorName=lambda *_: 0),
-    )
-    code = 1
+    driver = Mock()
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: driver)
+    driver.cuPointerGetAttribute.return_value, driver.cuGetErrorName.return_value = 1, 0
     assert not cuda_driver.mapped(8)
-    code = 700
+    driver.cuPointerGetAttribute.return_value = 700
     with pytest.raises(DriverError):
         cuda_driver.mapped(8)
 
 
-class Pool:
-    """Stands for the driver where `Slots` asks it: `paused` storages by number, of the last that were asked for."""
-
-    def __init__(self):
-        self.paused: list[int] = []
+class Pool(list):
+    """Stands for the driver where `Slots` asks it: storages that are paused, by number, of the last that were asked for."""
 
     def __call__(self, tensors):
-        return lambda: [i for i in self.paused if i < len(tensors)]
+        return lambda: [i for i in self if i < len(tensors)]
 
 
 def test_slots_refuse_paused_memory_when_bound_and_at_each_check():
@@ -86,19 +81,17 @@ def test_slots_refuse_paused_memory_when_bound_and_at_each_check():
     slots = Slots([tree], walk([tree]), unmapped=pool)
     slots.bind()
     assert slots.check() == "same"
-    pool.paused = [1, 2, 3, 4]
+    pool[:] = [1, 2, 3, 4]
     for look in (slots.check, slots.bind):
         with pytest.raises(RebindError, match="no memory behind") as e:
             look()
         (line,) = e.value.violations
-        assert (
-            line.startswith("4 of 6 storages, such as that of 0:0.bias, 0:1.weight, 0:1.bias: paused")
-            and "Resume" in line
-        )
+        assert line.startswith("4 of 6 storages, such as that of 0:0.bias, 0:1.weight, 0:1.bias: paused")
+        assert "Resume" in line
     tree[0].weight.data = torch.zeros(2, 2)  # moved, and others are paused still
     with pytest.raises(RebindError, match="no memory behind"):
         slots.check()
-    pool.paused = []
+    pool.clear()
     assert slots.check() == "moved"
 
 
@@ -114,15 +107,16 @@ def test_megatron_begins_no_gather_into_paused_weights(monkeypatch):
             finish_param_sync=lambda **_: None,
         )  # fmt: skip
 
-    object.__setattr__(chunk, "bucket_groups", [group(chunk[0], True), group(chunk[1], False)])
-    object.__setattr__(chunk, "expert_parallel_bucket_groups", [])
-    object.__setattr__(chunk, "ddp_config", SimpleNamespace(use_distributed_optimizer=True, overlap_param_gather=True))
+    vars(chunk).update(
+        bucket_groups=[group(chunk[0], True), group(chunk[1], False)], expert_parallel_bucket_groups=[],
+        ddp_config=SimpleNamespace(use_distributed_optimizer=True, overlap_param_gather=True),
+    )  # fmt: skip
     trainer = MegatronTrainer.__new__(MegatronTrainer)
     trainer.chunks, trainer.rank = [chunk], 2
-    pool.paused = [0]
+    pool.append(0)
     with pytest.raises(RebindError, match="trainer 2: parameters have to be gathered") as e:
         trainer.finish_gathers()
     assert "0:1.weight, 0:1.bias" in str(e.value) and not begun
-    pool.paused = []
+    pool.clear()
     trainer.finish_gathers()
     assert begun == [1]
