@@ -194,25 +194,33 @@ def at(name: str) -> dict:
     return dict(sizes, copies=sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1))
 
 
+def losses(ranks) -> list[float]:
+    return ranks.ask("step", "stepped", steps=2)[0]["losses"]
+
+
+def saved(ranks, path, source=None, **way) -> dict[str, torch.Tensor]:
+    """All that a checkpoint has that is saved after a build, and either two steps or a load of another checkpoint."""
+    ranks.ask("build", "built", **way)
+    if source is None:
+        losses(ranks)
+    else:
+        ranks.ask("load", "loaded", folder=str(source), steps=2)
+    settled = {x["settled"] for x in ranks.ask("save", "saved", folder=str(path))}
+    alone = way["layout"]["copies"] == len(ranks)
+    assert source or settled == {alone}, "saving gathers nothing; without copies nothing is to gather"
+    return lm.content(path)
+
+
 def resharded(ranks, folder: str, work, a: str, others: list[str], rel: float = 1e-3) -> None:
-    ranks.ask("build", "built", folder=folder, layout=at(a))
-    ranks.ask("step", "stepped", steps=2)
-    saved = work / f"from {a}"
-    settled = {x["settled"] for x in ranks.ask("save", "saved", folder=str(saved))}
-    assert settled == {at(a)["copies"] == len(ranks)}, "saving gathers nothing; without copies nothing is to gather"
-    want = ranks.ask("step", "stepped", steps=2)[0]["losses"]
-    first = lm.content(saved)
+    first = saved(ranks, work / f"from {a}", folder=folder, layout=at(a))
+    want = losses(ranks)
     assert sum(k.endswith("/momentum_buffer") for k in first) > 10 and sum(k.endswith("/exp_avg") for k in first) > 2
     for b in others:
-        ranks.ask("build", "built", folder=folder, layout=at(b))
-        ranks.ask("load", "loaded", folder=str(saved), steps=2)
-        again = work / f"from {a} by {b}"
-        ranks.ask("save", "saved", folder=str(again))
-        second = lm.content(again)
+        second = saved(ranks, work / f"from {a} by {b}", work / f"from {a}", folder=folder, layout=at(b))
         assert first.keys() == second.keys()
         wrong = [k for k in first if not torch.equal(first[k], second[k])]
         assert not wrong, f"{a} -> {b}: {wrong[:5]}"
-        assert ranks.ask("step", "stepped", steps=2)[0]["losses"] == pytest.approx(want, rel=rel), f"{a} -> {b}"
+        assert losses(ranks) == pytest.approx(want, rel=rel), f"{a} -> {b}"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -255,24 +263,13 @@ def test_the_reshard_matrix(ranks, folders, tmp_path, model, a, others):
 def test_a_padded_vocabulary_is_loaded_where_the_padding_is_another(two, folders, tmp_path, a, b):
     """130 rows are 144, and 288 at tp2, where one rank has nothing but padding. Where both have padding it moves too."""
     padded = dict(load=False, should_pad_vocab=True, make_vocab_size_divisible_by=144)
-
-    def build(name: str) -> None:
-        two.ask("build", "built", folder=folders["odd"], layout=dict(at(name), provider=padded))
-
-    def saved(name: str) -> dict[str, torch.Tensor]:
-        two.ask("save", "saved", folder=str(tmp_path / name))
-        return lm.content(tmp_path / name)
-
-    build(a)
-    two.ask("step", "stepped", steps=2)
-    first = saved("first")
-    want = two.ask("step", "stepped", steps=2)[0]["losses"]
+    way = {name: dict(folder=folders["odd"], layout=dict(at(name), provider=padded)) for name in (a, b)}
+    first = saved(two, tmp_path / "first", **way[a])
+    want = losses(two)
     padding = {k for k in first if "/padding/" in k and first[k].dim()}
     assert {k.rpartition("/")[2] for k in padding} == {"param", "exp_avg", "exp_avg_sq"}
-    for name, source in ((b, "first"), (a, "there"), (a, "first")):
-        build(name)
-        two.ask("load", "loaded", folder=str(tmp_path / source), steps=2)
-        again = saved("there" if name == b else f"back from {source}")
+    for source, target, name in (("first", "there", b), ("there", "back", a), ("first", "again", a)):
+        again = saved(two, tmp_path / target, tmp_path / source, **way[name])
         assert {k for k in first if "/padding/" not in k} == {k for k in again if "/padding/" not in k}
         wrong = [k for k in first if "/padding/" not in k and not torch.equal(first[k], again[k])]
         assert not wrong, f"{a} -> {name}: {wrong[:5]}"
@@ -281,8 +278,7 @@ def test_a_padded_vocabulary_is_loaded_where_the_padding_is_another(two, folders
             moved = min(rows, len(first[k]), 14 if source == "there" else rows)
             assert again[k].shape[0] == rows and torch.equal(again[k][:moved], first[k][:moved])
             assert not again[k][moved:].any()
-        if name == a and source == "first":  # other padding is other losses: Megatron's softmax counts it
-            assert two.ask("step", "stepped", steps=2)[0]["losses"] == pytest.approx(want, rel=1e-3)
+    assert losses(two) == pytest.approx(want, rel=1e-3), "other padding is other losses: Megatron's softmax counts it"
 
 
 # ---- refits right after a step: from the owners, before any gather; and, the plain way, from everybody after a drain

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 
 import torch
@@ -29,6 +28,7 @@ megatron_cpu.init_world()
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 
 from examples.common.train_loop import Task, Trainer  # noqa: E402
+from tests.support.layerwise_model import digest_of  # noqa: E402
 from xfer.api import fence_before  # noqa: E402
 from xfer.errors import DeadlineExceeded  # noqa: E402
 from xfer.layerwise import checkpoint  # noqa: E402
@@ -91,21 +91,12 @@ class Rank(trainer_rank.Rank):
             losses.append(t.step())
             stale += not t.optimizer.gather.settled
         t.optimizer.drain()
-        h = hashlib.sha256()
-        for _, p in t.optimizer.named:
-            h.update(p.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
-        exported = t.exported()
-        g = t.optimizer.gather
+        digest, gather = digest_of(p for _, p in t.optimizer.named), t.optimizer.gather
+        norm = sum(x.double().norm().item() ** 2 for x in t.exported().values()) ** 0.5
         emit(
-            "trained",
-            losses=losses,
-            digest=h.hexdigest(),
-            stale=stale,
-            buckets=len(g.buckets),
-            pulled=len(g.pulls),
-            groups=[p.size for p in t.optimizer._peers],
-            norm=sum(x.double().norm().item() ** 2 for x in exported.values()) ** 0.5,
-        )
+            "trained", losses=losses, digest=digest, stale=stale, buckets=len(gather.buckets), pulled=len(gather.pulls),
+            groups=[p.size for p in t.optimizer._peers], norm=norm,
+        )  # fmt: skip
 
     def build(self, folder: str, layout: dict) -> None:
         self._new(folder, layout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -130,12 +131,16 @@ def step(model: nn.Module, optimizer, number: int, rank: int = 0) -> float:
     return loss
 
 
-def digest(model: nn.Module) -> str:
-    """Digest of the bytes of every parameter, in order."""
+def digest_of(params: Iterable[torch.Tensor]) -> str:
+    """Digest of the bytes of all of these, in order."""
     h = hashlib.sha256()
-    for _, p in model.named_parameters():
+    for p in params:
         h.update(p.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return h.hexdigest()
+
+
+def digest(model: nn.Module) -> str:
+    return digest_of(model.parameters())
 
 
 def content(folder) -> dict[str, torch.Tensor]:
