@@ -248,8 +248,7 @@ RESHARDS = [
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("model, a, others", RESHARDS)
 def test_the_reshard_matrix(ranks, folders, tmp_path, model, a, others):
-    """fp32 masters are saved, so 16-bit parameters are loaded without a loss; layouts sum bf16 in other orders. The router's bias of each
-    expert of `mla` is a buffer, which Megatron moves after every step."""
+    """fp32 masters are saved, so 16-bit parameters lose nothing. The router's biases of `mla` are buffers, which training changes."""
     resharded(ranks, folders[model], tmp_path, a, others, rel=2e-2 if "bf16" in model else 1e-3)
     first = lm.content(tmp_path / f"from {a}")
     assert {v.dtype for k, v in first.items() if k.endswith("/param")} == {torch.float32}

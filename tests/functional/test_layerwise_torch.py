@@ -1,8 +1,5 @@
-"""Plain torch under a layer-wise optimizer: the bits of training without owners, whatever users and networks do to it.
-
-Four processes over gloo, a toy transformer with a tied head and a frozen parameter, Muon and Adam. Every
-run is compared with a twin model under DDP that every rank steps whole; so are random programs of a user's calls.
-"""
+"""Plain torch under a layer-wise optimizer, in four processes over gloo: a toy transformer with a tied head, Muon and Adam. Training in
+any way, and random programs of a user's calls, have the bits of a twin model under DDP that every rank steps whole."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""What the packed route gathers from ranks over gloo: from FSDP2 modules, DTensors and plain tensors what torch's own `full_tensor()`
-gives, and from real Megatron-Core + Bridge what Bridge exports, also where conversion tasks went stale. The ranks and their
-assertions are tests/support/packed_tensors.py and packed_bridge.py.
-"""
+"""What the packed route gathers over gloo: from FSDP2 modules, DTensors and plain tensors what torch's own `full_tensor()` gives, and
+from real Megatron-Core + Bridge what Bridge exports. The ranks and their assertions are tests/support/packed_tensors.py and
+packed_bridge.py."""
 
 from __future__ import annotations
 

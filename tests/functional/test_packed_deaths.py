@@ -1,9 +1,5 @@
-"""The packed route when processes are killed or stand still between buckets: who hears of it, when, and what engines hold.
-
-Every trainer, controller and worker is a process, and the trainers' collectives are torch's over gloo (tests/support/
-packed_processes.py). What must hold is what test_session_deaths.py says; here the gather of the trainers is the thing that
-may be left in the middle.
-"""
+"""The packed route when processes are killed or stand still between buckets, in the middle of the trainers' gather over gloo. What must
+hold is what test_session_deaths.py says."""
 
 from __future__ import annotations
 
@@ -61,8 +57,7 @@ def test_a_worker_that_is_killed_between_buckets(world, colocated):
 @pytest.mark.slow
 @BOTH
 def test_a_gather_that_stands_still_ends_refits_by_their_deadlines_and_gathers_stay_in_step(world, colocated, tmp_path):
-    """Rank 1 stands still in what would be the framework's code, so the others wait in a collective that nothing frees. The
-    second refit finds that gather running. Once it goes on, all three gathers run to their ends, on every rank."""
+    """The other ranks wait in a collective that nothing frees. Once it goes on, all three gathers run to their ends, on every rank."""
     w, here = world, tmp_path / "stand"
     here.touch()
     w.trainers[1].value("arrange", stand=str(here))

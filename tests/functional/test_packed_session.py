@@ -155,8 +155,7 @@ def test_gathers_run_in_one_order_on_all_ranks_in_whatever_order_their_lanes_com
 
 
 def test_a_gather_that_goes_on_is_named_and_its_tables_stay_until_it_has_ended(monkeypatch):
-    """Trainer 1 stands still in the framework's code, so all gathers do. All ranks are told what they must not do meanwhile. A
-    check of the parameters, which drops a gather's tables, and a release come after its end."""
+    """A check of the parameters, which drops a gather's tables, and a release come after its end."""
     monkeypatch.setattr(trainer, "OVER_S", 0.2)
     with PackedWorld(trainers=3) as w:
         good(w.refit(1))

@@ -1,8 +1,5 @@
-"""A real AsyncLLM, with requests under way and an owner who pauses and resumes it too. For test_refit_serving.py. Commands are
-`Engine`'s methods; what they return is told as an event of their name.
-
-One event loop in the main thread, since the engine's processes are forked from it. Another thread reads the commands.
-"""
+"""A real AsyncLLM, with requests under way and an owner who pauses and resumes it too. Commands are `Engine`'s methods; what they return
+is told as an event of their name. The event loop is in the main thread, since the engine's processes are forked from it."""
 
 from __future__ import annotations
 
@@ -55,8 +52,7 @@ class Engine:
         return dict(outputs=answers, checksums=await self.engine.compute_weight_checksums(), version=version)
 
     async def begin(self, tokens: int, prompt: int = 0, slowly: bool = False) -> None:
-        """Begin a request; later commands run beside it. `slowly`: it ends some 20 s after its first tokens, unless the engine
-        is told to pause."""
+        """Begin a request; later commands run beside it. `slowly`: it ends after some 20 s, unless the engine is told to pause."""
         if slowly:
             await self.slow_until_paused()
         self.request = asyncio.create_task(small_vllm.output(self.engine, PROMPTS[prompt], tokens))

@@ -1,7 +1,5 @@
-"""One rank of plain torch training under a layer-wise optimizer; does what the test says on standard input (proc.obey).
-
-All ranks run one of HAZARDS. Each asserts on every rank what must be true there; a failed assertion is told to the test.
-"""
+"""One rank of plain torch training under a layer-wise optimizer; does what the test says on standard input (proc.obey). A failed
+assertion, such as those of HAZARDS, is told to the test."""
 
 from __future__ import annotations
 
@@ -42,13 +40,8 @@ def sgd(net: nn.Module, lr: float = 0.1, **options) -> LayerWiseOptimizer:
 
 
 class Pair:
-    """Two equal models on the same data: `net` under owners, and `truth`, which every rank steps under DDP.
-
-    Args:
-        model: Key of MODELS.
-        ddp: If False, `net` is not wrapped, so that its gradients go to their owners only.
-        options: Of the LayerWiseOptimizer.
-    """
+    """Two equal models on the same data: `net` under owners, and `truth`, which every rank steps under DDP. `model`: key of MODELS.
+    `ddp`: if False, `net` is not wrapped, so that its gradients go to their owners only. `options`: of the LayerWiseOptimizer."""
 
     def __init__(self, model: str = "plain", ddp: bool = True, **options):
         self.net, self.truth = MODELS[model](), MODELS[model]()
@@ -254,8 +247,7 @@ class Experts(nn.Module):
 
 
 def skipped_experts():
-    """Two ranks share experts, and in turns one of them skips them; dense layers are those of all ranks. Over gloo the other one waited
-    for experts, and this one for dense layers, which the other had not started."""
+    """Two ranks share experts, and in turns one of them skips them. Over gloo each once waited for what the other had not started."""
     rank = dist.get_rank()
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2], [3])]
     digests, stale = [], 0

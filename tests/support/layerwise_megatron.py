@@ -1,7 +1,5 @@
-"""One rank of a real Megatron-Core trainer under a layer-wise optimizer; does what the test says (proc.obey).
-
-`build` follows `build` in one process, so that many layouts cost one start.
-"""
+"""One rank of a real Megatron-Core trainer under a layer-wise optimizer; does what the test says (proc.obey). `build` follows `build` in
+one process, so that many layouts cost one start."""
 
 from __future__ import annotations
 
@@ -41,14 +39,8 @@ FASTEST_HZ = 2e9
 
 
 class LayerWise(Trainer):
-    """The trainer of train_loop with another optimizer.
-
-    Args:
-        copies: Number of data-parallel ranks of which this one does the work.
-        options: Of MegatronLayerWise.
-        provider: More keywords of Trainer.
-        sizes: Parallel sizes.
-    """
+    """The trainer of train_loop with another optimizer. `copies`: number of data-parallel ranks of which this one does the work.
+    `options`: of MegatronLayerWise. `provider`: more keywords of Trainer. `sizes`: parallel sizes."""
 
     def __init__(self, folder: str, *, overlap: bool = True, copies: int = 1, options=None, provider=None, **sizes):
         # Sums overlap in any case: otherwise they are cut into other buckets, with other rounding.

@@ -1,11 +1,5 @@
-"""What the packed route gathers from real Megatron-Core + Bridge ranks over gloo is what Bridge exports, bit for bit, and
-conversion tasks that went stale are noticed on all ranks. For test_packed_bridge.py:
-
-values   the tensors of every case, after a first and a second optimizer step
-stale    each case changes one thing as training frameworks do. A task of Bridge keeps parameter objects, and shapes and dtypes of
-         all pipeline stages.
-fused    gpt-oss, whose checkpoint has all experts of a layer in one tensor and Megatron one parameter each
-"""
+"""What the packed route gathers from real Megatron-Core + Bridge ranks over gloo is what Bridge exports, bit for bit, and conversion
+tasks that went stale are noticed on all ranks: they keep parameter objects, and shapes and dtypes of all pipeline stages."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The processes of world_processes.py on the packed route: trainers that gather over gloo, workers that load whole tensors.
-
-Coordinator, lanes, feeds, links, buffers and torch's collectives among the trainers are the real ones; so are the deaths.
-"""
+"""The processes of world_processes.py on the packed route: trainers that gather over gloo, workers that load whole tensors."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""The small world of world.py on the packed route: trainers that export whole tensors, engines that load them.
-
-Ranks are threads of one process, so the trainers' collective is a barrier of threads. Coordinator, sessions, lanes, feeds, buckets,
-links and buffers are the real ones. `Knobs` lets a test break one rank or one worker.
-"""
+"""The small world of world.py on the packed route: trainers that export whole tensors, engines that load them. Ranks are threads of one
+process, so the trainers' collective is a barrier of threads. `Knobs` lets a test break one rank or one worker."""
 
 from __future__ import annotations
 

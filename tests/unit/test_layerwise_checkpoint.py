@@ -1,7 +1,5 @@
-"""Checkpoints by parameter: contents, refusals, saves that broke off, and errors of one rank that all ranks raise.
-
-Other layouts and several processes: tests/functional/test_layerwise_torch.py and test_layerwise_megatron.py.
-"""
+"""Checkpoints by parameter: contents, refusals, saves that broke off, and errors of one rank that all ranks raise. Other layouts and
+several processes: tests/functional/test_layerwise_torch.py and test_layerwise_megatron.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""A layer-wise optimizer in one process: refusals, Muon, hooks, memory, failures.
-
-`Half` is rank 0 of two; what rank 1 owns is made up. Real gathers: tests/functional/test_layerwise_torch.py.
-"""
+"""A layer-wise optimizer in one process: refusals, Muon, hooks, memory, failures. `Half` is rank 0 of two; what rank 1 owns is made up.
+Real gathers: tests/functional/test_layerwise_torch.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Deadlines over NCCL without a GPU: the watching thread and the wire that it watches.
-
-Threads stand for NCCL and the device. Real ones: `dead` of benchmarks/layerwise_gpu.py.
-"""
+"""Deadlines over NCCL without a GPU: the watching thread and the wire that it watches. Threads stand for NCCL and the device. Real ones:
+`dead` of benchmarks/layerwise_gpu.py."""
 
 from __future__ import annotations
 

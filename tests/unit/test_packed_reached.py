@@ -85,8 +85,7 @@ READ, UNREAD, OLD = (1.0, "fp8"), (0.5, "auto"), (0.5, "fp8")
 def test_parameters_made_by_processing_need_not_be_loaded_and_those_it_replaces_must(
     monkeypatch, model, left_out, attention
 ):
-    """A scale of attention must come if an earlier checkpoint brought its own: the buffer is then not 1. Not if nothing reads it,
-    since the KV cache is not quantized."""
+    """A scale of attention must come if an earlier checkpoint brought its own: the buffer is then not 1. Not if nothing reads it."""
     root = model.engine.model = torch.nn.Module()
     root.a = Quantized(*attention)
     root.load_weights = lambda weights: {n for n, _ in weights}

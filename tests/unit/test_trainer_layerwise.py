@@ -1,7 +1,5 @@
 """Refits of a model under a layer-wise optimizer: tensors that owners offer, and gathers that an adapter finishes before it reads.
-
-`Half` is rank 0 of two. The parameters of rank 1 are made up.
-"""
+`Half` is rank 0 of two. The parameters of rank 1 are made up."""
 
 from __future__ import annotations
 
@@ -102,8 +100,7 @@ def test_a_refit_from_owners_waits_for_their_step_and_not_for_the_device(monkeyp
 
 
 def test_gathers_that_one_thread_leaves_alone_are_finished_by_another():
-    """A refit from owners gives up while its adapter waits, on a thread of its own, for a peer that does not come. Another adapter then
-    reads the same parameters."""
+    """A refit from owners gives up while its adapter waits, on a thread of its own. Another adapter then reads the same parameters."""
     tensor, inside, go_on = torch.ones(4), threading.Event(), threading.Event()
     gathers = Mock(named=[("w", tensor)])
     pending.announce(gathers)

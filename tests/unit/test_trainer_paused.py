@@ -1,7 +1,5 @@
-"""Trainers whose weights are paused: their addresses stay and there is no memory behind them, so a read ends the process.
-
-The driver's answers are made up here; a real pool that sleeps is in tests/functional/test_gpu_paused.py.
-"""
+"""Trainers whose weights are paused: their addresses stay and there is no memory behind them, so a read ends the process. The driver's
+answers are made up here; a real pool that sleeps is in tests/functional/test_gpu_paused.py."""
 
 from __future__ import annotations
 
