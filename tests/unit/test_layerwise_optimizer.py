@@ -20,7 +20,7 @@ from tests.support.layerwise_half import Half, layers, values
 from tests.support.layerwise_model import step
 from xfer.errors import DeadlineExceeded, LayoutError, PeerLost, RebindError, StaleWeights, Unsupported
 from xfer.layerwise import LayerWiseOptimizer, Muon, ParamGather, ParamGroup, checkpoint, newton_schulz
-from xfer.layerwise.shares import known_elsewhere
+from xfer.layerwise.shares import known_elsewhere, settle_in
 from xfer.trainers.dtensor import TensorTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -584,6 +584,19 @@ def test_memory_or_a_dtype_that_was_replaced_is_an_error_before_anything_is_step
 
 
 # ---- memory
+
+
+def test_parameters_lie_one_behind_the_other_at_aligned_places_and_keep_their_values():
+    net = lm.MixedTransformer()
+    params, before = list(net.named_parameters()), lm.digest(net)
+    for s in settle_in({0: params[::2], 1: params[1::2]}, move=True, fixed=frozenset()):
+        end = 0
+        for m in s.members:
+            assert end <= m.offset < end + 64 and m.offset % 64 == 0
+            assert m.param.data_ptr() == s.home.data_ptr() + m.offset
+            end = m.offset + m.nbytes
+        assert end == s.nbytes
+    assert lm.digest(net) == before
 
 
 def test_memory_that_modules_hold_elsewhere_stays_where_it_is():
