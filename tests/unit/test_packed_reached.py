@@ -139,6 +139,7 @@ def offload(backend="auto", gb=0.0, group=0):
     [
         (offload(), []),
         (offload(gb=0.5), ["cpu_offload_gb"]),
+        (offload(group=8), ["offload_group_size"]),
         (offload(gb=4, group=8), ["cpu_offload_gb", "offload_group_size"]),
         (offload("uva", group=8), []),
         (offload("prefetch", gb=4), []),
