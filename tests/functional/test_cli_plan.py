@@ -4,13 +4,12 @@ The judge is the declared layouts of benchmarks/lib/layouts.py, which no framewo
 the same bytes from and to the same ranks.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -25,12 +24,15 @@ from tests.support.marks import BOTH
 from tests.support.proc import PYTHON
 from xfer import logs
 from xfer.cli import app
+from xfer.cli.plan_report import Header, make_report
 from xfer.mesh.parallel import EngineParallel, TrainerParallel
 from xfer.plan.fabric import Fabric, Site
+from xfer.plan.planner import plan_replicas
 from xfer.transport.p2p import WAVE_BYTES
 
 pytestmark = BOTH
 SIZES = dict(world=8, tp=2, pp=2, ep=2, etp=1)
+TRAINERS = " ".join(f"{name}={n}" for name, n in SIZES.items())
 WIDE = dict(hidden_size=256, head_dim=128, num_attention_heads=4, num_key_value_heads=2, intermediate_size=512)
 WIDE |= dict(moe_intermediate_size=256, num_experts=16)  # in FP8 each rank's part consists of whole blocks
 # As many as vLLM pads them to: declared engines have no padding.
@@ -61,16 +63,9 @@ def folder(tmp_path_factory) -> Path:
 
 def declared(folder: Path, *, fp8: bool = False) -> dict:
     """The same refit from declared layouts."""
-    from xfer.cli.plan_report import Header, make_report
-    from xfer.plan.planner import plan_replicas
-
-    configs = layouts.CONFIGS
-    try:
-        (folder / "toy.json").write_text(json.dumps(MOE))
-        layouts.CONFIGS = folder
+    (folder / "toy.json").write_text(json.dumps(MOE))
+    with patch.object(layouts, "CONFIGS", folder):
         model = layouts.Model.named("toy")
-    finally:
-        layouts.CONFIGS = configs
     of, catalog = TrainerParallel(**SIZES), model.catalog(fp8=fp8)
     sources = [layouts.trainer(model, of, r, folded=False).trainer(catalog, r) for r in range(of.world)]
     destinations = [layouts.engine(model, EngineParallel(tp=2), r).in_fp8(catalog).engine(catalog, r) for r in range(2)]
@@ -79,39 +74,29 @@ def declared(folder: Path, *, fp8: bool = False) -> dict:
     return msgspec.json.decode(msgspec.json.encode(make_report(Header("", "", "", ""), catalog, plans, site)))
 
 
-def test_a_plan_from_two_descriptions_is_that_of_declared_layouts(folder, monkeypatch, caplog):
-    """Where no terminal shows a bar, the log says how far it is."""
+@pytest.mark.parametrize("fp8", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_plan_from_two_descriptions_is_that_of_declared_layouts(folder, monkeypatch, caplog, fp8):
+    """Where no terminal shows a bar, the log says how far it is. Trainers quantize what the engine's own loader takes in FP8."""
     monkeypatch.setattr(logs, "EVERY_S", 1.0)
     caplog.set_level("INFO", "xfer")
-    page = folder / "plan.html"
-    sides = ("--trainer", f"{folder}/moe world=8 tp=2 pp=2 ep=2 etp=1", "--engine", "tp=2 replicas=2")
+    page, more = folder / "plan.html", f" {IN_FP8}" * fp8
+    sides = ("--trainer", f"{folder}/moe {TRAINERS}", "--engine", f"tp=2 replicas=2{more}")
     code, text, data, first = xfer_plan(folder, *sides, "--html", str(page))
     assert code == 0, text
     assert re.search(r"trainer: different ranks traced \d/4.*, for \d+ s", caplog.text), caplog.text
-    got, want = data["plan"], declared(folder)
+    got, want = data["plan"], declared(folder, fp8=fp8)
     assert {k: got[k] for k in COUNTED} == {k: want[k] for k in COUNTED}
     assert got["byte_classes"]["written"] == got["nbytes"]
     assert "4 different trainer ranks, 2 different workers" in text and "moe (Qwen3MoeForCausalLM)" in text
     assert page.read_text().startswith("<!doctype html>") and "moe (Qwen3MoeForCausalLM)" in page.read_text()
+    quantized = "Engines serve 212 matrices in block FP8. Trainers quantize them before they are ready"
+    assert (quantized in " ".join(text.split())) == fp8
 
     # Kept layouts: no framework is started again, and another fabric or number of replicas needs none.
-    code, text, more, second = xfer_plan(folder, *sides[:3], "tp=2 replicas=3", "--trainer-python", PYTHON["trainer"])
+    again = (*sides[:3], f"tp=2 replicas=3{more}", "--trainer-python", PYTHON["trainer"])
+    code, text, more, second = xfer_plan(folder, *again)
     assert code == 0 and more["plan"]["nbytes"] == 3 * got["bytes_per_replica"][0], text
     assert second < first / 2, (first, second)
-
-
-@pytest.mark.slow
-def test_a_plan_for_an_engine_in_fp8_is_that_of_declared_layouts(folder):
-    """Trainers quantize what the engine's own loader takes in FP8."""
-    sides = ("--trainer", f"{folder}/moe world=8 tp=2 pp=2 ep=2 etp=1", "--engine", f"tp=2 replicas=2 {IN_FP8}")
-    code, text, data, _ = xfer_plan(folder, *sides)
-    assert code == 0, text
-    got, want = data["plan"], declared(folder, fp8=True)
-    assert {k: got[k] for k in COUNTED} == {k: want[k] for k in COUNTED}
-    assert got["byte_classes"]["written"] == got["nbytes"]
-    assert "Engines serve 212 matrices in block FP8. Trainers quantize them before they are ready" in " ".join(
-        text.split()
-    )
 
 
 @pytest.mark.slow
