@@ -1,8 +1,7 @@
 """A rank's matrices in FP8: whatever boxes ranks hold, each offers what the oracle in numpy makes of the whole matrix."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,14 +11,15 @@ from hypothesis import strategies as st
 
 from tests.support.block_fp8 import quantized as oracle
 from tests.support.examples import EXAMPLES
+from tests.support.plan_worlds import dense
+from tests.support.trace_maps import addresses
 from tests.unit.test_kernels_quantize import hard_weight
 from xfer.coordinator import messages as m
 from xfer.coordinator.blocks import SharedBlocks, largest
 from xfer.direct.quantized import ROOT, Quantized
 from xfer.errors import ProtocolError, Unsupported
 from xfer.kernels.block_fp8 import ScaleRule
-from xfer.mesh.box import row_major
-from xfer.plan.program import ITEMSIZE
+from xfer.trace import derived
 from xfer.trace.catalog import Catalog
 from xfer.trace.derived import BLOCK, block_grid
 from xfer.trace.fragment import Fragment, TensorSpec
@@ -111,12 +111,8 @@ def test_ranks_offer_what_the_whole_matrix_quantizes_to(device, seed, rule, dtyp
 def test_only_matrices_of_floats_are_quantized():
     specs = (TensorSpec("e", (4, 128, 128), "bfloat16"), TensorSpec("i", (128, 128), "int8"))
     catalog = Catalog(specs).deriving([(s.name, "ieee") for s in specs])
-    fragments = [
-        Fragment(s.name, (0,) * len(s.shape), s.shape, s.name, 0, tuple(ITEMSIZE[s.dtype] * n for n in row_major(s.shape)), s.dtype)
-        for s in specs
-    ]  # fmt: skip
     with pytest.raises(Unsupported) as error:
-        Quantized(catalog, fragments, CPU, "trainer 0")
+        Quantized(catalog, [dense(s.name, s.shape, s.dtype) for s in specs], CPU, "trainer 0")
     assert error.value.message == "trainer 0: engines ask for weights in FP8 that this rank cannot quantize"
     assert list(error.value.violations) == [
         "e: has shape [4, 128, 128]; only matrices that are held in plain boxes are quantized",
@@ -126,18 +122,12 @@ def test_only_matrices_of_floats_are_quantized():
 
 def test_a_rank_without_room_for_scratch_says_how_much_it_takes(monkeypatch):
     catalog = Catalog((TensorSpec("w", (256, 256), "bfloat16"),)).deriving([("w", "ieee")])
-    q = Quantized(catalog, [Fragment("w", (0, 0), (256, 256), "p", 0, (512, 2), "bfloat16")], CPU, "trainer 2")
-
-    def full(*_, **more):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64 KiB\nmore")
-
+    q = Quantized(catalog, [dense("w", (256, 256), "bfloat16")], CPU, "trainer 2")
     weight = torch.zeros(1 << 17, dtype=torch.uint8)
-    monkeypatch.setattr(torch, "empty", full)
-    with pytest.raises(
-        Unsupported, match="trainer 2: engines ask for weights in FP8, which take 66,048 bytes of scratch"
-    ) as error:
-        q.bind({"p": weight})
-    assert error.value.violations[0] == "CUDA out of memory. Tried to allocate 64 KiB"
+    monkeypatch.setattr(torch, "empty", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried\nmore")))
+    with pytest.raises(Unsupported, match="trainer 2: .* weights in FP8, which take 66,048 bytes of scratch") as error:
+        q.bind({"w": weight})
+    assert error.value.violations[0] == "CUDA out of memory. Tried"
 
 
 @pytest.mark.parametrize(
@@ -162,3 +152,73 @@ def test_a_catalog_derives_whole_groups_and_survives_the_wire():
     ]
     assert catalog.exported == base.specs and catalog.deriving([(names[0], "pow2")]) == catalog
     assert Catalog.from_bytes(catalog.to_bytes()) == catalog and catalog.digest() != base.digest()
+
+
+# ---- scales of trainers' own FP8 parameters, with blocks of 4 x 4
+
+SIDE = 4
+
+
+def parameter_box(rng: np.random.Generator):
+    """(a box of a matrix in a parameter, shape of the matrix, rows and columns of the parameter), often aligned."""
+    step, turned = rng.choice([1, SIDE], size=(2, 2)).tolist(), rng.random() < 0.3
+    shape = tuple(int(rng.integers(1, 5) * SIDE - rng.integers(0, SIDE) * (rng.random() < 0.5)) for _ in range(2))
+    origin = tuple(int(rng.integers(0, -(-n // s)) * s) for n, s in zip(shape, step[0]))
+    extent = tuple(
+        n - o if rng.random() < 0.5 else int(min(n - o, rng.integers(1, 4) * s))
+        for n, o, s in zip(shape, origin, step[0])
+    )
+    place = [int(rng.integers(0, 3) * s) for s in step[1]]
+    rows, width = (p + e + int(rng.integers(0, 3)) for p, e in zip(place, extent[::-1] if turned else extent))
+    strides = tuple(s if n > 1 else 0 for s, n in zip((1, width) if turned else (width, 1), extent))
+    f = Fragment("x", origin, extent, "p", place[0] * width + place[1], strides, derived.VALUES)
+    return f, shape, rows, width
+
+
+def truth(f: Fragment, shape: tuple[int, int], rows: int, width: int) -> dict[tuple[int, int], tuple[int, int]] | None:
+    """The parameter's block of each block of the matrix; None if some has several, or only a part of its elements."""
+    blocks = np.arange(rows)[:, None] // SIDE * 1000 + np.arange(width) // SIDE
+    held = np.full(shape, -1)
+    held[f.index] = blocks.reshape(-1)[addresses(f.offset, f.extent, f.strides)].reshape(f.extent)
+    found = {}
+    for a, b in np.ndindex(*derived.block_grid(shape)):
+        there = np.unique(held[a * SIDE : (a + 1) * SIDE, b * SIDE : (b + 1) * SIDE])
+        if len(there) > 1:
+            return None
+        if there[0] >= 0:
+            found[a, b] = divmod(int(there[0]), 1000)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_scales_are_those_of_the_parameters_blocks_or_the_box_is_refused(seed, monkeypatch):
+    """Against a brute-force map of elements."""
+    monkeypatch.setattr(derived, "BLOCK", SIDE)
+    rng, given, refused = np.random.default_rng(seed), 0, 0
+    for _ in range(250):
+        f, shape, rows, width = parameter_box(rng)
+        strides = (4 * derived.block_grid((rows, width))[1] + 16, 4)  # rows of scales are padded
+        want = truth(f, shape, rows, width)
+        try:
+            got = derived.scales_of(f, shape, width, "s", 1 << 10, strides)
+        except Unsupported as e:
+            assert want is None, (f, shape, rows, width, e)
+            refused += 1
+            continue
+        given += 1
+        assert want is not None, (f, shape, rows, width)
+        assert (got.tensor, got.root, got.dtype) == ("x", "s", derived.SCALES)
+        at = addresses(got.offset, got.extent, got.strides).tolist()
+        assert dict(zip(np.ndindex(*got.extent), at)) == {
+            (a - got.origin[0], b - got.origin[1]): (1 << 10) + row * strides[0] + column * strides[1]
+            for (a, b), (row, column) in want.items()
+        }
+    assert given > 20 and refused > 20, (given, refused)
+
+
+def test_a_stack_or_interleaved_rows_are_refused():
+    stack = Fragment("x", (0, 0, 0), (2, 4, 4), "p", 0, (16, 4, 1), derived.VALUES)
+    other = Fragment("x", (0, 0), (4, 4), "p", 0, (4, 1), derived.VALUES, (2, 1))
+    for f, shape in ((stack, (2, 4, 4)), (other, (8, 4))):
+        with pytest.raises(Unsupported, match="otherwise than in plain boxes of a matrix"):
+            derived.scales_of(f, shape, 4, "s", 0, (16, 4))

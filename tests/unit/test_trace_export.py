@@ -1,13 +1,9 @@
-"""Random exports over several ranks: what each rank's trace claims is exactly what lies in its parameters.
-
-The same program runs three times: simulated with real numbers for all ranks at once; under `ExportWatch` for each
-rank alone, with torch's fake process group; and from the fragments. Every element carries the number of the rank
-that holds it.
+"""Random exports over several ranks: what each rank's trace claims is exactly what lies in its parameters. The same program runs
+simulated with real numbers for all ranks at once, under `ExportWatch` for each rank alone, and from the fragments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -20,6 +16,7 @@ from tests.support.examples import EXAMPLES
 from tests.support.fake_group import one_rank
 from tests.support.plan_worlds import Side, World, dense, execute
 from tests.support.replay import export, storage_bytes, trace_export
+from tests.support.threads import Gather, all_good, run_ranks
 from tests.support.trace_maps import element_map
 from tests.support.trace_steps import move
 from xfer.errors import LayoutError, Unsupported
@@ -75,69 +72,53 @@ class Alone:
         return out
 
     def all_to_all(self, x):
-        flat = x.reshape(-1)[: x.numel() // self.world * self.world].contiguous()
-        out = torch.empty_like(flat)
-        dist.all_to_all_single(out, flat)
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x)
         return out
 
 
-class Everyone:
-    """All ranks at once, with real tensors: what the collectives mean."""
+@dataclass
+class Together:
+    """A rank that is a thread among all others, with real tensors: what the collectives mean."""
 
-    def __init__(self, world: int):
-        self.world = world
+    world: int
+    rank: int
+    gather: Gather
 
-    def all_gather(self, xs):
-        return [[x.clone() for x in xs] for _ in xs]
+    def all_gather(self, x):
+        return self.gather(self.rank, x)
 
-    def all_gather_into(self, xs):
-        return [torch.cat(list(xs)) for _ in xs]
+    def all_gather_into(self, x):
+        return torch.cat(self.all_gather(x))
 
-    def broadcast(self, xs, src):
-        return [xs[src].clone() for _ in xs]
+    def broadcast(self, x, src):
+        return self.all_gather(x)[src]
 
     scatter = broadcast
 
-    def all_to_all(self, xs):
-        n = xs[0].numel() // self.world
-        flat = [x.reshape(-1)[: n * self.world] for x in xs]
-        return [torch.cat([f[r * n : (r + 1) * n] for f in flat]) for r in range(self.world)]
+    def all_to_all(self, x):
+        return torch.cat([y.chunk(self.world)[self.rank] for y in self.all_gather(x)])
 
 
-def run(program: list, params: dict, comm, every: bool) -> Iterator[tuple[str, object]]:
-    """Yields exported tensors: one, or one per rank where `every`."""
-
-    def each(f, *xs):
-        return [f(*x) for x in zip(*xs)] if every else f(*xs)
-
-    def shape(x) -> torch.Size:
-        return (x[0] if every else x).shape
-
-    def cat(slots, dim):
-        return each(lambda s: torch.cat(s, dim), slots)
-
+def run(program: list, params: dict[str, torch.Tensor], comm) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields exported tensors."""
     for name, x in params.items():
         for k, (op, i, j) in enumerate(program):
-            small = shape(x).numel() * comm.world <= 400
+            small = x.numel() * comm.world <= 400
             if op in LOCAL:
-                x = each(lambda t, op=op, i=i, j=j: move(op, i, j, t), x)
-            elif op == "broadcast":
-                x = comm.broadcast(x, i % comm.world)
-            elif op == "scatter":
-                x = comm.scatter(x, i % comm.world)
-            elif op == "alltoall" and shape(x).numel() >= comm.world:
-                x = comm.all_to_all(x)
+                x = move(op, i, j, x)
+            elif op in ("broadcast", "scatter"):
+                x = getattr(comm, op)(x, i % comm.world)
+            elif op == "alltoall" and x.numel() >= comm.world:
+                x = comm.all_to_all(x.reshape(-1)[: x.numel() // comm.world * comm.world].contiguous())
             elif op in ("allgather", "allgather0") and small:
-                x = cat(comm.all_gather(x), i % len(shape(x)) if op == "allgather" else 0)
+                x = torch.cat(comm.all_gather(x), i % x.dim() if op == "allgather" else 0)
             elif op == "allgather_into" and small:
                 x = comm.all_gather_into(x)
             elif op == "gathered":  # one exported tensor per slot, as experts are
-                slots = comm.all_gather(x)
-                for r in range(comm.world):
-                    yield f"{name}.{k}.{r}", each(lambda s, r=r: s[r], slots)
+                yield from ((f"{name}.{k}.{r}", slot) for r, slot in enumerate(comm.all_gather(x)))
             elif op == "each" and small:  # a reassembly row by row
-                slots = comm.all_gather(x)
-                x = each(lambda s: torch.stack(s, 1).flatten(0, 1), slots)
+                x = torch.stack(comm.all_gather(x), 1).flatten(0, 1)
         yield name, x
 
 
@@ -152,19 +133,18 @@ def test_every_rank_claims_exactly_what_it_holds(program, world):
     """With one collective on the way. After a second one over the same ranks, a peer's slot holds my data again, which
     nobody claims: still nothing wrong is claimed, and the gap is for the coverage check to find."""
     once = sum(op in SHARED for op, _, _ in program) <= 1
-    everyone = [held_by(r) for r in range(world)]
-    real = dict(run(program, {n: [p[n] for p in everyone] for n in SHAPES}, Everyone(world), True))
+    everyone, gather = [held_by(r) for r in range(world)], Gather(world)
+    real = all_good(run_ranks(world, lambda r: dict(run(program, everyone[r], Together(world, r, gather)))))
     for rank in range(world):
         mine = {rank * len(SHAPES) + k: (n, "int64") for k, n in enumerate(SHAPES)}
         with one_rank(rank, world):
             watch = ExportWatch({n: twin(p) for n, p in everyone[rank].items()})
             sources = {n: t for n, t in zip(SHAPES, watch.sources.values())}
-            traced = trace_export(watch, run(program, sources, Alone(world), False))
+            traced = trace_export(watch, run(program, sources, Alone(world)))
         assert not traced.recipes and not traced.casts
-        out = {n: torch.full_like(xs[rank], -1).contiguous() for n, xs in real.items()}
+        out = {n: torch.full_like(x, -1).contiguous() for n, x in real[rank].items()}
         export(traced, everyone[rank], out)
-        for name, xs in real.items():
-            ids = xs[rank]
+        for name, ids in real[rank].items():
             own = (ids >> 40) // len(SHAPES) == rank
             claims = own if once else out[name] >= 0
             assert bool(own[claims].all()) and torch.equal(out[name], torch.where(claims, ids, -1))
@@ -176,35 +156,32 @@ def test_every_rank_claims_exactly_what_it_holds(program, world):
         assert set(traced.reads) | set(traced.unread) == set(SHAPES)
 
 
-def test_a_gathered_and_joined_tensor_stays_one_piece():
-    """`cat(dim=1)` of all ranks' shards must not fall into a piece per row."""
-    with one_rank(1, 4):
-        watch = ExportWatch({"w": torch.empty(4096, 64, dtype=torch.bfloat16, device="meta")})
-
-        def stream():
-            slots = [torch.empty_like(watch.sources["w"]) for _ in range(4)]
-            dist.all_gather(slots, watch.sources["w"])
-            yield "full", torch.cat(slots, 1)
-
-        traced = trace_export(watch, stream())
-    (f,) = traced.fragments
-    assert f.origin == (0, 64) and f.extent == (4096, 64) and f.strides == (128, 2) and f.root == "w"
-    assert traced.specs == (TensorSpec("full", (4096, 256), "bfloat16"),)
-
-
 def one(stream, world: int = 2, rank: int = 0, sources=None):
     with one_rank(rank, world):
         watch = ExportWatch(sources or {"w": torch.empty(4, 4, device="meta")})
         return trace_export(watch, stream(watch.sources["w"]))
 
 
+def test_a_gathered_and_joined_tensor_stays_one_piece():
+    """`cat(dim=1)` of all ranks' shards must not fall into a piece per row."""
+
+    def stream(w):
+        slots = [torch.empty_like(w) for _ in range(4)]
+        dist.all_gather(slots, w)
+        yield "full", torch.cat(slots, 1)
+
+    traced = one(stream, 4, 1, {"w": torch.empty(4096, 64, dtype=torch.bfloat16, device="meta")})
+    (f,) = traced.fragments
+    assert f.origin == (0, 64) and f.extent == (4096, 64) and f.strides == (128, 2) and f.root == "w"
+    assert traced.specs == (TensorSpec("full", (4096, 256), "bfloat16"),)
+
+
 def test_a_computation_with_what_another_rank_broadcast_is_refused_by_name():
     """Gathered data can be gathered again (test_trace_owned.py), and broadcast data cannot be asked for."""
 
     def stream(w):
-        slots = [torch.empty_like(w) for _ in range(2)]
+        slots, theirs = [torch.empty_like(w) for _ in range(2)], torch.empty_like(w)
         dist.all_gather(slots, w)
-        theirs = torch.empty_like(w)
         dist.broadcast(theirs, 1)
         yield "merged", w + torch.mm(slots[0], theirs)
         yield "theirs", slots[1] * 2  # rank 1 answers for this one
@@ -212,7 +189,7 @@ def test_a_computation_with_what_another_rank_broadcast_is_refused_by_name():
 
     with pytest.raises(LayoutError) as e:
         one(stream)
-    assert len(e.value.violations) == 1 and e.value.violations[0].startswith("merged:")
+    assert [v[:7] for v in e.value.violations] == ["merged:"]
 
 
 def test_a_reduction_is_refused_and_everything_else_still_noted():
@@ -241,36 +218,31 @@ def test_all_offenders_are_listed_at_once():
     assert [v[0] for v in e.value.violations] == ["a", "b", "n", "c"]
 
 
-def rows_of(index: str, kind: torch.dtype):
-    """Rows of `w` in an order that ranks tell one another as real numbers, by one collective or another."""
-
-    def stream(w):
-        mine, theirs = torch.tensor([3, 1, 2, 0]).to(kind), torch.zeros(4, dtype=kind)
-        if index == "broadcast":
-            dist.broadcast(theirs, 1)
-        elif index == "gathered":
-            dist.all_gather([theirs, torch.empty_like(mine)], mine)
-        elif index == "gathered into":
-            dist.all_gather_into_tensor(torch.zeros(8, dtype=kind), mine)
-        elif index == "scattered":
-            dist.scatter(theirs, None, 1)
-        elif index == "all to all":
-            dist.all_to_all_single(theirs, mine)
-        elif index == "a parameter's":
-            dist.broadcast(mine, 0)  # mine to send: these are the numbers
-            dist.all_gather([theirs], w.view(-1)[:4].to(kind), group=dist.new_group([0]))
-        yield "x", w[theirs.long()]
-
-    return stream
+ASKED = {  # of another rank, by one collective or another
+    "broadcast": lambda mine, theirs, w: dist.broadcast(theirs, 1),
+    "gathered": lambda mine, theirs, w: dist.all_gather([theirs, torch.empty_like(mine)], mine),
+    "gathered into": lambda mine, theirs, w: dist.all_gather_into_tensor(torch.zeros(8, dtype=mine.dtype), mine),
+    "scattered": lambda mine, theirs, w: dist.scatter(theirs, None, 1),
+    "all to all": lambda mine, theirs, w: dist.all_to_all_single(theirs, mine),
+    "a parameter's": lambda mine, theirs, w: dist.all_gather(
+        [theirs], w.view(-1)[:4].to(mine.dtype), group=dist.new_group([0])
+    ),
+}
 
 
 @pytest.mark.parametrize("kind", [torch.int64, torch.float32])
-@pytest.mark.parametrize(
-    "index", ["broadcast", "gathered", "gathered into", "scattered", "all to all", "a parameter's"]
-)
+@pytest.mark.parametrize("index", ASKED)
 def test_numbers_that_other_ranks_would_send_decide_nothing(index, kind):
+    """Rows in an order that ranks tell one another as real numbers."""
+
+    def stream(w):
+        mine, theirs = torch.tensor([3, 1, 2, 0]).to(kind), torch.zeros(4, dtype=kind)
+        dist.broadcast(mine, 0)  # mine to send: these are the numbers
+        ASKED[index](mine, theirs, w)
+        yield "x", w[theirs.long()]
+
     with pytest.raises(LayoutError, match="of another rank decide"):
-        one(rows_of(index, kind))
+        one(stream)
 
 
 def test_numbers_that_a_rank_sends_to_itself_are_what_it_sent():
