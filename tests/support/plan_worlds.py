@@ -4,10 +4,10 @@ The oracle follows from fragments and checkpoint tensors alone. It shares no cod
 arrays, regions are index arithmetic, casts are torch's. Programs are run by row_worlds.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import product
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -15,8 +15,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from tests.support.examples import EXAMPLES
-from tests.support.row_worlds import apply_world, wire_bytes
-from tests.support.trace_maps import addresses
+from tests.support.row_worlds import apply_world, cut, wire_bytes
+from tests.support.trace_maps import places
+from xfer.plan import intersect
 from xfer.plan.inventory import Inventory, Kept, engine_inventory, trainer_inventory
 from xfer.plan.planner import PlanOptions, SubPlan, plan_replica
 from xfer.plan.program import DTYPES, LAG, Op, Program
@@ -24,18 +25,19 @@ from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import Fill, Fragment, Root, Span, TensorSpec
 
 quick = settings(max_examples=EXAMPLES // 4 + 1, deadline=None, suppress_health_check=list(HealthCheck))
+PORTIONS = st.sampled_from([(0, 1 << 20), (1 << 30, 1 << 20), (1 << 30, 3), (6, 5)])
+"""Boxes are compared together or tensor by tensor, and in portions of any size, which are chosen by speed only."""
 SIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1, "int64": 8}
+
+
+def in_portions(sizes: tuple[int, int]):
+    return patch.multiple(intersect, FEW=sizes[0], AT_ONCE=sizes[1])
 
 
 def cast(bits: np.ndarray, src: str, dst: str) -> np.ndarray:
     """Elements as uint8 [n, size of src] -> uint8 [n, size of dst]."""
     value = torch.from_numpy(np.ascontiguousarray(bits).reshape(-1)).view(getattr(torch, src))
     return value.to(getattr(torch, dst)).view(torch.uint8).numpy().reshape(-1, SIZE[dst])
-
-
-def places(offset: int, extent, strides, item: int) -> np.ndarray:
-    """Byte positions of a region, int64 [elements in row-major order, item]."""
-    return addresses(offset, extent, strides)[:, None] + np.arange(item)
 
 
 def dense(tensor: str, shape, dtype: str, root: str = "w", offset: int = 0) -> Fragment:
@@ -170,23 +172,10 @@ def layouts(draw, extent, item: int):
     return offset, tuple(0 if e == 1 else s for e, s in zip(extent, strides)), step, gap
 
 
-@st.composite
-def partitions(draw, shape):
+def partitions(shape):
     """Disjoint boxes (origin, extent) that cover a shape; uneven."""
-    boxes = [((0,) * len(shape), tuple(shape))]
-    for _ in range(draw(st.integers(0, 3))):
-        i = draw(st.integers(0, len(boxes) - 1))
-        o, e = boxes[i]
-        dims = [d for d in range(len(e)) if e[d] > 1]
-        if not dims:
-            break
-        d = draw(st.sampled_from(dims))
-        k = draw(st.integers(1, e[d] - 1))
-        boxes[i : i + 1] = [
-            (o, (*e[:d], k, *e[d + 1 :])),
-            ((*o[:d], o[d] + k, *o[d + 1 :]), (*e[:d], e[d] - k, *e[d + 1 :])),
-        ]
-    return boxes
+    made = st.builds(cut, st.builds(np.random.default_rng, st.integers(0, 2**16)), st.just(shape), st.integers(0, 3))
+    return made.map(lambda boxes: [box[:2] for box in boxes])
 
 
 @st.composite
@@ -227,9 +216,8 @@ def worlds(draw, relay: bool = False):
         shape = tuple(draw(st.lists(st.integers(1, 6), min_size=0, max_size=3)))
         dtype = draw(st.sampled_from(["bfloat16", "float32", "float16", "int8", "int64"]))
         mine = draw(st.sampled_from([dtype, dtype, "float32"])) if dtype in ("bfloat16", "float16") else dtype
-        names = (
-            [f"t.{i}"] if draw(st.booleans()) else [f"layers.{i}.experts.{e}.w" for e in range(draw(st.integers(2, 4)))]
-        )
+        experts = draw(st.sampled_from([0, 0, 0, 2, 3, 4]))
+        names = [f"layers.{i}.experts.{e}.w" for e in range(experts)] or [f"t.{i}"]
         specs += [TensorSpec(n, shape, dtype) for n in names]
         held |= dict.fromkeys(names, mine)
     catalog = Catalog(tuple(sorted(specs)))
@@ -249,23 +237,16 @@ def worlds(draw, relay: bool = False):
         if draw(st.integers(0, 4)) == 0:  # a trainer also holds a box that is cut otherwise
             draw(place(draw(st.sampled_from(trainers)), 2, s.name, *draw(sub_boxes(s.shape)), held[s.name], False))
     workers = [Side() for _ in range(draw(st.integers(1, 5 if relay else 3)))]
-    for w in workers:
-        for s in specs:
-            if relay and w is not workers[0] and draw(st.booleans()):
-                for f in [f for f in workers[0].fragments if f.tensor == s.name]:
-                    draw(place(w, 3, s.name, f.origin, f.extent, f.dtype, True))
-                continue
-            dtype = draw(st.sampled_from([s.dtype, "float32"])) if s.dtype in ("bfloat16", "float16") else s.dtype
-            all_of_it = ((0,) * len(s.shape), s.shape)
-            several = st.one_of(
-                st.just([all_of_it]),
-                st.just([all_of_it] * 2),
-                st.just([]),
-                partitions(s.shape),
-                sub_boxes(s.shape).map(lambda box: [box]),
-            )
-            for origin, extent in draw(several):
-                draw(place(w, 3, s.name, origin, extent, dtype, True))
+    for w, s in product(workers, specs):
+        if relay and w is not workers[0] and draw(st.booleans()):
+            for f in [f for f in workers[0].fragments if f.tensor == s.name]:
+                draw(place(w, 3, s.name, f.origin, f.extent, f.dtype, True))
+            continue
+        dtype = draw(st.sampled_from([s.dtype, "float32"])) if s.dtype in ("bfloat16", "float16") else s.dtype
+        whole = ((0,) * len(s.shape), s.shape)
+        one = sub_boxes(s.shape).map(lambda box: [box])
+        for origin, extent in draw(st.one_of(st.sampled_from([[whole], [whole] * 2, []]), partitions(s.shape), one)):
+            draw(place(w, 3, s.name, origin, extent, dtype, True))
     bucket = draw(st.sampled_from([8, 16, 64, 1024]))
     ranks = len(trainers) + len(workers)
     hosts = draw(st.one_of(st.just(()), st.tuples(*[st.sampled_from("ab")] * ranks)))

@@ -4,13 +4,10 @@ The executor walks elements one by one through byte offsets. It shares no code w
 by torch, one whole box at a time.
 """
 
-from __future__ import annotations
-
-from itertools import product
-
 import numpy as np
 import torch
 
+from tests.support.trace_maps import places
 from xfer.plan.program import DTYPE_CODE, DTYPES, ITEMSIZE, MAX_DIMS, ROW, Op, Program, wire_dtype
 
 PLAIN = ("bfloat16", "float32", "uint8", "float16", "int64", "float8_e4m3fn")
@@ -44,24 +41,19 @@ def row(extent, *, src_dtype="bfloat16", dst_dtype=None, src_strides=None, dst_s
     return r
 
 
-def byte_starts(offset: int, extent, strides) -> np.ndarray:
-    """Byte offset of each element, in row-major order of the box."""
-    return np.array([offset + sum(i * s for i, s in zip(at, strides)) for at in product(*map(range, extent))], np.int64)
+def box_bytes(r, end: str) -> np.ndarray:
+    """Where the elements of one end of a row lie, int64 [elements, bytes of one]."""
+    item = ITEMSIZE[DTYPES[r[f"{end}_dtype"]]]
+    return places(int(r[f"{end}_offset"]), r["extent"].tolist(), r[f"{end}_strides"].tolist(), item)
 
 
 def read_box(storage: np.ndarray, r, end: str) -> torch.Tensor:
-    name = DTYPES[r[f"{end}_dtype"]]
-    starts = byte_starts(int(r[f"{end}_offset"]), r["extent"].tolist(), r[f"{end}_strides"].tolist())
-    data = storage[starts[:, None] + np.arange(ITEMSIZE[name])].reshape(-1)
-    return torch.from_numpy(np.ascontiguousarray(data)).view(getattr(torch, name))
+    return torch.from_numpy(storage[box_bytes(r, end)].reshape(-1)).view(getattr(torch, DTYPES[r[f"{end}_dtype"]]))
 
 
 def write_box(storage: np.ndarray, r, value: torch.Tensor) -> None:
-    name = DTYPES[r["dst_dtype"]]
-    starts = byte_starts(int(r["dst_offset"]), r["extent"].tolist(), r["dst_strides"].tolist())
-    storage[starts[:, None] + np.arange(ITEMSIZE[name])] = (
-        value.contiguous().view(torch.uint8).numpy().reshape(-1, ITEMSIZE[name])
-    )
+    at = box_bytes(r, "dst")
+    storage[at] = value.contiguous().view(torch.uint8).numpy().reshape(at.shape)
 
 
 def apply_row(r, src: list[np.ndarray], target: np.ndarray) -> None:
@@ -90,8 +82,7 @@ def unpacked_wire(rows: np.ndarray, src: list[np.ndarray], nbytes: int, blank: i
         if r["op"] == Op.FILL:
             continue
         name = wire_dtype(DTYPES[r["src_dtype"]], DTYPES[r["dst_dtype"]])
-        value = read_box(src[r["src_root"]], r, "src")
-        value = value if value.dtype == getattr(torch, name) else value.to(getattr(torch, name))
+        value = read_box(src[r["src_root"]], r, "src").to(getattr(torch, name))
         data = value.view(torch.uint8).numpy()
         out[int(r["wire"]) : int(r["wire"]) + len(data)] = data
     return out
@@ -156,13 +147,9 @@ class Heap:
 def _values(rng: np.random.Generator, storages: list[np.ndarray], rows: np.ndarray) -> list[np.ndarray]:
     """Storages whose casted elements are ordinary numbers: NaN payloads are not kept by a conversion."""
     for r in rows[rows["op"] == Op.CAST]:
-        name = DTYPES[r["src_dtype"]]
-        n = int(r["extent"].prod())
-        value = torch.from_numpy(rng.standard_normal(n)).to(getattr(torch, name))
-        starts = byte_starts(int(r["src_offset"]), r["extent"].tolist(), r["src_strides"].tolist())
-        storages[r["src_root"]][starts[:, None] + np.arange(ITEMSIZE[name])] = (
-            value.view(torch.uint8).numpy().reshape(n, -1)
-        )
+        at = box_bytes(r, "src")
+        value = torch.from_numpy(rng.standard_normal(len(at))).to(getattr(torch, DTYPES[r["src_dtype"]]))
+        storages[r["src_root"]][at] = value.view(torch.uint8).numpy().reshape(at.shape)
     return storages
 
 
@@ -175,9 +162,8 @@ def change(rng: np.random.Generator, rows: np.ndarray, storages: list[np.ndarray
     """Write new values into about `share` of the elements that the rows read, and into nothing else."""
     new = fresh_sources(rng, rows, storages)
     for r in rows:
-        root, item = int(r["src_root"]), ITEMSIZE[DTYPES[r["src_dtype"]]]
-        starts = byte_starts(int(r["src_offset"]), r["extent"].tolist(), r["src_strides"].tolist())
-        at = starts[rng.random(len(starts)) < share][:, None] + np.arange(item)
+        root, at = int(r["src_root"]), box_bytes(r, "src")
+        at = at[rng.random(len(at)) < share]
         storages[root][at] = new[root][at]
 
 

@@ -1,7 +1,5 @@
 """Fragments element by element: slow and obvious, to compare two descriptions of the same bytes. Needs no torch."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from math import prod
@@ -17,6 +15,11 @@ def addresses(offset: int, extent: tuple[int, ...], strides: tuple[int, ...]) ->
     for n, s in zip(extent, strides):
         out = (out[:, None] + np.arange(n, dtype=np.int64) * s).reshape(-1)
     return out
+
+
+def places(offset: int, extent, strides, item: int) -> np.ndarray:
+    """Byte positions of a region, int64 [elements in row-major order, item]."""
+    return addresses(offset, extent, strides)[:, None] + np.arange(item)
 
 
 def element_map(fragments: Iterable[Fragment]) -> Counter:

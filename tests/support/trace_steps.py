@@ -2,8 +2,6 @@
 meta tensors and one on real tensors make the same choices.
 """
 
-from __future__ import annotations
-
 import torch
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -1,29 +1,22 @@
 """Digests of boxes that several trainers hold: all such boxes are compared, and every bit of them counts."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.support.examples import EXAMPLES
-from tests.support.plan_worlds import SIZE, World, places, worlds
+from tests.support.plan_worlds import PORTIONS, SIZE, World, in_portions, quick, source, worlds
 from xfer.direct import holders
 from xfer.errors import ProtocolError
 from xfer.plan.holders import HELD, differences
-from xfer.plan.inventory import trainer_inventory
 from xfer.plan.part import PlanPart
-from xfer.plan.planner import plan_replica
 from xfer.plan.table import padded_shapes
 from xfer.trace.catalog import Catalog
-from xfer.trace.fragment import Fragment, Root, TensorSpec
-
-quick = settings(max_examples=EXAMPLES // 4 + 1, deadline=None, suppress_health_check=list(HealthCheck))
+from xfer.trace.fragment import Fragment, TensorSpec
 
 
 def cells(origin, extent) -> set[tuple[int, ...]]:
@@ -32,9 +25,8 @@ def cells(origin, extent) -> set[tuple[int, ...]]:
 
 def held_by(world: World) -> tuple[dict[tuple, set[int]], set[tuple]]:
     """(canonical tensor, element) -> the trainers that hold it; and those that some worker wants."""
-    inventories = [*world.sources(), *world.destinations()]
     wanted, out = set(), defaultdict(set)
-    for inv in inventories:
+    for inv in (*world.sources(), *world.destinations()):
         for t, o, e in zip(inv.table.tensor.tolist(), inv.table.origin.tolist(), inv.table.extent.tolist()):
             for at in cells(o, e):
                 if inv.side == "engine":
@@ -46,8 +38,7 @@ def held_by(world: World) -> tuple[dict[tuple, set[int]], set[tuple]]:
 
 def told(world: World) -> dict[int, bytes]:
     """Return what each trainer reports of its storages in a verified refit."""
-    plan, shapes, out = plan_replica(world.catalog, world.sources(), world.destinations(), world.options), None, {}
-    shapes = padded_shapes(world.catalog)
+    plan, shapes, out = world.plan(), padded_shapes(world.catalog), {}
     for inv in world.sources():
         part = PlanPart.from_bytes(PlanPart.of(plan, inv.rank).to_bytes())
         roots = [torch.from_numpy(world.trainers[inv.rank].storage[r.name]) for r in inv.roots]
@@ -56,11 +47,12 @@ def told(world: World) -> dict[int, bytes]:
     return out
 
 
-@given(worlds())
+@given(worlds(), PORTIONS)
 @quick
-def test_what_is_compared_is_all_that_several_trainers_hold_of_what_workers_take(world):
+def test_what_is_compared_is_all_that_several_trainers_hold_of_what_workers_take(world, portions):
     """Boxes are compared whole where a worker takes a part of them, and on all holders."""
-    plan = plan_replica(world.catalog, world.sources(), world.destinations(), world.options)
+    with in_portions(portions):
+        plan = world.plan()
     seen: dict[tuple, set[tuple[int, int]]] = defaultdict(set)
     for rank in range(len(world.trainers)):
         mine = set()
@@ -108,11 +100,11 @@ def test_one_byte_that_differs_on_one_holder_is_told_with_its_tensor_and_no_othe
 def entries(**digests: dict[int, int]) -> tuple[dict[int, bytes], Catalog]:
     """digests: of one box of each tensor, by rank."""
     catalog = Catalog(tuple(TensorSpec(n, (4,), "int8") for n in sorted(digests)))
-    out: dict[int, list] = defaultdict(list)
+    out: dict[int, bytes] = defaultdict(bytes)
     for name, by_rank in digests.items():
         for rank, digest in by_rank.items():
-            out[rank].append((catalog.index[name], 7, digest))
-    return {rank: np.array(some, HELD).tobytes() for rank, some in out.items()}, catalog
+            out[rank] += np.array([(catalog.index[name], 7, digest)], HELD).tobytes()
+    return out, catalog
 
 
 def test_there_is_one_line_for_each_way_to_differ():
@@ -145,7 +137,7 @@ def sampled(value: torch.Tensor, order: list[int], back: list[int], drop=()) -> 
     offset = sum((value.shape[d] - 1) * strides[d] for d in back)
     strides = [0 if n == 1 else -s if d in back else s for d, (n, s) in enumerate(zip(value.shape, strides))]
     fragment = Fragment("w", (0,) * value.dim(), tuple(value.shape), "s", offset, tuple(strides), name)
-    made = trainer_inventory(catalog, rank=0, host="", roots=[Root("s", value.nbytes)], fragments=[fragment])
+    made = source(catalog, [fragment], {"s": value.nbytes})
     return holders.sample(catalog, made, [laid.reshape(-1).view(torch.uint8)], drop)
 
 
@@ -172,4 +164,3 @@ def test_a_sample_is_small_and_spread_over_the_box():
             changed[rows, columns] = 1
             assert sampled(changed, [0, 1], []) != plain
     assert sampled(value, [0, 1], [], drop=("w",)) == b""
-    assert places(0, (2,), (4,), 1).tolist() == [[0], [4]]  # the oracle's own arithmetic

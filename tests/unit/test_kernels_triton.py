@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.examples import EXAMPLES
-from tests.support.row_worlds import apply_rows, byte_starts, random_rows, row
+from tests.support.row_worlds import apply_rows, box_bytes, random_rows, row
 from tests.support.sums import checksum_rows
 from tests.unit.test_kernels_checksum import fragments, random_tensor
 from xfer.kernels import checksum, tiles
@@ -107,7 +107,7 @@ def sparse(nbytes: int) -> torch.Tensor:
 
 def lies(one: np.ndarray, end: str, dtype: str) -> torch.Tensor:
     """int64 [elements, bytes]: where a row's bytes lie at this end."""
-    starts = byte_starts(int(one[f"{end}_offset"]), one["extent"].tolist(), one[f"{end}_strides"].tolist())
+    starts = box_bytes(one, end)[:, 0]
     return torch.from_numpy(starts)[:, None] + torch.arange(ITEMSIZE[dtype])
 
 

@@ -1,11 +1,8 @@
 """Coverage: whatever is taken away from a complete layout, the plan is refused and the error names it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from itertools import product
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,15 +11,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.support.examples import EXAMPLES
-from tests.support.plan_worlds import dense, destination, places, quick, source, worlds
+from tests.support.plan_worlds import PORTIONS, dense, destination, in_portions, quick, source, worlds
+from tests.support.trace_maps import places
 from xfer.errors import CoverageError, Unsupported
 from xfer.mesh.box import Box
-from xfer.plan import intersect as intersect_module
 from xfer.plan import intervals as iv
-from xfer.plan.intersect import Stack, cut_range, find_atoms, intersect, missing
+from xfer.plan.intersect import Stack, find_atoms, intersect, missing
 from xfer.plan.inventory import Kept
 from xfer.plan.planner import PlanOptions, plan_replica
 from xfer.plan.program import ITEMSIZE
+from xfer.plan.table import padded_shapes
 from xfer.trace.catalog import Catalog
 from xfer.trace.fragment import Fill, Fragment, Span, TensorSpec
 
@@ -142,23 +140,12 @@ def one_tensor(checkpoint: str, trainer: str, engine: str):
 
 
 @pytest.mark.parametrize(
-    "held, wanted, plain",
-    [
-        ("int32", "int64", True),
-        ("int64", "int32", False),
-        ("float32", "int32", False),
-        ("uint8", "bfloat16", False),
-        ("float8_e4m3fn", "bfloat16", False),
-        ("float8_e4m3fn", "float8_e4m3fn", True),
-    ],
+    "held, wanted", [("int64", "int32"), ("float32", "int32"), ("uint8", "bfloat16"), ("float8_e4m3fn", "bfloat16")]
 )
-def test_integers_are_widened_and_no_other_kind_is_converted_even_if_asked(held, wanted, plain):
+def test_no_other_kind_is_converted_even_if_asked(held, wanted):
     inputs = one_tensor(held, held, wanted)
-    if plain:
-        assert len(plan_replica(*inputs).summary.casts) == (held != wanted)
-    else:
-        assert violations(*inputs)[0].startswith(f"bias: {held}")
-        assert "no such conversion" in violations(*inputs, PlanOptions(narrow=("b*",)))[0]
+    assert violations(*inputs)[0].startswith(f"bias: {held}")
+    assert "no such conversion" in violations(*inputs, PlanOptions(narrow=("b*",)))[0]
 
 
 def survives(narrow: str, wide: str) -> bool:
@@ -170,6 +157,8 @@ def survives(narrow: str, wide: str) -> bool:
 
 
 def test_no_cast_that_loses_bits_of_trainer_and_checkpoint_passes_unasked():
+    for held, wanted in (("int32", "int64"), ("float8_e4m3fn", "float8_e4m3fn")):
+        assert len(plan_replica(*one_tensor(held, held, wanted)).summary.casts) == (held != wanted)
     for checkpoint, trainer, engine in product(("bfloat16", "float16", "float32", "float64"), repeat=3):
         inputs = one_tensor(checkpoint, trainer, engine)
         if survives(trainer, engine) or survives(checkpoint, engine):
@@ -183,66 +172,29 @@ def test_no_cast_that_loses_bits_of_trainer_and_checkpoint_passes_unasked():
 # ---- boxes
 
 
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
-@settings(max_examples=EXAMPLES // 2 + 1, deadline=None)
-def test_cut_boxes_are_the_range_in_order(extent, data):
-    origin = [data.draw(st.integers(0, 5)) for _ in extent]
-    n = int(np.prod(extent))
-    a, b = sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n))))
-    number = np.full([o + e for o, e in zip(origin, extent)], -1)
-    number[cut(origin, extent)] = np.arange(n).reshape(extent)
-    boxes = cut_range(origin, extent, a, b)
-    got = [number[cut(*box)].reshape(-1) for box in boxes]
-    assert np.array_equal(np.concatenate([np.zeros(0, int), *got]), np.arange(a, b))
-    assert len(boxes) <= 2 * len(extent) - 1
-
-
-def stacks(world) -> tuple[Stack, Stack]:
-    """Fragments of all trainers, and those of all workers."""
-    return Stack.of([i.table for i in world.sources()]), Stack.of([i.table for i in world.destinations()])
-
-
-def cut(origin, extent) -> tuple[slice, ...]:
-    return tuple(slice(o, o + n) for o, n in zip(origin, extent))
-
-
-@given(worlds(), st.data(), st.sampled_from([(0, 1 << 20), (1 << 30, 1 << 20), (1 << 30, 3), (6, 5)]))
+@given(worlds(), st.data(), PORTIONS)
 @quick
-def test_atoms_are_disjoint_and_know_all_holders(world, data, sizes):
-    """Every held element is in one atom, which knows its holders. Of a wish, pieces are the held part and `missing` the rest. This
-    holds whether boxes are compared together or tensor by tensor, and in portions of any size, which are chosen by speed only."""
+def test_of_a_wish_pieces_are_the_held_part_and_missing_is_the_rest(world, data, portions):
     for side in world.trainers:
         side.fragments = [f for f in side.fragments if data.draw(st.integers(0, 3))]
-    stack, wants = stacks(world)
-    with patch.multiple(intersect_module, FEW=sizes[0], AT_ONCE=sizes[1]):
-        atoms = find_atoms(stack)
-        pieces = intersect(atoms, wants)
+    have, wants = (Stack.of([i.table for i in side]) for side in (world.sources(), world.destinations()))
+    with in_portions(portions):
+        pieces = intersect(find_atoms(have), wants)
     lacking = dict(missing(pieces, wants))
-    shape = {t: [1] * (6 - len(s.shape)) + list(s.shape) for t, s in enumerate(world.catalog.tensors)}
-    classes, have = range(len(world.trainers)), stack.table
-    held = {(t, c): np.zeros(s, bool) for t, s in shape.items() for c in classes}
-    for row, c in enumerate(stack.class_of_row()):
-        held[int(have.tensor[row]), int(c)][cut(have.origin[row], have.extent[row])] = True
-    seen = {t: np.zeros(s, int) for t, s in shape.items()}
-    for a, t in enumerate(atoms.tensor.tolist()):
-        box = cut(atoms.origin[a], atoms.extent[a])
-        seen[t][box] += 1
-        members = atoms.signatures[atoms.signature[a]]
-        for c in classes:
-            assert held[t, c][box].all() if c in members else not held[t, c][box].any()
-        for row, c in zip(atoms.hold_row[atoms.hold_first[a] : atoms.hold_first[a + 1]].tolist(), members):
-            assert stack.first[c] <= row < stack.first[c + 1] and (have.origin[row] <= atoms.origin[a]).all()
-            assert (atoms.origin[a] + atoms.extent[a] <= have.origin[row] + have.extent[row]).all()
-    for t in shape:
-        assert np.array_equal(seen[t], np.any([held[t, c] for c in classes], axis=0).astype(int))
+
+    def painted(boxes, tensor: int) -> np.ndarray:
+        out = np.zeros(padded_shapes(world.catalog)[tensor], int)
+        for origin, extent in boxes:
+            out[tuple(slice(o, o + n) for o, n in zip(origin, extent))] += 1
+        return out
+
     for row, t in enumerate(wants.table.tensor.tolist()):
-        got, lack, mask = (np.zeros(shape[t], int) for _ in range(3))
-        for p in np.flatnonzero(pieces.want == row):
-            got[cut(pieces.origin[p], pieces.extent[p])] += 1
-        for part in lacking.get(row, []):
-            lack[cut(part.origin, part.extent)] += 1
-        mask[cut(wants.table.origin[row], wants.table.extent[row])] = 1
-        assert np.array_equal(got, seen[t] & mask) and np.array_equal(lack, mask - got)
+        mine, held = pieces.want == row, have.table.tensor == t
+        got = painted(zip(pieces.origin[mine], pieces.extent[mine]), t)
+        lack = painted(((b.origin, b.extent) for b in lacking.get(row, [])), t)
+        wish = painted([(wants.table.origin[row], wants.table.extent[row])], t)
+        there = painted(zip(have.table.origin[held], have.table.extent[held]), t) > 0
+        assert np.array_equal(got, wish * there) and np.array_equal(lack, wish * ~there)
 
 
 # ---- bytes
@@ -285,8 +237,8 @@ def test_interleaved_regions_cost_no_run_per_element_and_more_runs_than_can_be_p
     monkeypatch.setattr(iv, "MAX_RUNS", 15)
     catalog = Catalog((TensorSpec("few", (2, 2), "bfloat16"), TensorSpec("many", (4, 4), "bfloat16")))
     every_other = [
-        Fragment("many", (0, 0), (4, 4), "w", 0, (16, 4), "bfloat16"),
-        Fragment("few", (0, 0), (2, 2), "v", 0, (8, 2), "bfloat16"),
+        Fragment(name, (0, 0), (n, n), root, 0, (4 * n, n), "bfloat16")
+        for name, n, root in (("many", 4, "w"), ("few", 2, "v"))
     ]
     inputs = catalog, every_other, {"w": 64, "v": 16}
     with pytest.raises(Unsupported, match="18 separate byte runs") as e:

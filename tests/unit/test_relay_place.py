@@ -14,9 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.plan_worlds import places, quick, worlds
+from tests.support.plan_worlds import quick, worlds
 from tests.support.row_worlds import apply_row, row
 from tests.support.threads import all_good, run_ranks
+from tests.support.trace_maps import places
 from xfer.errors import DeadlineExceeded
 from xfer.plan import relay
 from xfer.plan.program import DTYPES, ITEMSIZE, Op, Program, in_turn, row_wire_bytes
