@@ -4,8 +4,6 @@ refits, those who pull what is marked have the trainer's bytes. Megatron's distr
 Here is also a stand-in for those who pull. Real ones: tests/functional/test_session_changes.py.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -46,12 +44,14 @@ class Trainer:
     def __init__(self, sources: str):
         self.net, self.random = Net(), torch.Generator().manual_seed(1)
         self.alone = not sources
-        groups = [ParamGroup([p for p in self.net.parameters() if p.requires_grad], torch.optim.SGD, {"lr": 1.0})]
-        self.optimizer = (LayerWiseOptimizer if self.alone else Half)(self.net, groups)
+        self.optimizer = (LayerWiseOptimizer if self.alone else Half)(self.net, self.groups())
         base = TensorTrainer(self.net, rank=0, world=1 if self.alone else 2)
         self.source = LayerWiseTrainer(base, self.optimizer, sources or "all")
         self.source.drain()
         self.names = [r.name for r in self.source.read().roots]
+
+    def groups(self) -> list[ParamGroup]:
+        return [ParamGroup([p for p in self.net.parameters() if p.requires_grad], torch.optim.SGD, {"lr": 1.0})]
 
     def roots(self) -> list[torch.Tensor]:
         self.source.drain()
@@ -113,8 +113,7 @@ class Trainer:
         """Another optimizer follows."""
         if self.alone:
             self.optimizer.close()
-            groups = [ParamGroup([p for p in self.net.parameters() if p.requires_grad], torch.optim.SGD, {"lr": 1.0})]
-            self.optimizer = self.source.optimizer = LayerWiseOptimizer(self.net, groups, masters=n % 2 == 0)
+            self.optimizer = self.source.optimizer = LayerWiseOptimizer(self.net, self.groups(), masters=n % 2 == 0)
 
 
 DOES = st.tuples(
