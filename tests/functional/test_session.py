@@ -27,7 +27,6 @@ from tests.support import cpu_peer
 from tests.support.examples import EXAMPLES, FIXED
 from tests.support.simulated_job import DEADLINE_S, SOON_S, Job
 from tests.support.simulation import Simulation
-from xfer.coordinator import messages as m
 from xfer.errors import XferError
 from xfer.kernels.block_fp8 import ScaleRule
 
@@ -36,9 +35,6 @@ POINTS = (*WORKERS, *TRAINERS, "plan", "link", "moving", "wave", "done", "digest
 FAILURES = st.tuples(
     st.sampled_from(POINTS), st.integers(0, 20), st.sampled_from(["raise", "raise", "raise", "kill", "stop", "wait"])
 )
-LATE = (m.Armed, m.Done, m.Committed, m.Stopped, m.Settled, m.Planned, m.LinkOpen, m.RoutesClosed)
-
-
 EVENTS = (
     "prepare release release they_send_otherwise a_trainer_changes an_engine_changes a_call_to_an_engine_fails a_storage_cannot_be_mapped "
     "a_process_of_an_engine_dies a_connection_breaks a_trainer_dies a_process_is_stopped a_process_is_stopped "
@@ -217,12 +213,8 @@ class Cluster(RuleBasedStateMachine):
             self.job.die(who)
 
     def a_connection_breaks(self, n: int, _: int) -> None:
-        who = self.who(n, "cw")
-        if who is not None:
-            self.job.hurts(who)
-        for c in self.sim.channels:
-            if c.who == who and not c.closed:
-                c.break_("connection reset by peer")
+        if who := self.who(n, "cw"):
+            self.job.breaks(who)
 
     def a_trainer_dies(self, n: int, which: int) -> None:
         if self.job.trainers > 1 and which % 3 == 0:
@@ -236,12 +228,8 @@ class Cluster(RuleBasedStateMachine):
         self.sim.stopped.clear()
 
     def a_message_is_said_again(self, n: int, which: int) -> None:
-        co, who = self.job.coordinator, self.who(n)
-        some = [c for c in self.sim.channels if not c.closed and not c.finished and c.who == who]
-        old = [x for c in some for x in c.said if isinstance(x, LATE)]
-        old = [x for x in old if co.refit is None or getattr(x, "attempt", 0) != co.refit.number]
-        if old:
-            some[0].sent.append(old[which % len(old)])
+        if who := self.who(n):
+            self.job.says_again(who, slice(which % 12, which % 12 + 1))
 
     def a_replica_is_served_again(self, n: int, _: int) -> None:
         self.job.again(n % self.job.replicas)

@@ -86,28 +86,10 @@ SCENARIOS = {
 # ---- faults
 
 
-def breaks(job: Job, who: str) -> None:
-    job.hurts(who)
-    for c in job.sim.channels:
-        if c.who == who and not c.closed:
-            c.break_("connection reset by peer")
-
-
 def rests(job: Job, who: str) -> None:
     """A second, shorter than anything that the coordinator waits for."""
     job.stop(who)
     threading.Timer(1.0, job.sim.stopped.discard, [who]).start()
-
-
-LATE = (m.Armed, m.Done, m.Committed, m.Stopped, m.Settled, m.Planned, m.LinkOpen, m.RoutesClosed)
-
-
-def says_again(job: Job, who: str) -> None:
-    """What it said in an earlier refit."""
-    now = job.coordinator.refit.number if job.coordinator.refit else 0
-    for c in job.sim.channels:
-        if c.who == who and not c.closed and not c.finished:
-            c.sent.extend([x for x in c.said if isinstance(x, LATE) and getattr(x, "attempt", 0) != now][-3:])
 
 
 def changes(job: Job, who: str) -> None:
@@ -121,11 +103,11 @@ def changes(job: Job, who: str) -> None:
 
 
 FAULTS: list[tuple[str, Callable[[Job, str], object], str]] = [
-    ("dies", lambda job, who: job.die(who), "tTwcW"),
-    ("hangs", lambda job, who: job.stop(who), "tTwc"),
+    ("dies", Job.die, "tTwcW"),
+    ("hangs", Job.stop, "tTwc"),
     ("rests", rests, "tTwc"),
-    ("is cut off", breaks, "wc"),
-    ("says it again", says_again, "wc"),
+    ("is cut off", Job.breaks, "wc"),
+    ("says it again", Job.says_again, "wc"),
     ("has other storages", changes, "tw"),
     ("is served anew", lambda job, who: job.again(0), "c"),
 ]

@@ -22,6 +22,7 @@ from tests.support.world import REFIT, Meets, ToyEngine, ToySource, ToyTaker, Wo
 from xfer import faults
 from xfer.arguments import RefitOptions
 from xfer.coordinator import coordinator
+from xfer.coordinator import messages as m
 from xfer.coordinator.deadlines import CALL_GRACE_S, HOLD_S, TOGETHER_S
 from xfer.errors import EngineLost, VerificationError, XferError
 from xfer.kernels import checksum
@@ -33,6 +34,7 @@ from xfer.transport import peer_host, routes
 DEADLINE_S = 60.0
 SOON_S = 2 * TOGETHER_S
 """Longer than what anything waits for on purpose while every process answers; a fraction of any deadline."""
+LATE = (m.Armed, m.Done, m.Committed, m.Stopped, m.Settled, m.Planned, m.LinkOpen, m.RoutesClosed)
 SHAPES = {"layers.0.w": (24, 12), "embed": (36, 8), "norm": (12,)}
 value = cache(ToySource.value)
 made: dict[object, object] = {}
@@ -345,6 +347,20 @@ class Job(World):
         self.excused |= {(i, self.calls[i]) for i in range(self.trainers) if who == f"trainer {i}"}
         if who == "trainer 0":
             self.unheard |= {(i, self.calls[i]) for i in self.running}
+
+    def breaks(self, who: str) -> None:
+        """The connection of this process."""
+        self.hurts(who)
+        for c in self.sim.channels:
+            if c.who == who and not c.closed:
+                c.break_("connection reset by peer")
+
+    def says_again(self, who: str, which: slice = slice(-3, None)) -> None:
+        """Some of what it said in earlier refits."""
+        now = self.coordinator.refit.number if self.coordinator.refit else 0
+        for c in self.sim.channels:
+            if c.who == who and not c.closed and not c.finished:
+                c.sent.extend([x for x in c.said if isinstance(x, LATE) and getattr(x, "attempt", 0) != now][which])
 
     def wants(self, role: str, rank: int, what: str) -> bool:
         who = self.sim.running.who

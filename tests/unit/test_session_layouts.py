@@ -6,9 +6,11 @@ The coordinator's half and the clients' half are the real ones; queues stand in 
 
 from __future__ import annotations
 
+import lzma
 import queue
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import msgspec
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 from tests.support.examples import EXAMPLES
 from tests.support.plan_worlds import worlds
 from tests.support.threads import run_ranks
+from tests.unit.test_plan_programs import CATALOG, trainer, worker
 from xfer.coordinator import messages as m
 from xfer.coordinator.layouts import LayoutExchange, Roll, digest_of, pack, unpack, unpack_one
 from xfer.errors import DeadlineExceeded, PeerLost, ProtocolError
@@ -37,11 +40,15 @@ class Rank:
 
     def __init__(self, job: Job, label: str, inventory=None):
         self.label, self.job = label, job
-        self.questions = Questions(lambda msg, _=0: job.events.put((self, m.decode(m.encode(msg)))), label)
+        self.questions = Questions(self.say, label)
         self.shelf = Shelf(self.questions)
         self.deaf = False
         self.got: list[m.Message] = []
         self.digest = b"" if inventory is None else self.shelf.offer(inventory)
+
+    def say(self, msg: m.Message, _: float = 0.0) -> None:
+        relay = self.job.relay
+        self.job.events.put((relay.fetch if isinstance(msg, m.Fetch) else relay.came, self, m.decode(m.encode(msg))))
 
     def send(self, msg: m.Message) -> None:
         self.got.append(msg)
@@ -67,57 +74,44 @@ class Job:
         self.ranks = [*self.trainers, *self.workers]
         self.relay = LayoutExchange(lambda digest: [r for r in self.ranks if r.digest == digest])
         self.thread = threading.Thread(target=self.brain, daemon=True)
-        self.thread.start()
 
     def brain(self) -> None:
-        handlers = {
-            m.Fetch: lambda r, msg: self.relay.fetch(r, msg),
-            m.Layout: lambda r, msg: self.relay.came(r, msg),
-        }
         while (event := self.events.get()) is not None:
+            call, *args = event
             try:
-                event[0](event[1]) if callable(event[0]) else handlers[type(event[1])](*event)
+                call(*args)
             except ProtocolError as e:
                 self.failed.append(e)
 
-    def inputs(self, seconds: float = 20.0, replica: int = 0) -> m.PlanInputs:
-        hosts = self.options.hosts or ("h",) * len(self.ranks)
-        rolls = [
-            self.relay.roll([r.digest for r in side], names, keep=4)
-            for side, names in (
-                (self.trainers, hosts[: len(self.trainers)]),
-                (self.workers, hosts[len(self.trainers) :]),
-            )
-        ]
-        return m.PlanInputs(replica, 1, *rolls, deadline_s=seconds)
+    def inputs(self, seconds: float = 20.0) -> m.PlanInputs:
+        sides = self.trainers, self.workers
+        rolls = [self.relay.roll([r.digest for r in side], ["h"] * len(side), keep=4) for side in sides]
+        return m.PlanInputs(0, 1, *rolls, deadline_s=seconds)
 
-    def plan(self, ranks=None, inputs=None, cache=None, stopped=lambda: False) -> list:
+    def plan(self, ranks=None, inputs=None, stopped=lambda: False) -> list:
         """Return what `Shelf.plan` returns or raises, on a thread per rank."""
         inputs, ranks = inputs or self.inputs(), ranks or self.ranks
 
         def one(i: int):
-            options = replace(self.options, hosts=())
-            rank = self.ranks.index(ranks[i]) if ranks[i] in self.ranks else 0
-            return ranks[i].shelf.plan(inputs, rank, self.catalog, options, cache, stopped)
+            rank = self.ranks.index(ranks[i])
+            return ranks[i].shelf.plan(inputs, rank, self.catalog, self.options, None, stopped)
 
         return run_ranks(len(ranks), one, 30.0)
 
-    def close(self) -> None:
+    def __enter__(self) -> Job:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
         self.events.put(None)
         self.thread.join(10)
 
 
 @pytest.fixture
-def job(request):
-    made = []
-
-    def start(catalog, sources, takers, options=None) -> Job:
-        made.append(Job(catalog, sources, takers, options or PlanOptions()))
-        return made[-1]
-
-    yield start
-    for j in made:
-        j.close()
+def job() -> Iterator[Job]:
+    """A fixed world of several classes."""
+    with Job(CATALOG, [trainer(0), trainer(1), trainer(2, nbytes=512)], [worker(0), worker(1)], PlanOptions()) as job:
+        yield job
 
 
 @given(worlds(), st.integers(1, 3))
@@ -126,82 +120,62 @@ def test_all_ranks_plan_the_same_and_each_class_is_sent_once(world, copies):
     sources, takers = world.sources(), world.destinations()
     sources = [s.at(i * copies + k) for i, s in enumerate(sources) for k in range(copies)]  # data-parallel replicas
     options = replace(world.options, hosts=())
-    job = Job(world.catalog, sources, takers, options)
-    try:
+    with Job(world.catalog, sources, takers, options) as job:
         got = job.plan()
         want = plan_replica(world.catalog, sources, takers, replace(options, hosts=("h",) * len(job.ranks)))
         for plan, digests in got:
             assert (plan.key, plan.digest) == (want.key, want.digest)
             assert [d.decode() for d in digests] == [i.digest() for i in (*sources, *takers)]
-        classes = {r.digest for r in job.ranks}
-        assert sum(r.count(m.LayoutAsk) for r in job.ranks) == len(classes)
+        assert sum(r.count(m.LayoutAsk) for r in job.ranks) == len({r.digest for r in job.ranks})
+        # For each side, a roll and the layouts that it names: equal ranks cost no bytes.
         sizes = [1, 1, *(len({r.digest for r in side}) for side in (job.trainers, job.workers))]
-        for r in job.ranks:  # for each side, a roll and the layouts that it names
-            assert [len(unpack(g.value, "x")) for g in r.got if isinstance(g, m.Reply)] == sizes, (
-                "equal ranks cost no bytes"
-            )
+        for r in job.ranks:
+            assert [len(unpack(g.value, "x")) for g in r.got if isinstance(g, m.Reply)] == sizes
         before = job.relay.sent, job.relay.received
         assert [p.digest for p, _ in job.plan()] == [want.digest] * len(job.ranks)  # what is known is not asked for
-        assert before == (job.relay.sent, job.relay.received)
-        assert not job.failed
-    finally:
-        job.close()
-
-
-def small(job, copies: int = 2):
-    """A fixed world of several classes."""
-    from tests.unit.test_plan_programs import CATALOG, trainer, worker
-
-    return job(CATALOG, [*(trainer(i) for i in range(copies)), trainer(copies, nbytes=512)], [worker(0), worker(1)])
+        assert before == (job.relay.sent, job.relay.received) and not job.failed
 
 
 def test_when_an_owner_is_gone_another_of_its_class_is_asked(job):
-    j = small(job)
-    lost = j.trainers[0]
+    lost = job.trainers[0]
     lost.deaf = True  # asked first, never answers
-    alive = [r for r in j.ranks if r is not lost]
-    threads_out: list = []
-    t = threading.Thread(target=lambda: threads_out.extend(j.plan(alive)), daemon=True)
-    t.start()
-    until = time.monotonic() + 10
-    while not lost.count(m.LayoutAsk) and time.monotonic() < until:
-        time.sleep(0.01)
-    j.ranks.remove(lost)
-    j.events.put((lambda r: j.relay.gone(r), lost))
-    t.join(30)
-    assert len({p.digest for p, _ in threads_out}) == 1 and len(threads_out) == len(alive)
-    assert j.trainers[1].count(m.LayoutAsk) == 1
+    asked, alive = lost.send, [r for r in job.ranks if r is not lost]
+
+    def gone() -> None:
+        lost.digest = b""
+        job.relay.gone(lost)
+
+    lost.send = lambda message: (asked(message), job.events.put((gone,)))
+    assert len({p.digest for p, _ in job.plan(alive)}) == 1
+    assert lost.count(m.LayoutAsk) == job.trainers[1].count(m.LayoutAsk) == 1
 
 
 def test_what_never_comes_ends_at_the_deadline_or_with_the_lane(job):
-    j = small(job)
-    j.trainers[2].deaf = True  # the only one of its class
-    assert all(isinstance(e, DeadlineExceeded) for e in j.plan(j.trainers[:2], j.inputs(seconds=1.0)))
-    assert all(isinstance(e, PeerLost) for e in j.plan(j.trainers[:2], stopped=lambda: True))
-    j.trainers[2].deaf = False  # a lane that was cancelled, or gave up, holds up nobody after it
-    j.events.put((lambda r: j.relay.gone(r), j.trainers[2]))
-    assert len({p.digest for p, _ in j.plan(j.trainers[:2])}) == 1
+    job.trainers[2].deaf = True  # the only one of its class
+    assert all(isinstance(e, DeadlineExceeded) for e in job.plan(job.trainers[:2], job.inputs(seconds=1.0)))
+    assert all(isinstance(e, PeerLost) for e in job.plan(job.trainers[:2], stopped=lambda: True))
+    job.trainers[2].deaf = False  # a lane that was cancelled, or gave up, holds up nobody after it
+    job.events.put((job.relay.gone, job.trainers[2]))
+    assert len({p.digest for p, _ in job.plan(job.trainers[:2])}) == 1
 
 
 def test_lanes_of_one_process_share_what_comes(job, monkeypatch):
     opened = layouts._opened
     monkeypatch.setattr(layouts, "_opened", lambda *a: (time.sleep(0.3), opened(*a))[1])  # lanes look on meanwhile
-    j = small(job)
-    inputs = j.inputs()
-    got = j.plan([j.trainers[0]] * 6, inputs)
+    inputs = job.inputs()
+    got = job.plan([job.trainers[0]] * 6, inputs)
     assert len({p.digest for p, _ in got}) == 1
-    assert j.trainers[0].count(m.Reply) == 4
+    assert job.trainers[0].count(m.Reply) == 4
 
 
 def test_a_layout_under_a_false_digest_is_refused_by_everyone(job):
-    j = small(job)
-    a, b = j.trainers[0], j.trainers[2]
-    roll = j.relay.roll([a.digest, b.digest], ["h", "h"], keep=4)
+    a, b = job.trainers[0], job.trainers[2]
+    roll = job.relay.roll([a.digest, b.digest], ["h", "h"], keep=4)
     good = a.shelf._own[a.digest].content()
     for packed in (pack([good]), pack([good, good]), pack([good])[:-1], b"", pack([good]) + b"x"):
         with pytest.raises(ProtocolError):
-            j.relay.came(b, m.Layout(b.digest, packed))
-    j.relay.came(a, m.Layout(a.digest, pack([good])))
+            job.relay.came(b, m.Layout(b.digest, packed))
+    job.relay.came(a, m.Layout(a.digest, pack([good])))
 
     class LyingHub(Rank):
         def send(self, msg):
@@ -213,18 +187,15 @@ def test_a_layout_under_a_false_digest_is_refused_by_everyone(job):
             super().send(msg)
 
     for lies in ("layouts", "roll"):
-        liar = LyingHub(j, "liar")
+        liar = LyingHub(job, "liar")
         liar.lies = lies
-        j.ranks.append(liar)
-        (error,) = j.plan([liar], m.PlanInputs(0, 1, roll, roll, deadline_s=10.0))
+        job.ranks.append(liar)
+        (error,) = job.plan([liar], m.PlanInputs(0, 1, roll, roll, deadline_s=10.0))
         assert isinstance(error, ProtocolError) and "another digest" in str(error)
 
 
 def test_a_rank_answers_for_its_last_inventories_only(job):
-    from tests.unit.test_plan_programs import trainer
-
-    j = small(job)
-    shelf, sent = j.trainers[0].shelf, []
+    shelf, sent = job.trainers[0].shelf, []
     shelf._questions.send = sent.append
     digests = [shelf.offer(trainer(0, nbytes=1024 + 256 * i)) for i in range(KEPT + 1)]
     for d in digests:
@@ -255,8 +226,6 @@ def test_a_stream_that_grows_without_bound_is_refused(monkeypatch):
     for bomb in (pack([b"\0" * (1 << 24)]), pack([b"\0" * 60_000] * 2)):
         with pytest.raises(ProtocolError, match="more than 65536"):
             unpack(bomb, "x")
-    import lzma
-
     dictionary = lzma.compress(
         msgspec.msgpack.encode([b""]), filters=[{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 1 << 28}]
     )
