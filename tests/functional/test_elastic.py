@@ -19,13 +19,15 @@ SOON_S = 5.0
 
 
 class Job:
-    """One trainer with room for three replicas. Parameters of version v are all v."""
+    """One trainer with room for some replicas. Parameters of version v are all v."""
 
-    def __init__(self):
+    def __init__(self, replicas: int = 3):
         self.at, self.trained, self.version = f"tcp://127.0.0.1:{free_port()}", Trained(), 0
         self.engines: dict[int, tuple[Engine, xfer.Controller]] = {}
         trainer, route = xfer.TensorTrainer(self.trained), xfer.Direct(cache_dir=None)
-        self.session = xfer.connect(trainer, self.at, TOKEN, replicas=3, route=route, deadline_s=6 * SOON_S, wait=False)
+        self.session = xfer.connect(
+            trainer, self.at, TOKEN, replicas=replicas, route=route, deadline_s=6 * SOON_S, wait=False
+        )
 
     def joins(self, replica: int, engine: Engine | None = None) -> None:
         engine = engine or Engine()
@@ -57,6 +59,14 @@ class Job:
                 assert holds(engine) == {self.version}
         return report
 
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_) -> None:
+        for r in list(self.engines):
+            self.leaves(r)
+        self.session.close()
+
 
 def holds(engine: Engine) -> set[float]:
     """All values in a replica's parameters."""
@@ -65,11 +75,8 @@ def holds(engine: Engine) -> set[float]:
 
 @pytest.fixture
 def job():
-    made = Job()
-    yield made
-    for r in list(made.engines):
-        made.leaves(r)
-    made.session.close()
+    with Job() as made:
+        yield made
 
 
 def test_one_replica_becomes_three_and_two_during_ten_refits_and_each_serves_whole_versions(job):

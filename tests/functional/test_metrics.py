@@ -23,14 +23,13 @@ import torch
 
 import xfer
 from examples.common.ports import free_port
-from tests.functional.test_extending import Trained
+from tests.functional import test_elastic as elastic
 from tests.support.tiny_engine import Engine
 from xfer import errors
 from xfer.coordinator.messages import ReplicaOutcome
 from xfer.observers import EngineFinished, TrainerFinished, observe, tell
 
 pytestmark = pytest.mark.engine
-TOKEN = "token of the metrics"
 DASHBOARD = Path(__file__).resolve().parents[2] / "deploy/grafana/xfer.json"
 
 
@@ -42,18 +41,13 @@ class Breakable(Engine):
             raise RuntimeError("no pause")
 
 
-class Job:
+class Job(elastic.Job):
     """One trainer and two engines. `told`: what observers heard, in order."""
 
     def __init__(self):
-        self.engines, at = [Breakable(), Breakable()], f"tcp://127.0.0.1:{free_port()}"
-        for a in (a for e in self.engines for a in e.adapters):
-            for p in a.model.parameters():
-                torch.nn.init.normal_(p.data)
-        self.controllers = [xfer.serve(e, at, TOKEN, replica=i, deadline_s=30.0) for i, e in enumerate(self.engines)]
-        route = xfer.Direct(cache_dir=None)
-        trainer = xfer.TensorTrainer(Trained())
-        self.session = xfer.connect(trainer, at, TOKEN, replicas=2, deadline_s=30.0, route=route)
+        super().__init__(2)
+        for replica in (0, 1):
+            self.joins(replica, Breakable())
         self.told: list[TrainerFinished | EngineFinished] = []
         self._heard = threading.Condition()
         self._end = lambda: None
@@ -74,17 +68,12 @@ class Job:
 
     def breaks(self, *replicas: int) -> None:
         """From now on these engines cannot be paused, and the others can."""
-        for i, e in enumerate(self.engines):
+        for i, (e, _) in self.engines.items():
             e.broken = i in replicas
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         self._end()
-        self.session.close()
-        for c in self.controllers:
-            c.close()
+        super().__exit__()
 
 
 @pytest.fixture
@@ -105,9 +94,6 @@ class Scrape(dict):
 
     def all_of(self, name: str) -> list[float]:
         return [v for (n, _), v in self.items() if n == name]
-
-    def states(self) -> dict[str, float]:
-        return {dict(labels)["state"]: v for (n, labels), v in self.items() if n == "xfer_replicas"}
 
 
 def scraped(port: int) -> Scrape:
@@ -150,13 +136,15 @@ def test_a_scrape_shows_what_the_reports_say_and_the_dashboard_asks_for(job):
             outages = [r.outcomes[i].outage_s for r in reports]
             assert found.of("xfer_engine_outage_seconds_sum", replica=i) == pytest.approx(sum(outages))
         assert {*found.all_of("xfer_version"), *found.all_of("xfer_engine_version")} == {7}
-        assert found.states() == {"current": 2, "behind": 0, "torn": 0, "away": 0}
+        states = ("current", 2), ("behind", 0), ("torn", 0), ("away", 0)
+        assert all(found.of("xfer_replicas", rank=0, state=state) == n for state, n in states)
 
         job.breaks(1)
         job.session.refit(min_replicas=1)
         job.ended(3)
         found = scraped(port)
-        assert found.of("xfer_refits_total", rank=0, outcome="partial") == 1 and found.states()["behind"] == 1
+        assert found.of("xfer_refits_total", rank=0, outcome="partial") == 1
+        assert found.of("xfer_replicas", rank=0, state="behind") == 1
         assert [found.of("xfer_engine_version", replica=i) for i in (0, 1)] == [8, 7]
         assert found.of("xfer_engine_refits_total", replica=1, outcome="failed") == 1
         assert found.of("xfer_engine_serving", replica=1) == 1
@@ -200,12 +188,11 @@ def test_a_torn_engine_is_told_apart_and_adds_no_outage():
 def test_every_panel_of_the_dashboard_has_a_description_a_place_and_colors_of_its_own():
     """A stat without them is red from 80 on, by Grafana's default: so would be the 80th version."""
     panels = json.loads(DASHBOARD.read_text())["panels"]
-    cells = [
-        (x, y)
+    places = [
+        {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
         for at in (p["gridPos"] for p in panels)
-        for x in range(at["x"], at["x"] + at["w"])
-        for y in range(at["y"], at["y"] + at["h"])
     ]
+    cells = [cell for place in places for cell in place]
     assert all(p["title"] and p["description"] for p in panels)
     assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
     assert all({"color", "thresholds"} & p["fieldConfig"]["defaults"].keys() for p in panels if p["type"] == "stat")

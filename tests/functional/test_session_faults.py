@@ -253,6 +253,10 @@ def run(scenario: Scenario, fault: Fault | None = None) -> tuple[list[Fault], tu
             judge(job, fault, began)
         else:
             assert all({t.held(job.last) for t in e.takers} == {job.last} and not e.paused for e in job.engines)
+            in_turn = [(e.replica, what) for e in job.engines for what in ("pause", "resume")]
+            assert job.at_once is None or job.told == in_turn, "replicas take turns by number"
+        if fault is None or not fault.who.startswith("trainer"):
+            assert max(job.published.values(), default=0.0) <= 0.1, "a publish waits for nobody"
         sim.stopped.clear()
         job.untroubled()
         sim.block(lambda: not job.alive(), sim.now + 200.0)
