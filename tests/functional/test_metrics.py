@@ -21,7 +21,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import xfer
 from examples.common.ports import free_port
 from tests.functional import test_elastic as elastic
 from tests.support.tiny_engine import Engine

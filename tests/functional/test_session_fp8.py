@@ -99,17 +99,6 @@ def test_replicas_by_both_rules_are_refitted_by_each_way_also_where_blocks_are_s
         assert report.rules == ("ieee", "pow2") and ("relay" if "relay" in way else "rdma") in kinds
 
 
-def test_an_engine_in_fp8_gets_its_first_weights_from_another_one():
-    with fp8_world([fp8_engine(), fp8_engine()]) as world:
-        world.commits(1)
-        world.leave(1)
-        for source in world.sources:
-            source.set(2)
-        world.come(1, fp8_engine())
-        until_true(lambda: not any(t.wrong(1) for t in world.engines[1].takers))
-        world.commits(2)
-
-
 def test_an_engine_that_wants_another_form_once_exports_change_gets_it_in_that_refit():
     engines = [ToyEngine(2, dict(SHAPES)), fp8_engine()]
     with fp8_world(engines, drop=("extra",)) as world:

@@ -115,37 +115,6 @@ def test_a_rank_that_does_not_come_leaves_no_gather_behind(world):
     served(world, 3)
 
 
-@pytest.mark.parametrize(
-    ("breaks", "kind", "text", "computed"),
-    [
-        ("drain", e.RebindError, "layer 3 was offloaded", [1, 1]),
-        ("digest", e.PlanMismatch, "would gather different tensors", [1, 1]),
-        ("run", e.XferError, "out of memory", [2, 2]),
-    ],
-)
-def test_a_rank_that_fails_before_or_in_a_computation_frees_all_and_the_next_refit_repairs(
-    world, monkeypatch, breaks, kind, text, computed
-):
-    served(world, 1)
-    last = world.sources[1]
-    if breaks == "drain":
-        last.fail = e.RebindError(text, where="trainer 1")
-    elif breaks == "digest":
-        last.digest = "0" * 32
-    else:
-        for s in world.sources:
-            monkeypatch.setattr(s.done, "run", broken)
-    world.fails(2, kind, text, within=8)
-    assert [s.computations for s in world.sources] == computed
-    last.fail, last.digest = None, ""
-    monkeypatch.undo()
-    served(world, 3)
-
-
-def broken(*_):
-    raise RuntimeError("out of memory")
-
-
 def test_a_computation_that_waits_for_a_rank_that_has_stopped_ends_by_the_deadline(world, monkeypatch):
     """All ranks have met, so none is missing at the rendezvous. The next call waits for what still runs; the one after it commits."""
     monkeypatch.setattr("xfer.participants.computing.STOP_GRACE_S", 0.5)
