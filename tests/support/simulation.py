@@ -51,7 +51,6 @@ FOREVER = float("inf")
 STEPS = 1_000_000
 """Turns of one simulation. More are a livelock."""
 
-
 POLL_S = 0.01
 """The shortest sleep: loops that look again after less would fill minutes of the clock with turns."""
 
@@ -459,16 +458,8 @@ class Queue:
             raise real_queue.Empty
         return self.queue.popleft()
 
-    def get_nowait(self):
-        return self.get(False)
-
     def empty(self) -> bool:
         return not self.queue
-
-    def qsize(self) -> int:
-        return len(self.queue)
-
-    put_nowait = put
 
 
 def _sleep(seconds: float) -> None:
@@ -479,12 +470,12 @@ def _now() -> float:
     return Simulation.now_running.now if Simulation.now_running is not None else real_time.monotonic()
 
 
-TIME = SimpleNamespace(monotonic=_now, perf_counter=_now, time=_now, sleep=_sleep, strftime=real_time.strftime)
+TIME = SimpleNamespace(monotonic=_now, perf_counter=_now, time=_now, sleep=_sleep)
 THREADING = SimpleNamespace(
     Thread=Thread, Timer=Timer, Lock=Lock, RLock=RLock, Condition=Condition, Event=Event, Barrier=Barrier,
     BrokenBarrierError=real_threading.BrokenBarrierError,
     current_thread=lambda: _sim().running, get_ident=lambda: _sim().running.ident,
-    enumerate=lambda: list(_sim().threads), active_count=lambda: len(_sim().threads),
+    enumerate=lambda: list(_sim().threads),
 )  # fmt: skip
 RAW_THREADS = SimpleNamespace(
     start_new_thread=lambda call, args: Thread(target=call, args=args, name="xfer-background").start()

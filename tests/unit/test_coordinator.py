@@ -175,12 +175,6 @@ def test_a_trainer_that_was_refused_for_its_arguments_is_not_waited_for_by_the_c
 
 
 STAGES = {
-    0: (
-        "0 of 2 trainers have joined",
-        "trainers 0 to 1: not connected; has xfer.connect()",
-        "replica 0: not connected",
-    ),
-    2: ("2 of 2 trainers", "replica 0: not connected; has xfer.serve() been called there?"),
     3: ("0 of 1 replicas are ready", "replica 0 workers 0 to 1: not connected; is its engine still starting?"),
     5: ("replica 0 workers 0 to 1: reading the layout",),
     7: ("replica 0 is planning and waits for trainers 0 to 1 and replica 0 workers 0 to 1",),

@@ -11,12 +11,11 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.plan_worlds import quick, worlds
 from tests.support.row_worlds import apply_row, row
-from tests.support.threads import all_good, run_ranks
 from tests.support.trace_maps import places
 from xfer.errors import DeadlineExceeded
 from xfer.plan import relay
@@ -35,36 +34,6 @@ def gate(
     steps = Steps(follows, say, pulled=9)
     steps.begin(run, time.monotonic() + seconds, cancelled, True)
     return steps
-
-
-@settings(deadline=None, max_examples=30)
-@given(parts=st.integers(1, 6), length=st.integers(1, 5), seed=st.randoms(use_true_random=False))
-def test_a_part_is_read_only_when_the_one_before_has_it(parts, length, seed):
-    """A chain of threads, each at its own pace, in two refits one after the other."""
-    has = [[0] * length for _ in range(2)]
-    wrong: list[tuple[int, int]] = []
-    row: list[Steps] = []
-
-    def said(j):
-        return lambda run, part: row[j + 1].there(run, part) if j + 1 < length else None
-
-    row += [Steps(j > 0, said(j), parts - 1) for j in range(length)]
-    naps = [[seed.random() * 2e-3 for _ in range(parts)] for _ in range(length)]
-
-    def pull(j, run):
-        row[j].begin(run, time.monotonic() + 20, lambda: False, True)
-        for part in range(parts):
-            row[j].before(part, None)
-            if j and has[run - 1][j - 1] <= part:
-                wrong.append((j, part))
-            time.sleep(naps[j][part])
-            has[run - 1][j] = part + 1
-            row[j].after(part, None)
-
-    for run in (1, 2):
-        # The last of the chain is there first.
-        all_good(run_ranks(length, lambda j, run=run: pull(length - 1 - j, run)))
-        assert not wrong and has[run - 1] == [parts] * length
 
 
 def test_what_was_said_of_another_refit_lets_no_part_in():
