@@ -14,6 +14,7 @@ import pytest
 from tests.functional.test_session_changes import unreadable
 from tests.support.simulation import simulated
 from tests.support.world import TOKEN, ToyEngine, World, free_port, good, until_true
+from xfer.background import BackgroundCall
 from xfer.coordinator import coordinator
 from xfer.coordinator import messages as m
 from xfer.coordinator.deadlines import LEAVE_S
@@ -53,9 +54,10 @@ def world(*engines: ToyEngine, **how) -> World:
     return World(trainers=1, replicas=len(engines), engines=list(engines), **how)
 
 
-def offline(w: World, llm: ToyLLM) -> World:
+def behind(handle, w: World) -> World:
+    """Its controllers call this handle in the place of an engine."""
     serve = w.serve
-    w.serve = lambda _, replica: serve(OfflineLLM(llm), replica)
+    w.serve = lambda _, replica: serve(handle, replica)
     return w
 
 
@@ -80,22 +82,11 @@ def failing(w: World) -> None:
 
 def test_an_owner_that_stays_in_serving_costs_that_refit_only():
     toy = ToyEngine(2)
-    with offline(world(toy), ToyLLM(toy)) as w:
+    with behind(OfflineLLM(ToyLLM(toy)), world(toy)) as w:
         w.commits(1)
-        inside, leave = threading.Event(), threading.Event()
-
-        def owner():
-            with w.controllers[0].serving():
-                inside.set()
-                leave.wait(30)
-
-        thread = threading.Thread(target=owner, daemon=True)
-        thread.start()
-        inside.wait(5)
-        (late,) = w.fails(2, XferError, deadline_s=1.0)
+        with w.controllers[0].serving():
+            (late,) = w.fails(2, XferError, deadline_s=1.0)
         assert "serving()" in str(late) or "pausing" in str(late), late
-        leave.set()
-        thread.join(5)
         w.commits(3)
         assert serves(w.controllers[0])
 
@@ -119,7 +110,7 @@ def test_an_engine_with_a_drafter_is_joined_again_after_a_controller_died_in_a_r
         llm.collective_rpc = lambda method: [True, True]
         if died:
             toy.open, toy.label = True, MIXED
-        with offline(world(toy), llm) as w:
+        with behind(OfflineLLM(llm), world(toy)) as w:
             w.controllers[0].wait_ready(5)
             assert drafts.count(True) == 1, "it was handed over once, and the workers have it"
             w.commits(1)
@@ -127,19 +118,14 @@ def test_an_engine_with_a_drafter_is_joined_again_after_a_controller_died_in_a_r
 
 def test_an_engine_that_was_started_without_weights_serves_after_its_first_commit(monkeypatch):
     """A call that asks while the version arrives is not told that there are no weights."""
-    toy, told, threads, set_ = ToyEngine(2), [], [], Controller._set
+    toy, asked, set_ = ToyEngine(2), [], Controller._set
     for taker in toy.takers:
         taker.began_with = "nothing"
 
-    def ask(controller) -> None:
-        controller.wait_ready(5)
-        told.append(controller.wait_version("1", 5))
-
     def set_late(controller, *a, **kw):
         if kw.get("version") == 1:
-            threads.append(threading.Thread(target=ask, args=(controller,)))
-            threads[0].start()
-            threads[0].join(0.3)  # long enough to be told something wrong
+            asked.append(BackgroundCall(lambda: (controller.wait_ready(5), controller.wait_version("1", 5))[1]))
+            asked[0].ended(time.monotonic() + 0.3)  # long enough to be told something wrong
         set_(controller, *a, **kw)
 
     monkeypatch.setattr(Controller, "_set", set_late)
@@ -152,8 +138,8 @@ def test_an_engine_that_was_started_without_weights_serves_after_its_first_commi
         failing(w)
         assert toy.paused and not serves(controller), "a refit that wrote nothing must not let random weights serve"
         w.commits(1)
-        threads[0].join(5)
-        assert told == [1] and controller.wait_version(timeout_s=5) == 1 and not toy.paused and serves(controller)
+        assert asked[0].take(time.monotonic() + 5) == controller.wait_version(timeout_s=5) == 1
+        assert not toy.paused and serves(controller)
 
 
 def test_only_caches_of_whole_versions_outlive_a_refit_and_only_where_the_owner_says_so():
@@ -284,10 +270,8 @@ class ToySGLang(_Forwarder):
 def test_an_sglang_server_that_xfer_has_paused_stays_so_while_it_joins_again(label, holds):
     toy = ToyEngine(1)
     toy.label, toy.paused, toy.takers[0].began_with = label, label != "default", holds
-    w, engine = world(toy), ToySGLang(toy)
-    serve = w.serve
-    w.serve = lambda _, replica: serve(CallableEngine(engine), replica)
-    with w:
+    engine = ToySGLang(toy)
+    with behind(CallableEngine(engine), world(toy)) as w:
         w.controllers[0].wait_ready(5)
         assert toy.paused == (label != "default")
         w.commits(1)
@@ -312,7 +296,7 @@ def test_a_sampler_hears_that_a_worker_is_gone_and_gets_no_version_that_nobody_s
      ("it is closed", "nothing", "was closed before")],
 )  # fmt: skip
 def test_a_wait_for_a_version_ends_when_none_can_come_any_more_and_says_why(how, holds, why):
-    toy, raised = ToyEngine(1), []
+    toy = ToyEngine(1)
     toy.takers[0].began_with = holds
     if how == "the replica cannot join":
         toy.takers[0].read = unreadable
@@ -320,26 +304,18 @@ def test_a_wait_for_a_version_ends_when_none_can_come_any_more_and_says_why(how,
         controller = w.controllers[1]
         if how != "the replica cannot join":
             controller.wait_ready(5)
-
-        def wait():
-            try:
-                controller.wait_version(timeout_s=60)
-            except XferError as e:
-                raised.append(e)
-
-        thread = threading.Thread(target=wait, daemon=True)
-        thread.start()
+        wait = BackgroundCall(lambda: controller.wait_version(timeout_s=60))
         time.sleep(0.2)
         if how == "the trainers leave":
             w.sessions[0].close()
         elif how == "it is closed":
             controller.close()
-        thread.join(5)
-        assert not isinstance(raised[0], DeadlineExceeded) and re.search(why, str(raised[0])), raised
-        with pytest.raises(type(raised[0])):
+        assert wait.ended(time.monotonic() + 5) and re.search(why, str(wait.error)), wait.error
+        assert not isinstance(wait.error, DeadlineExceeded)
+        with pytest.raises(type(wait.error)):
             controller.wait_version("5", timeout_s=60)
         if how == "it is closed":
-            assert type(raised[0]) is Unsupported, "an EngineLost would be waited for: the next refit mends most"
+            assert type(wait.error) is Unsupported, "an EngineLost would be waited for: the next refit mends most"
             with pytest.raises(Unsupported, match="was closed by its owner"):
                 controller.wait_ready(60)
 
