@@ -16,6 +16,7 @@ from tests.support.cpu_peer import MAPPED, REFUSED, Hold, peers
 from tests.support.packed_world import PackedWorld
 from tests.support.simulation import simulated
 from tests.support.world import SHAPES, World, good, until_true
+from xfer.background import BackgroundCall
 from xfer.coordinator import messages as m
 from xfer.direct.plane import DirectPlane
 from xfer.errors import DeadlineExceeded, PeerLost
@@ -141,13 +142,10 @@ def test_a_pull_that_does_not_stop_quarantines_its_sources_and_no_refit_runs_bes
         for version in (2, 3):
             not_drained(w.refit(version, deadline_s=2.5))
             assert all(len(k) == version - 1 for k in kept), "quarantined storages are kept alive"
-        released = threading.Thread(target=lambda: w.on_all(lambda i: w.sessions[i].release()))
-        released.start()
-        released.join(0.5)
-        assert released.is_alive() and late <= MAPPED, "said to be unmapped while it is read"
+        released = BackgroundCall(lambda: w.on_all(lambda i: w.sessions[i].release()))
+        assert not released.ended(time.monotonic() + 0.5) and late <= MAPPED, "said to be unmapped while it is read"
         Hold.clear()
-        released.join(20)
-        assert not released.is_alive() and not MAPPED
+        assert released.ended(time.monotonic() + 20) and not MAPPED
         assert all(kept), "no worker has said more than that of its own mappings"
         w.commits(4)
         assert not any(kept), "kept for ever"
