@@ -1,9 +1,4 @@
-"""Metrics and spans of real refits on loopback: what a scrape shows is what the reports say, and the dashboard asks for nothing else.
-
-In the engines' environment, which has both clients.
-"""
-
-from __future__ import annotations
+"""Metrics and spans of real refits on loopback: what a scrape shows is what the reports say, and the dashboard asks for nothing else."""
 
 import contextlib
 import json

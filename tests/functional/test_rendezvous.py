@@ -1,9 +1,4 @@
-"""The rendezvous' sockets: addresses, strangers, tokens, and the last bytes of a connection.
-
-What a job says over them is tested without sockets (simulation.py).
-"""
-
-from __future__ import annotations
+"""The rendezvous' sockets: addresses, strangers, tokens, and the last bytes of a connection."""
 
 import contextlib
 import re

@@ -15,8 +15,6 @@ storages that move, layouts and exports that change, replicas that leave and joi
 - when trainers start again, engines that hold one version serve it, and all others wait for the next refit.
 """
 
-from __future__ import annotations
-
 import contextlib
 
 from hypothesis import HealthCheck, settings

@@ -1,11 +1,5 @@
-"""Fixed orders of events: what each caller hears, in which words, and how soon.
-
-Real participants in a simulation, as in test_session.py, which searches random orders, and in test_session_faults.py, which tries one
-fault at every point. Here each test chooses an order and leaves the rest to a seed. Afterwards all that died or was stopped comes again,
-and the next refit must be whole everywhere.
-"""
-
-from __future__ import annotations
+"""Fixed orders of events in a simulation: what each caller hears, in which words, and how soon. A seed chooses what an order leaves open.
+Afterwards all that died or was stopped comes again, and the next refit must be whole everywhere."""
 
 import ctypes
 import os
@@ -98,8 +92,7 @@ HELD = {
     [*(("move", at) for at in HELD), ("turn", "a trainer has opened"), ("export", "a trainer has opened")],
 )
 def test_what_trainers_hold_may_change_while_a_replica_links(change, held):
-    """The change comes while a thread that links stands at `held`. What was made for the old storages was kept for the new ones;
-    where they had another form, the replica could never take part again."""
+    """The change comes while a thread that links stands at `held`. What was made for the old storages was once kept for the new ones."""
     where, name = HELD[held]
     real, opening = getattr(where, name), []
     with after_one_refit(replicas=2) as job:

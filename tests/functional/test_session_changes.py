@@ -1,8 +1,5 @@
-"""Storages and exports change between refits: a refit that commits moves the bytes that trainers hold at its call.
-
-Checksums alone do not show a refit of old storages, since both ends sum them. Not only changes: trainers that hold different
-bytes of one tensor, and training whose result no engine receives.
-"""
+"""Storages and exports change between refits: a refit that commits moves the bytes that trainers hold at its call. Checksums alone do not
+show a refit of old storages, since both ends sum them. Also trainers that differ, and training whose result no engine receives."""
 
 import gc
 import logging

@@ -1,10 +1,4 @@
-"""How a job meets at its rendezvous: calls that fail and come again, builds that differ, layouts and caches.
-
-Trainers are threads and engines are small stand-ins (tests/support/world.py); mostly xfer's public calls are used.
-test_refit_errors.py has processes and a real vLLM.
-"""
-
-from __future__ import annotations
+"""How a job meets at its rendezvous: calls that fail and come again, builds that differ, layouts and caches."""
 
 import json
 import threading
@@ -220,8 +214,7 @@ def test_connect_checks_the_fabric_before_it_opens_anything(tmp_path):
 def test_a_replica_that_fails_before_the_trainers_have_read_is_left_out_like_one_that_fails_later(
     monkeypatch, wait, together
 ):
-    """Unless they wait for all replicas: then they hear the reason. `together`: ranks read in one collective. The worker says that it
-    is worker 1 of 1, as with vLLM's offline data parallelism."""
+    """Unless they wait for all: then they hear the reason. The worker says that it is worker 1 of 1, as with offline data parallelism."""
     failed, read, join = threading.Event(), ToySource.read, WorkerSession._join
 
     def refused(session):

@@ -1,7 +1,4 @@
-"""Controllers: the states in which they find an engine, and the state in which a refit without effect leaves it.
-
-The engine is a toy (tests/support/world.py). Tests of the in-process `LLM` put its real handle before the toy.
-"""
+"""Controllers: the states in which they find an engine, and the state in which a refit without effect leaves it."""
 
 import json
 import re

@@ -1,12 +1,5 @@
-"""Real processes that are killed or stopped in a refit: calls end in time, and engines serve no mix.
-
-Every trainer, controller and worker is a process of its own (tests/support/world_processes.py), and two replicas take part. All
-points of failure are in test_session_faults.py, in a simulation; with a real vLLM they are in test_refit_errors.py.
-
-Three things hold after every case. The processes that are left have ended their calls with an error that names the one that is
-gone, or with a commit. An engine that serves holds one whole version on all its workers. Once what died was started again, the
-next refit is right everywhere.
-"""
+"""Real processes are killed or stopped in a refit. Those that are left end their calls in time, with an error that names the one that is
+gone, or with a commit; an engine that serves holds one whole version; once what died was started again, the next refit is right."""
 
 import random
 import time

@@ -1,12 +1,6 @@
-"""One fault at every point of a refit: what it may cost, and that nothing of it is left.
-
-Real participants in a simulation, as in test_session.py, which searches random orders and lists the invariants. Here a scenario is run
-once without a fault, which tells how many turns it takes and which points (xfer/faults.py) its processes pass. Then it is run again for
-each turn and each fault that may happen in it, and for each point and each action there. CI takes a part of them, evenly spread;
-XFER_EXAMPLES takes more, and XFER_SEED takes others.
-"""
-
-from __future__ import annotations
+"""One fault at every point of a refit. A scenario is run once without a fault, and then again for each turn and each fault that may happen
+in it, and for each point (xfer/faults.py) and each action there. CI takes a part of them, evenly spread; XFER_EXAMPLES takes more, and
+XFER_SEED takes others."""
 
 import os
 import threading

@@ -1,8 +1,6 @@
 """Engines that serve block FP8. Trainers in bf16 quantize what such engines ask for; trainers that keep matrices in FP8 themselves send
 their bytes and scales as they are. The judges are oracles in numpy that quantize each whole matrix (tests/support/block_fp8.py)."""
 
-from __future__ import annotations
-
 import threading
 import time
 
@@ -132,8 +130,7 @@ def test_an_engine_that_hangs_while_it_reads_new_exports_holds_up_no_other(monke
 @pytest.mark.parametrize("role", ["trainer", "worker"])
 @pytest.mark.parametrize("step, news", [("make_plan", "catalog"), ("open", "inventory")])
 def test_a_plan_that_another_engine_made_old_by_asking_for_fp8_is_made_again(monkeypatch, step, news, role):
-    """An engine in bf16 is planned and linked by the first catalog. One rank begins with that when it has read the second one, and the
-    rank that is last to read that has not. Such a session once failed to connect, with "the inventories do not make a plan"."""
+    """An engine in bf16 is planned by the first catalog. One rank begins with that when it has read the second one, another has not."""
     engines, late, over = [ToyEngine(2, dict(SHAPES)), fp8_engine()], threading.Event(), threading.Event()
     begin, read, last = getattr(DirectPlane, step), Fp8Taker.read, engines[0].takers[1]
 

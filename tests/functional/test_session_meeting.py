@@ -1,7 +1,5 @@
 """`connect()` fails on all ranks, and all call it again at the same rendezvous."""
 
-from __future__ import annotations
-
 import threading
 
 from hypothesis import HealthCheck, given, settings

@@ -1,11 +1,4 @@
-"""The end of processes: jobs of real processes, forks, and threads inside C++ when a session closes.
-
-    .venvs/trainer/bin/python -m pytest -q tests/functional/test_session_processes.py
-    .venvs/trainer/bin/python -m pytest -q -s -m slow tests/functional/test_session_processes.py     # 50 processes end
-    XFER_OTHER_PYTHON=PYTHON .venvs/trainer/bin/python -m pytest -q tests/functional/test_session_processes.py -k torches
-
-PYTHON has another torch, numpy and msgspec, and nothing else.
-"""
+"""The end of processes: jobs of real processes, forks, and threads inside C++ when a session closes."""
 
 import contextlib
 import os
@@ -127,8 +120,7 @@ def test_a_process_that_is_forked_from_one_that_connected_neither_ends_its_sessi
 
 
 def test_no_thread_is_inside_a_link_when_close_has_returned(monkeypatch):
-    """A trainer died by std::terminate at its end: the thread that read the coordinator's close was freeing the lane's link, in
-    C++, and returned when the interpreter was gone."""
+    """A trainer died by std::terminate: a thread was freeing a link, in C++, and returned when the interpreter was gone."""
     inside, abort, stop = [], GlooLink.abort, Lane.stop
 
     def slow(link, seconds=0.0):

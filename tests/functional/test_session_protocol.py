@@ -1,8 +1,4 @@
-"""Refits that succeed, in a simulation: versions, reports, labels, arguments, and leaving.
-
-The engine and the trainers are small stand-ins (tests/support/world.py). Orders of messages: test_session.py and
-test_session_cases.py, in a simulation. Deaths: test_session_deaths.py.
-"""
+"""Refits that succeed, in a simulation: versions, reports, labels, arguments, and leaving."""
 
 import numpy as np
 import pytest

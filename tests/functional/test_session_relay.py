@@ -1,10 +1,5 @@
-"""Relay chains and rings (`Direct(relay=True)`) of workers that read each other's memory for real (transport/peer_host.py). The first one
-of a chain reads the trainers' memory; all of a ring receive over gloo.
-
-Order and failures: test_session_cases.py. The same on GPUs: test_gpu_refit.py.
-"""
-
-from __future__ import annotations
+"""Relay chains and rings of workers that read each other's memory for real (transport/peer_host.py). The first one of a chain reads the
+trainers' memory; all of a ring receive over gloo."""
 
 import sys
 
@@ -105,8 +100,7 @@ def test_parts_are_handed_on_as_they_come_and_each_byte_comes_once(monkeypatch, 
 @pytest.mark.parametrize("pulled", [False, True], ids=["ring", "chain"])
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_replicas_hand_bytes_on_also_when_staged_refits_and_others_take_turns(replicas, pulled, caplog):
-    """Each then offers other storages. One that opened its routes by what another had offered before once found that memory freed, and
-    from then on took all bytes from the trainers."""
+    """Each then offers other storages. One that opened its routes by what another had offered before once found that memory freed."""
     with World(2, 2, replicas, relay=True, host_pull=pulled) as w:
         orders = []
         for version in range(1, 7):

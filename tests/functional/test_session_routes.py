@@ -1,9 +1,4 @@
-"""Routes in sessions: pulls and sends, storages that move, release, and pulls that fail.
-
-tests/support/cpu_peer.py stands in for CUDA IPC; everything else is real. The same on GPUs: test_gpu_refit.py.
-"""
-
-from __future__ import annotations
+"""Routes in sessions: pulls (by cpu_peer.py, as by CUDA IPC) and sends, storages that move, release, and pulls that fail."""
 
 import sys
 import threading
@@ -160,8 +155,7 @@ def test_a_reader_is_known_to_be_dead_only_on_this_host(monkeypatch):
 
 @pytest.mark.parametrize("wait", ["commit", "sources"])
 def test_a_worker_that_vanished_while_it_read_is_suspected_though_its_replica_has_come_anew(monkeypatch, wait):
-    """The worker is a thread here, so it lives on. The new one maps nothing, as from another host: its routes say that nobody
-    pulls, which is not true of this refit."""
+    """The worker is a thread here, so it lives on. The routes of the new one, which maps nothing, say that nobody pulls."""
     monkeypatch.setattr(refit, "READERS_S", 0.2)
     hold, reached, go_on, joined = (threading.Event() for _ in range(4))
 

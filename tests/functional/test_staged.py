@@ -1,11 +1,4 @@
-"""Trainers that compute some exported tensors: they fill scratch before "ready", and ranks that compute together meet before
-they gather.
-
-The gathers really wait for each other. With Megatron-Bridge's LoRA and a real vLLM: test_refit_e2e.py, with the trainer alone in
-every layout: test_megatron.py.
-"""
-
-from __future__ import annotations
+"""Trainers that compute some exported tensors: they fill scratch before "ready", and meet before they compute together."""
 
 import threading
 from dataclasses import replace

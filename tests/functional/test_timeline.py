@@ -1,7 +1,5 @@
 """Timelines of refits: every process keeps one if asked to, and moments are in the order of the protocol."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

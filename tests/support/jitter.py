@@ -1,14 +1,6 @@
 """A pytest plugin that looks for races: threads stop for a moment at random calls and returns of xfer's and the tests' code.
-
-    python -m pytest -p tests.support.jitter tests/functional/test_session_*.py --ignore-glob '*_cases.py' --ignore-glob '*_faults.py'
-
-Sleeping, not computing: several such runs at once fit on one core, each with a seed of its own (named at the end of a run;
-XFER_JITTER_SEED to set it, though threads do not repeat themselves exactly). Tests that measure time may fail by it, and a
-failure may be the test's own race; it has also shown defects of xfer that busy machines had not. Of processes that a test
-starts, all threads but the main one are slowed with XFER_JITTER_CHILDREN=1. For developers; CI does not run it.
-"""
-
-from __future__ import annotations
+CONTRIBUTING.md has the command. Threads do not repeat themselves exactly, also with the seed that a run names. Tests that measure
+time may fail by it."""
 
 import os
 import random

@@ -1,8 +1,5 @@
-"""Light trainers and real vLLM engines as child processes, and what every test of a refit between them asks.
-
-Truth: the engine under test first loads a checkpoint of seed 1 by vLLM's own loader; what it then computes is what it
-must compute whenever a refit has brought seed 1 again. Nothing of xfer takes part in that.
-"""
+"""Light trainers and real vLLM engines as child processes, and what every test of a refit between them asks. The truth is what the engine
+computes when vLLM's own loader has loaded a checkpoint of seed 1."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Real trainer ranks and real vLLM engines as processes: two refits, each after a step, are the same as a fresh vLLM that loads
-what the trainers' own framework exported at that step.
-"""
-
-from __future__ import annotations
+"""Real trainer ranks and real vLLM engines as processes: two refits, each after a step, are the same as a fresh vLLM that loads what the
+trainers' own framework exported at that step."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

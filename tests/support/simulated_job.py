@@ -1,9 +1,5 @@
-"""A job of real participants inside a simulation, with what a test may do to it: stop, kill, fail at a point, change.
-
-Only the trainers' and the engines' frameworks are small stand-ins (world.py). They check what xfer promises them: nothing writes
-an engine that serves, an engine that goes into service holds the version of its label, a trainer may overwrite its weights as soon
-as its call has ended, and a call ends in time.
-"""
+"""A job of real participants inside a simulation, with what a test may do to it: stop, kill, fail at a point, change. Only the trainers'
+and the engines' frameworks are small stand-ins (world.py), which check what xfer promises them."""
 
 from __future__ import annotations
 

@@ -1,13 +1,9 @@
 """Runs the real coordinator and the real participants of a job in one thread at a time, by a fake clock and in a chosen order.
 
-Inside `Simulation(seed)`, the modules of xfer and of the tests find this module's locks, queues, events, threads and clock in
-place of Python's. A thread that would wait gives its turn to another one, which the seed chooses. The clock stands while some
-thread can go on, and then jumps to the end of the next wait. So an hour costs nothing, and orders come up that a machine
-shows once in a million runs. A run with the same seed and the same calls repeats itself, turn by turn: `trace` tells.
-
-Messages travel through queues instead of sockets, in order per connection, in any order between connections; they are encoded as
-on the wire. Sends travel through `Link` instead of gloo, pulls through cpu_peer.py. All else is the real code. Threads of one
-process have its label as their `who`: a process can be stopped, continued and killed.
+Inside `Simulation(seed)`, modules find this module's locks, queues, events, threads and clock in place of Python's. A thread that would
+wait gives its turn to another one, which the seed chooses. The clock stands while some thread can go on. A run with the same seed and the
+same calls repeats itself, turn by turn. Messages travel through queues instead of sockets, in order per connection; sends through `Link`
+instead of gloo, pulls through cpu_peer.py. Threads of one process have its label as their `who`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Several ranks as threads of one process, each with its own gloo group: real sockets, no start-up."""
 
-from __future__ import annotations
-
 import copy
 import threading
 import time

@@ -1,10 +1,5 @@
-"""Agreement of ranks: either all go on or none does, whatever the order in which ranks come, look, give up, refuse and die.
-
-Ranks are threads that take turns: a schedule decides which rank makes its next call of the store, so there is no clock here. With
-torch's stores and polling: test_layerwise_checkpoint.py; over the rendezvous: tests/functional/test_staged.py.
-"""
-
-from __future__ import annotations
+"""Agreement of ranks: either all go on or none does, whatever the order in which ranks come, look, give up, refuse and die. Ranks are
+threads that take turns: a schedule decides which rank makes its next call of the store, so there is no clock here."""
 
 import itertools
 import threading

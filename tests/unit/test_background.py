@@ -1,7 +1,5 @@
 """Background calls: deadlines, errors, and results that come too late."""
 
-from __future__ import annotations
-
 import threading
 import time
 import weakref

@@ -1,10 +1,4 @@
-"""The coordinator by itself: hellos that it refuses, its table of phases, and how it counts the ranks that are done.
-
-What it does with real participants, in any order of events: tests/functional/test_session.py, test_session_faults.py and
-test_session_cases.py.
-"""
-
-from __future__ import annotations
+"""The coordinator by itself: hellos that it refuses, its table of phases, and how it counts the ranks that are done."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The fence stands at the beginning of each step of an optimizer, before any weight changes. Megatron-Core's optimizers:
 tests/support/megatron_worker.py; the layer-wise one for its models: tests/functional/test_layerwise_megatron.py."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -213,9 +213,8 @@ def place(row_, end: str) -> tuple:
 )
 @quick
 def test_each_byte_enters_a_host_once_and_each_byte_of_a_destination_is_written_once(world, hosts, step_bytes, data):
-    """Replicas of one layout on several hosts hand bytes on, in any order that the news of parts allows. In a chain the first on a host
-    takes its bytes from the trainers, in part by reads and in part by messages. In a ring some receive a share each; the others are
-    late, and read all shares. Workers of a replica hand on to each other what they take of its bytes."""
+    """Replicas of one layout on several hosts hand bytes on, in any order that the news of parts allows. In a ring some receive a share
+    each; the others are late, and read all shares. Workers of a replica hand on to each other what they take of its bytes."""
     plan, trainers = world.plan(), len(world.trainers)
     names = [[r.name for r in i.roots] for i in world.sources()]
     held = [[s.storage[n] for n in some] for s, some in zip(world.trainers, names)]

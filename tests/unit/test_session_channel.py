@@ -1,7 +1,4 @@
-"""Control connections: a peer must prove the token first, no frame harms its reader, and closing leaves no peer waiting.
-
-scripts/pythons.sh runs this without torch.
-"""
+"""Control connections: a peer must prove the token first, no frame harms its reader, and closing leaves no peer waiting. Without torch."""
 
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Lanes: the work of an epoch that was given up ends, however soon the next epoch follows."""
 
-from __future__ import annotations
-
 import threading
 import time
 import weakref

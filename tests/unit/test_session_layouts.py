@@ -1,8 +1,5 @@
-"""Layouts between ranks: each class of equal ranks publishes once, ranks fetch only what they need, and they refuse bytes whose
-digest is not the announced one.
-
-The coordinator's half and the clients' half are the real ones; queues stand in for the connections between them.
-"""
+"""Layouts between ranks: each class of equal ranks publishes once, ranks fetch only what they need, and they refuse bytes whose digest is
+not the announced one. The coordinator's and the clients' halves are the real ones; queues stand in for their connections."""
 
 from __future__ import annotations
 
