@@ -45,9 +45,8 @@ class Engine:
 
     def __init__(self, family: Family, name: str, tp: int, token: str, **env: str):
         self.tp, self.name, self.faults = tp, name, family.work / f"{name}.fault"
-        self.child = family.start(
-            name, "engine", "vllm_main", XFER_TOKEN=token, XFER_FAULT_FILE=str(self.faults), **env
-        )
+        env |= dict(XFER_TOKEN=token, XFER_FAULT_FILE=str(self.faults))
+        self.child = family.start(name, "engine", "vllm_main", **env)
 
     def start(self, model: str, load_format: str, **more) -> None:
         self.child.say(do="start", model=model, tp=self.tp, load_format=load_format, **more)
@@ -93,14 +92,8 @@ class Trainers:
 
     def _start(self, rank: int) -> Child:
         self.starts += 1
-        return self.family.start(
-            f"trainer{rank}-{self.starts}",
-            "engine",
-            "plain_main",
-            XFER_TOKEN=self.token,
-            XFER_FAULT_FILE=str(self.faults),
-            XFER_FAULT_HANG_S="4",
-        )
+        env = dict(XFER_TOKEN=self.token, XFER_FAULT_FILE=str(self.faults), XFER_FAULT_HANG_S="4")
+        return self.family.start(f"trainer{rank}-{self.starts}", "engine", "plain_main", **env)
 
     def fault(self, text: str) -> None:
         cause(self.faults, text)
@@ -139,12 +132,7 @@ class Trainers:
 
 
 class Job:
-    """Engines and trainers that meet, again and again, each time at another rendezvous.
-
-    Args:
-        address: Of trainer 0.
-        host_of: As of `Family`.
-    """
+    """Engines and trainers that meet, again and again, each time at another rendezvous. `address`: of trainer 0."""
 
     def __init__(
         self,
@@ -167,8 +155,7 @@ class Job:
         return Engine(self.family, name, tp, self.token, **{"XFER_FAULT_HANG_S": "4", **env})
 
     def meet(self, engines: list[Engine], weights: dict | None = None, **connect) -> list[dict]:
-        """Trainers and engines connect, the first engine as replica 0. Results of the trainers; engines are asked
-        apart."""
+        """Trainers and engines connect, the first engine as replica 0. Results of the trainers."""
         self.trainers.build(self.config, address=self.address, **(weights or {}))
         self.rendezvous = f"tcp://{self.address}:{free_port()}"
         for i, e in enumerate(engines):

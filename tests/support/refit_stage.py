@@ -13,16 +13,8 @@ from tests.support.proc import Child, Children, Family, stop_all
 
 
 class Stage:
-    """Trainer ranks, which build one case after the other, and an engine process for fresh loads.
-
-    Args:
-        module: What the ranks run, of tests.support.
-        trainer_env: Environment of trainers.
-        engine_env: Environment of engines.
-
-    Attributes:
-        faults: File from which engines' workers read faults (xfer/faults.py).
-    """
+    """Trainer ranks, which run `module` of tests.support and build one case after the other, and an engine process for fresh loads.
+    `faults`: the file from which engines' workers read faults."""
 
     token = "end to end token"
 
@@ -108,19 +100,9 @@ def _fresh_loads(
     as_served: Callable[[str], str] = str,
     **connect,
 ) -> None:
-    """Refits engines after a first and a second step.
-
-    Args:
-        model: A checkpoint.
-        build: More arguments of the trainers' `build`.
-        engines: One dict per replica.
-        frozen: Engine parameters (globs) that this training does not touch.
-        scramble: Noise in every live byte but the kept ones between the refits.
-        trained: Called after a step.
-        watched: Makes the refit, and looks at what it does.
-        as_served: Makes the checkpoint that fresh engines load of what was exported.
-        connect: More arguments of `xfer.connect`.
-    """
+    """Refits engines (one dict per replica) after a first and a second step. `build`, `connect`: more arguments of these calls.
+    `frozen`: parameters (globs) that this training does not touch. `scramble`: noise in every live byte but the kept ones between the
+    refits. `watched` makes the refit. `as_served` makes the checkpoint that fresh engines load of what was exported."""
     rendezvous = f"tcp://127.0.0.1:{free_port()}"
     running = Children(stage.engine(f"{work.name}-engine{i}") for i in range(len(engines)))
     try:
