@@ -25,9 +25,8 @@ class Job:
         self.at, self.trained, self.version = f"tcp://127.0.0.1:{free_port()}", Trained(), 0
         self.engines: dict[int, tuple[Engine, xfer.Controller]] = {}
         trainer, route = xfer.TensorTrainer(self.trained), xfer.Direct(cache_dir=None)
-        self.session = xfer.connect(
-            trainer, self.at, TOKEN, replicas=replicas, route=route, deadline_s=6 * SOON_S, wait=False
-        )
+        how = dict(replicas=replicas, deadline_s=6 * SOON_S, wait=False)
+        self.session = xfer.connect(trainer, self.at, TOKEN, route=route, **how)
 
     def joins(self, replica: int, engine: Engine | None = None) -> None:
         engine = engine or Engine()

@@ -182,10 +182,8 @@ def test_a_torn_engine_is_told_apart_and_adds_no_outage():
 def test_every_panel_of_the_dashboard_has_a_description_a_place_and_colors_of_its_own():
     """A stat without them is red from 80 on, by Grafana's default: so would be the 80th version."""
     panels = json.loads(DASHBOARD.read_text())["panels"]
-    places = [
-        {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
-        for at in (p["gridPos"] for p in panels)
-    ]
+    at = [p["gridPos"] for p in panels]
+    places = [{(p["x"] + x, p["y"] + y) for x in range(p["w"]) for y in range(p["h"])} for p in at]
     cells = [cell for place in places for cell in place]
     assert all(p["title"] and p["description"] for p in panels)
     assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
@@ -208,12 +206,8 @@ def test_prometheus_answers_every_query_of_the_dashboard_without_nan(job, tmp_pa
             return [float(v) for series in json.load(page)["data"]["result"] for _, v in series["values"]]
 
     end = metrics.serve(port, "127.0.0.1")
-    flags = [
-        f"--config.file={tmp_path}/prometheus.yml",
-        f"--storage.tsdb.path={tmp_path}/data",
-        f"--web.listen-address={at}",
-    ]
-    server = subprocess.Popen(["prometheus", *flags], stderr=subprocess.DEVNULL)
+    flags = [f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data"]
+    server = subprocess.Popen(["prometheus", *flags, f"--web.listen-address={at}"], stderr=subprocess.DEVNULL)
     try:
         job.listen()
         began = time.time()
@@ -266,9 +260,8 @@ def test_spans_of_one_refit_have_its_attempt_and_an_outage_is_its_calls_in_a_row
     assert not refits[1].status.is_ok and refits[1].attributes["error.type"] == type(caught.value).__name__
     for s in outages[:2]:
         calls = [c for c in spans if c.parent is not None and c.parent.span_id == s.context.span_id]
-        assert [c.name for c in calls] == [
-            f"xfer.{n}" for n in ("pause", "start", "update", "finish", "reset_caches", "resume")
-        ]
+        steps = "pause start update finish reset_caches resume".split()
+        assert [c.name for c in calls] == [f"xfer.{n}" for n in steps]
         ends = [s.start_time, *(c.end_time for c in calls)]
         assert [*(c.start_time for c in calls), s.end_time] == pytest.approx(ends, rel=0, abs=2000), "nanoseconds"
 

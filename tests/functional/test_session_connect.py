@@ -38,9 +38,8 @@ def test_a_rank_that_has_left_waits_for_the_next_session_until_its_deadline_only
     at, engine = somewhere(), ToyEngine(1)
 
     def connect(rank: int, seconds: float = 20.0):
-        return flat_connect(
-            trainer=ToySource(rank, 2), rendezvous=at, token=TOKEN, deadline_s=seconds, engines=[engine]
-        )
+        source = ToySource(rank, 2)
+        return flat_connect(trainer=source, rendezvous=at, token=TOKEN, deadline_s=seconds, engines=[engine])
 
     one, other = on_all(2, connect)
     other.close()
@@ -129,10 +128,8 @@ def test_an_engine_with_another_build_is_told_apart_at_the_door(monkeypatch):
     with pytest.raises(e.HandshakeError) as caught:
         w.connect()
     assert time.monotonic() - began < 30
-    nccl, torch = (
-        "NCCL is '2.27.3', trainer 0 has '2.28.9': install one",
-        "torch is '2.9', trainer 0 has '2.11': install",
-    )
+    nccl = "NCCL is '2.27.3', trainer 0 has '2.28.9': install one"
+    torch = "torch is '2.9', trainer 0 has '2.11': install"
     raised([caught.value], e.HandshakeError, nccl, torch)
     assert "replica 0" not in str(caught.value.where), str(caught.value)
 

@@ -190,9 +190,8 @@ def judge(job: Job, fault: Fault, began: float) -> None:
     each call has its own, which `Job.call` holds."""
     hangs, mine = fault.what in HANGS, fault.who.startswith("replica")
     took, name = job.sim.now - began, " ".join(fault.who.split()[:2])
-    longest = (
-        3 * DEADLINE_S + deadlines.CALL_GRACE_S + 0.02 if hangs else SOON_S if fault.what.startswith("is ") else 3.6
-    )
+    longest = SOON_S if fault.what.startswith("is ") else 3.6
+    longest = 3 * DEADLINE_S + deadlines.CALL_GRACE_S + 0.02 if hangs else longest
     assert took <= longest, f"it took {took} s"
     ends = [job.ends[i, job.calls[i]] for i in range(job.trainers) if (i, job.calls[i]) in job.ends]
     for end in ends if job.calls[0] > 2 else ():
@@ -207,18 +206,15 @@ def judge(job: Job, fault: Fault, began: float) -> None:
             assert fault.what != "raise" or any(fault.point in str(o.error) for o in failed) or mine, end
             assert end.committed + len(failed) == len(end.outcomes), end
             reached = [o for o in failed if (o.replica, "pause") in job.told]
-            assert not (reached and job.stage and fault.point in ("plan", "link", "moving", "done")), (
-                "staged bytes reach no engine"
-            )
+            early = job.stage and fault.point in ("plan", "link", "moving", "done")
+            assert not (reached and early), "staged bytes reach no engine"
         else:
             assert fault.what not in HARMLESS, end
-            assert (
-                not mine or job.relay or not getattr(end, "drained", True) and (hangs or fault.what.startswith("is "))
-            ), end
+            drained = getattr(end, "drained", True)
+            assert not mine or job.relay or not drained and (hangs or fault.what.startswith("is ")), end
             assert fault.what != "raise" or mine or f"injected fault at {fault.point}" in str(end), end
-            assert fault.what == "raise" or name in str(end) or fault.who == "trainer 0" and "rendezvous" in str(end), (
-                end
-            )
+            heard = name in str(end) or fault.who == "trainer 0" and "rendezvous" in str(end)
+            assert fault.what == "raise" or heard, end
             assert fault.what not in ("dies", "kill") or isinstance(end, PeerLost), end
             assert not hangs or fault.who != "trainer 0" or "does not answer" in str(end), end
 

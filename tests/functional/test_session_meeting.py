@@ -34,11 +34,8 @@ def test_ranks_that_connect_at_any_time_hear_why_it_fails_and_meet_when_they_cal
     sources, engine, heard, done = [ToySource(i, trainers) for i in range(trainers)], ToyEngine(2), [], [0] * trainers
 
     def connect(rank: int, first: bool):
-        engines, options, here = (
-            [engine],
-            {} if first or not other else dict(bucket_bytes=1 << 16),
-            rank == by % trainers,
-        )
+        engines, here = [engine], rank == by % trainers
+        options = {} if first or not other else dict(bucket_bytes=1 << 16)
         if first and trouble == "a layout" and here:
             sources[rank].read = refuse
         elif first and trouble == "arguments" and here:

@@ -79,9 +79,8 @@ def test_what_the_trainers_compute_together_arrives_bit_for_bit_in_every_refit(w
     assert [s.computations for s in world.sources] == [3, 3]
     scratch = world.sources[0].done.nbytes
     assert report.extra_bytes >= scratch >= OUT * IN // 2 * 2
-    assert (
-        f"computes 1 parts of exported tensors before each refit, into {scratch:,} bytes" in world.sessions[0].explain()
-    )
+    told = f"computes 1 parts of exported tensors before each refit, into {scratch:,} bytes"
+    assert told in world.sessions[0].explain()
 
 
 def test_a_plan_digest_covers_what_is_computed(world):

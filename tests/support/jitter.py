@@ -40,6 +40,5 @@ def pytest_runtest_teardown(item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
-    terminalreporter.write_line(
-        f"jitter: XFER_JITTER_SEED={SEED}, {OFTEN:.2%} of calls and returns, up to {SECONDS * 1e3:g} ms"
-    )
+    often = f"{OFTEN:.2%} of calls and returns, up to {SECONDS * 1e3:g} ms"
+    terminalreporter.write_line(f"jitter: XFER_JITTER_SEED={SEED}, {often}")

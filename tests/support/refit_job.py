@@ -120,9 +120,8 @@ class Trainers:
             c.expect("built", timeout=60)
 
     def connect(self, rendezvous: str, ranks=None, **more) -> list[dict]:
-        return self.ask(
-            "connect", "connected", "raised", ranks=ranks, rendezvous=rendezvous, **{"deadline_s": 40.0, **more}
-        )
+        how = dict(rendezvous=rendezvous, deadline_s=40.0) | more
+        return self.ask("connect", "connected", "raised", ranks=ranks, **how)
 
     def refit(self, seed: int | None = None, ranks=None, **more) -> list[dict]:
         """Weights of `seed`, then the call, on these ranks; their reports or errors."""

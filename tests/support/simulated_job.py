@@ -238,9 +238,8 @@ class Job(World):
         in_step: bool = False, holds: bool = False, computes: bool = False, forms: Sequence[ScaleRule | None] = (None,),
         delta: str | None = None, at_once: int | None = None, stage: bool = False, **how
     ):  # fmt: skip
-        super().__init__(
-            trainers, workers, replicas, DEADLINE_S, SHAPES, host_pull=pulled, relay=relay, drop=("extra",), **how
-        )
+        how |= dict(host_pull=pulled, relay=relay, drop=("extra",))
+        super().__init__(trainers, workers, replicas, DEADLINE_S, SHAPES, **how)
         self.sim, self.in_step, self.last = sim, in_step, 0
         self.forms, self.made, self.delta, self.at_once, self.stage = forms, [], delta, at_once, stage
         self.turns: set[int] = set()  # replicas whose engines are out of service for a refit

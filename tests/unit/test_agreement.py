@@ -147,10 +147,8 @@ def test_all_go_on_where_nobody_gives_up(n, data):
 
 def test_a_rank_that_does_not_come_is_named():
     ends = run([Rank(), Rank(dies_at=0), Rank()], min)
-    assert all(
-        isinstance(e, DeadlineExceeded) and e.violations == ("waiting for rank 1", "waiting for rank 2")
-        for e in ends[::2]
-    )
+    missing = "waiting for rank 1", "waiting for rank 2"
+    assert all(isinstance(e, DeadlineExceeded) and e.violations == missing for e in ends[::2])
 
 
 def test_ranks_with_different_digests_are_named():

@@ -33,9 +33,8 @@ def test_a_replica_is_done_when_its_last_rank_is(trainers, sizes, random):
         if waiting and random.random() < 0.3:
             some = [waiting.pop() for _ in range(random.randint(1, len(waiting)))]
             owed.begin(some)
-            left |= {
-                r.index: {c for c in clients if c.hello.role == "trainer" or c.hello.replica == r.index} for r in some
-            }
+            of = lambda r, c: c.hello.role == "trainer" or c.hello.replica == r.index  # noqa: E731
+            left |= {r.index: {c for c in clients if of(r, c)} for r in some}
         elif left:
             c = random.choice(clients)
             mine = [r for r in left if c.hello.role == "trainer" or c.hello.replica == r]
