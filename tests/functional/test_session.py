@@ -16,6 +16,7 @@ storages that move, layouts and exports that change, replicas that leave and joi
 """
 
 import contextlib
+from collections.abc import Callable
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -23,7 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from tests.support import cpu_peer
 from tests.support.examples import EXAMPLES, FIXED
-from tests.support.simulated_job import DEADLINE_S, SOON_S, Job
+from tests.support.simulated_job import DEADLINE_S, SOON_S, Engine, Job
 from tests.support.simulation import Simulation
 from xfer.errors import XferError
 from xfer.kernels.block_fp8 import ScaleRule
@@ -33,13 +34,7 @@ POINTS = (*WORKERS, *TRAINERS, "plan", "link", "moving", "wave", "done", "digest
 FAILURES = st.tuples(
     st.sampled_from(POINTS), st.integers(0, 20), st.sampled_from(["raise", "raise", "raise", "kill", "stop", "wait"])
 )
-EVENTS = (
-    "prepare release release they_send_otherwise a_trainer_changes an_engine_changes a_call_to_an_engine_fails a_storage_cannot_be_mapped "
-    "a_process_of_an_engine_dies a_connection_breaks a_trainer_dies a_process_is_stopped a_process_is_stopped "
-    "stopped_processes_go_on stopped_processes_go_on a_message_is_said_again a_replica_is_served_again "
-    "replicas_come_anew replicas_come_anew pulls_stand a_process_will_fail a_replica_leaves "
-    "an_engine_is_slow an_engine_is_slow a_rank_is_interrupted"
-).split()
+CALLS = "pause start update finish reset resume".split()
 
 
 CALM = precondition(lambda self: not (self.sim.stopped or self.sim.dead or self.job.running))
@@ -66,6 +61,11 @@ class Cluster(RuleBasedStateMachine):
         self.again, self.sim = again, Simulation(seed).__enter__()
         self.job = Job(self.sim, **how)
 
+    def to(self, what: Callable[..., object], n: int, kinds: str = "tcw", *how) -> None:
+        """Do this to a live process of these kinds, if there is one."""
+        if who := self.who(n, kinds):
+            what(self.job, who, *how)
+
     def who(self, n: int, kinds: str = "tcw") -> str | None:
         """A live process of these kinds: trainers, controllers, workers."""
         job = self.job
@@ -75,6 +75,9 @@ class Cluster(RuleBasedStateMachine):
             some += [e.worker(i) for i in range(job.workers) if "w" in kinds]
         some = [w for w in some if w not in self.sim.dead]
         return some[n % len(some)] if some else None
+
+    def engine(self, n: int) -> Engine:
+        return self.job.engines[n % self.job.replicas]
 
     # ---- calls
 
@@ -158,19 +161,20 @@ class Cluster(RuleBasedStateMachine):
 
     # ---- what happens to processes meanwhile
 
-    @rule(what=st.sampled_from(EVENTS), n=st.integers(0, 20), which=st.integers(0, 50), turns=st.integers(0, 100))
+    @rule(
+        what=st.deferred(lambda: st.sampled_from([*EVENTS, *OFTEN])),
+        n=st.integers(0, 20),
+        which=st.integers(0, 50),
+        turns=st.integers(0, 100),
+    )
     def meanwhile(self, what: str, n: int, which: int, turns: int) -> None:
-        getattr(self, what)(n, which)
+        EVENTS[what](self, n, which)
         self.sim.let(turns)
 
     def prepare(self, n: int, _: int) -> None:
         if n in self.job.free():
             with contextlib.suppress(XferError):
                 self.job.sessions[n].prepare()
-
-    def release(self, n: int, _: int) -> None:
-        if n in self.job.free():
-            self.job.release(n)
 
     def they_send_otherwise(self, _: int, which: int) -> None:
         """All bytes from now on, or what changed; staged, or not."""
@@ -185,52 +189,14 @@ class Cluster(RuleBasedStateMachine):
             source = self.job.sources[n]
             (source.move, source.turn, source.export, source.turn_within)[which % 4]()
 
-    def an_engine_changes(self, n: int, which: int) -> None:
-        takers = [t for e in self.job.engines for t in e.takers]
-        takers[n % len(takers)].changes = ("moves", "turns")[which % 2]
-
-    def a_call_to_an_engine_fails(self, n: int, which: int) -> None:
-        what = "pause start update finish reset resume".split()[which % 6]
-        self.job.engines[n % self.job.replicas].fail[what] = RuntimeError("boom")
-
-    def an_engine_is_slow(self, n: int, which: int) -> None:
-        what = "pause start update finish reset resume".split()[which % 6]
-        self.job.engines[n % self.job.replicas].slow[what] = (0.3, 3.0, 20.0)[which // 6 % 3]
-
-    def a_rank_is_interrupted(self, n: int, _: int) -> None:
-        if n in self.job.free():
-            self.job.interrupt(n)
-
     def a_storage_cannot_be_mapped(self, n: int, which: int) -> None:
         """From the next opening of routes on; or all can be again."""
         cpu_peer.REFUSED.clear()
         cpu_peer.REFUSED.update({(n % self.job.trainers, i) for i in range(which % 5)})
 
-    def a_process_of_an_engine_dies(self, n: int, _: int) -> None:
-        if who := self.who(n, "cw"):
-            self.job.die(who)
-
-    def a_connection_breaks(self, n: int, _: int) -> None:
-        if who := self.who(n, "cw"):
-            self.job.breaks(who)
-
     def a_trainer_dies(self, n: int, which: int) -> None:
         if self.job.trainers > 1 and which % 3 == 0:
             self.job.die(self.who(n, "t"))
-
-    def a_process_is_stopped(self, n: int, _: int) -> None:
-        if who := self.who(n):
-            self.job.stop(who)
-
-    def stopped_processes_go_on(self, _: int, __: int) -> None:
-        self.sim.stopped.clear()
-
-    def a_message_is_said_again(self, n: int, which: int) -> None:
-        if who := self.who(n):
-            self.job.says_again(who, slice(which % 12, which % 12 + 1))
-
-    def a_replica_is_served_again(self, n: int, _: int) -> None:
-        self.job.again(n % self.job.replicas)
 
     def replicas_come_anew(self, n: int, which: int) -> None:
         """Their owners stop the engines, one after the other, and start new ones. Joiners and donors may fail soon."""
@@ -238,16 +204,6 @@ class Cluster(RuleBasedStateMachine):
             if which >> r & 1:
                 self.job.leaves(r)
                 self.job.again(r)
-
-    def a_replica_leaves(self, n: int, _: int) -> None:
-        self.job.leaves(n % self.job.replicas)
-
-    def a_process_will_fail(self, n: int, which: int) -> None:
-        """As early as while its replica joins, or as a donor."""
-        self.will_fail(POINTS[which % len(POINTS)], n, ("raise", "raise", "kill", "wait")[n % 4])
-
-    def pulls_stand(self, _: int, which: int) -> None:
-        self.job.hold((0.05, 6.0, 70.0)[which % 3])
 
     # ---- the end
 
@@ -289,6 +245,32 @@ class Cluster(RuleBasedStateMachine):
             assert not left, "threads of closed sessions"
 
 
+EVENTS: dict[str, Callable[[Cluster, int, int], object]] = {
+    "prepare": Cluster.prepare,
+    "release": lambda c, n, _: n in c.job.free() and c.job.release(n),
+    "a rank is interrupted": lambda c, n, _: n in c.job.free() and c.job.interrupt(n),
+    "they send otherwise": Cluster.they_send_otherwise,
+    "a trainer changes": Cluster.a_trainer_changes,
+    "an engine changes": lambda c, n, which: setattr(
+        (takers := [t for e in c.job.engines for t in e.takers])[n % len(takers)], "changes", ("moves", "turns")[which % 2]),
+    "a call to an engine fails": lambda c, n, which: c.engine(n).fail.update({CALLS[which % 6]: RuntimeError("boom")}),
+    "an engine is slow": lambda c, n, which: c.engine(n).slow.update({CALLS[which % 6]: (0.3, 3.0, 20.0)[which // 6 % 3]}),
+    "a storage cannot be mapped": Cluster.a_storage_cannot_be_mapped,
+    "a process of an engine dies": lambda c, n, _: c.to(Job.die, n, "cw"),
+    "a connection breaks": lambda c, n, _: c.to(Job.breaks, n, "cw"),
+    "a trainer dies": Cluster.a_trainer_dies,
+    "a process is stopped": lambda c, n, _: c.to(Job.stop, n),
+    "stopped processes go on": lambda c, *_: c.sim.stopped.clear(),
+    "a message is said again": lambda c, n, which: c.to(Job.says_again, n, "tcw", slice(which % 12, which % 12 + 1)),
+    "a replica is served again": lambda c, n, _: c.job.again(n % c.job.replicas),
+    "replicas come anew": Cluster.replicas_come_anew,
+    "a replica leaves": lambda c, n, _: c.job.leaves(n % c.job.replicas),
+    # As early as while its replica joins, or as a donor.
+    "a process will fail": lambda c, n, which: c.will_fail(POINTS[which % len(POINTS)], n, ("raise", "raise", "kill", "wait")[n % 4]),
+    "pulls stand": lambda c, _, which: c.job.hold((0.05, 6.0, 70.0)[which % 3]),
+}  # fmt: skip
+"""What happens to processes meanwhile, by two numbers that choose what and to whom."""
+OFTEN = "release", "a process is stopped", "stopped processes go on", "replicas come anew", "an engine is slow"
 TestSession = Cluster.TestCase
 TestSession.settings = settings(
     max_examples=EXAMPLES // 2,
