@@ -96,16 +96,21 @@ def test_a_call_that_waits_for_a_key_is_forgotten_with_the_epoch_of_the_key():
 # ---- admission
 
 
-class Admission:
-    """A coordinator with both trainers and the controller of a replica of two workers, of which one has come."""
+HELLOS = [("trainer", 0, 2), ("trainer", 1, 2), ("controller", 0, 2), ("worker", 0, 2), ("worker", 1, 2)]
 
-    def __init__(self) -> None:
+
+class Admission:
+    """A coordinator to which some of these processes have said hello, and both trainers what they export. Their clients are 1, 2, ..."""
+
+    controller, worker = 3, 4
+
+    def __init__(self, hellos: int = 4) -> None:
         self.coordinator, self.clients = Coordinator(Options(2, 1, 20.0, 4096), "session", 0.0), 0
         catalog = Catalog.union([("trainer", [TensorSpec("t", (4,), "bfloat16")])])
-        for i in range(2):
-            self.say(self.hello("trainer", i, 2)[0], m.Specs(pack_specs(catalog.to_bytes(), [])))
-        self.controller, _ = self.hello("controller", 0, 2)
-        self.worker, _ = self.hello("worker", 0, 2)
+        for hello in HELLOS[:hellos]:
+            client, _ = self.hello(*hello)
+            if hello[0] == "trainer":
+                self.say(client, m.Specs(pack_specs(catalog.to_bytes(), [])))
 
     def say(self, client: int, message: m.Message) -> str:
         """What the client is told in answer."""
@@ -178,22 +183,14 @@ STAGES = {
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_connect_that_ends_at_its_deadline_says_for_whom_it_waited(stage):
     """An engine whose link did not open was once said not to have joined."""
-    co = Coordinator(Options(2, 1, 20.0, 4096), "session", 0.0)
-    catalog, inventory = Catalog.union([("trainer", [TensorSpec("t", (4,), "bfloat16")])]), b"i" * 32
-    hellos = [("trainer", 0, 2), ("trainer", 1, 2), ("controller", 0, 2), ("worker", 0, 2), ("worker", 1, 2)]
-    for i, (role, index, size) in enumerate(hellos[:stage]):
-        co.handle(Connected(i), 0.0)
-        co.handle(Received(i, m.Hello(role, index, size, 0, "host", 7)), 0.0)
-        if role == "trainer":
-            co.handle(Received(i, m.Specs(pack_specs(catalog.to_bytes(), []))), 0.0)
-    ranks = (0, 1, 3, 4)
-    if stage > 5:
-        for i in ranks:
-            co.handle(Received(i, m.InventoryMsg(inventory, co.generation)), 5.0)
+    admission = Admission(stage)
+    co, ranks = admission.coordinator, (1, 2, 4, 5)
+    for i in ranks if stage > 5 else ():
+        admission.say(i, m.InventoryMsg(b"i" * 32, co.generation))
     if stage > 7:
         for i in ranks:
-            co.handle(Received(i, m.Planned(0, co.replicas[0].epoch, "digest")), 5.0)
-        co.handle(Received(3, m.LinkOpen(0, co.replicas[0].epoch)), 5.0)
+            admission.say(i, m.Planned(0, co.replicas[0].epoch, "digest"))
+        admission.say(4, m.LinkOpen(0, co.replicas[0].epoch))
     co.handle(Tick(), 19.9)
     assert co.failure is None
     co.handle(Tick(), 20.1)
