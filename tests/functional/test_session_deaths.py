@@ -129,6 +129,22 @@ def test_a_trainer_that_stops_is_named_by_all_others_and_the_job_goes_on(world, 
     right(w, 3)
 
 
+def test_an_engine_of_which_a_worker_stops_while_it_installs_is_left_out_and_comes_back(world):
+    w, worker = world, world.replicas[0].workers[1]
+    at(w, "worker", 1, "commit", "stop")
+    w.begin(2, deadline_s=SHORT, min_replicas=1)
+    until_true(worker.is_stopped)
+    report = good(w.answers())
+    assert report["committed"] == [False, True] and "replica 0 worker 1" in report["errors"][0], report
+    assert report["errors"][0].startswith("DeadlineExceeded") and not w.replicas[0].controller.value("state")["serves"]
+    right(w, 2, [1])
+    worker.signal(CONT)
+    w.quiet()
+    assert no_mix(w) == [False, True]
+    good(w.refit(4))
+    right(w, 4)
+
+
 @pytest.mark.parametrize("text", ["trainer:0:plan", "worker:1:plan"])
 def test_a_process_that_is_killed_while_all_connect(tmp_path, text):
     """No trainer serves half a job: connect() fails on all, and the next one finds both replicas."""
