@@ -610,16 +610,17 @@ def test_what_is_called_after_closing_says_that_it_was_closed_here():
 
 def test_the_same_seed_gives_the_same_run():
     """Whatever was run before it in this process, and wherever objects lie."""
-    traces = []
-    for _ in range(2):
+
+    def run() -> tuple[int, int]:
         with Simulation(7) as sim:
             job = Job(sim, 3, 2, 2, pulled=True, relay=True)
             job.faults[job.engines[1].worker(0), "wave"] = "kill"
             call(job, min_replicas=1)
             job.ended()
             job.mend()
-            traces.append((sim.turns, sim.trace))
-    assert traces[0] == traces[1]
+            return sim.turns, sim.trace
+
+    assert run() == run()
 
 
 # ---- staged refits
