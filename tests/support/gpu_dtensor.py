@@ -8,13 +8,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from tests.support.dtensor_cases import (
-    any_mesh_to_any_mesh,
-    failed_on_one,
-    kept_and_followed,
-    part_of,
-    raises,
-)
+from tests.support.dtensor_cases import any_mesh_to_any_mesh, failed_on_one, kept_and_followed, part_of, raises
 from tests.support.examples import EXAMPLES
 from tests.support.gpu_ranks import run_all
 from xfer import dtensor, dtensor_routes
