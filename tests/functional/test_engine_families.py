@@ -16,8 +16,7 @@ from tests.support import architectures, torchvision
 
 torchvision.install()
 
-from tests.support.families import FAMILIES, register_configs, text  # noqa: E402
-from tests.support.specs_main import specs_of  # noqa: E402
+from tests.support.families import FAMILIES, register_configs, specs_of, text  # noqa: E402
 
 pytestmark = pytest.mark.engine
 pytest.importorskip("vllm")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -48,39 +47,14 @@ class Trainers:
         """One per rank; ranks of a class share theirs."""
         return [self.weights[version][c] for c in self.class_of]
 
-    def save(self, path: str | Path) -> None:
-        """One safetensors file; needs that package."""
-        from safetensors.torch import save_file
-
-        out = {"catalog": _bytes(self.catalog.to_bytes()), "class_of": torch.tensor(self.class_of, dtype=torch.int32)}
-        for c, inventory in enumerate(self.classes):
-            out[f"inventory.{c}"] = _bytes(inventory.to_bytes())
-        for v, version in enumerate(self.weights):
-            for c, storages in enumerate(version):
-                out |= {f"weights.{v}.{c}.{i}": s for i, s in enumerate(storages)}
-        save_file(out, str(path))
+    def save(self, path: str) -> None:
+        plain = [i.to_bytes() for i in self.classes]
+        torch.save((self.catalog.to_bytes(), plain, self.class_of, self.weights), path)
 
     @classmethod
-    def load(cls, path: str | Path) -> Trainers:
-        from safetensors.torch import load_file
-
-        held = load_file(str(path))
-        class_of = tuple(held["class_of"].tolist())
-        classes = tuple(Inventory.from_bytes(_raw(held[f"inventory.{c}"])) for c in range(max(class_of) + 1))
-        versions = 1 + max(int(name.split(".")[1]) for name in held if name.startswith("weights."))
-        weights = tuple(
-            tuple(tuple(held[f"weights.{v}.{c}.{i}"] for i in range(len(inv.roots))) for c, inv in enumerate(classes))
-            for v in range(versions)
-        )
-        return cls(Catalog.from_bytes(_raw(held["catalog"])), classes, class_of, weights)
-
-
-def _bytes(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _raw(t: torch.Tensor) -> bytes:
-    return t.numpy().tobytes()
+    def load(cls, path: str) -> Trainers:
+        catalog, classes, class_of, weights = torch.load(path, weights_only=False)
+        return cls(Catalog.from_bytes(catalog), tuple(map(Inventory.from_bytes, classes)), class_of, weights)
 
 
 class Job:
@@ -94,25 +68,16 @@ class Job:
         """One refit from `sources` (per trainer rank) into `destinations` (per worker). Returns the bytes on the wire. The two ends of each
         message must derive the same rows from the plan."""
         wires: dict[tuple[int, int, int], tuple[torch.Tensor, bytes]] = {}
-        moved = 0
         for rank, roots in enumerate(sources):
-            messages = list(self.programs[rank].sends())
-            rows, places = _one_buffer(messages)
-            if not messages:
-                continue
-            bound = bind(rows, roots, "src")
-            wire = torch.zeros(bound.nbytes, dtype=torch.uint8)
+            messages, bound, wire, places = _one_buffer(list(self.programs[rank].sends()), roots, "src")
             bound.pack(wire)
             for m, at in zip(messages, places):
                 wires[m.wave, m.src, m.dst] = wire[at : at + m.nbytes], m.rows.tobytes()
-                moved += m.nbytes
+        moved = sum(sent.nbytes for sent, _ in wires.values())
         for worker, roots in enumerate(destinations):
             program = self.programs[self.plan.trainers + worker]
-            messages = list(program.receives())
-            rows, places = _one_buffer(messages)
             fills = program.rows[program.rows["op"] == Op.FILL]
-            bound = bind(np.concatenate([rows, fills]), roots, "dst")
-            wire = torch.zeros(bound.nbytes, dtype=torch.uint8)
+            messages, bound, wire, places = _one_buffer(list(program.receives()), roots, "dst", fills)
             for m, at in zip(messages, places):
                 sent, rows_sent = wires.pop((m.wave, m.src, m.dst))
                 assert rows_sent == m.rows.tobytes(), f"wave {m.wave}, {m.src} to {m.dst}: the two ends know other rows"
@@ -123,16 +88,17 @@ class Job:
         return moved
 
 
-def _one_buffer(messages: Sequence) -> tuple[np.ndarray, list[int]]:
-    """The rows of all messages of one rank as if they went through one buffer, and where in it each message begins."""
+def _one_buffer(messages: list, roots: Storages, side: str, *more: np.ndarray) -> tuple:
+    """The messages of one rank, their rows (and `more`) bound as if all went through one buffer, that buffer, and where in it each
+    message begins."""
     parts, places, at = [np.zeros(0, ROW)], [], 0
     for m in messages:
-        rows = m.rows.copy()
-        rows["wire"] += at
-        parts.append(rows)
+        parts.append(m.rows.copy())
+        parts[-1]["wire"] += at
         places.append(at)
         at += -(-m.nbytes // 64) * 64  # elements keep the alignment that the planner gave them
-    return np.concatenate(parts), places
+    bound = bind(np.concatenate([*parts, *more]), roots, side)
+    return messages, bound, torch.zeros(bound.nbytes, dtype=torch.uint8), places
 
 
 def random_weights(specs: Iterable[TensorSpec], seed: int) -> dict[str, torch.Tensor]:
@@ -147,11 +113,9 @@ def random_weights(specs: Iterable[TensorSpec], seed: int) -> dict[str, torch.Te
     for s in specs:
         key = hashlib.blake2b(f"{seed}:{s.name}".encode(), digest_size=7).digest()
         g = torch.Generator().manual_seed(int.from_bytes(key, "big"))
-        vector = len(s.shape) == 1
-        x = (
-            torch.randint(64, 256, s.shape, generator=g) / 128
-            if vector
-            else torch.randn(s.shape, generator=g) * 2 ** (seed % 2)
-        )
+        if len(s.shape) == 1:
+            x = torch.randint(64, 256, s.shape, generator=g) / 128
+        else:
+            x = torch.randn(s.shape, generator=g) * 2 ** (seed % 2)
         out[s.name] = x.to(torch.bfloat16).to(getattr(torch, s.dtype))
     return out

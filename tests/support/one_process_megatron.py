@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
@@ -36,10 +35,12 @@ from xfer.trainers.bridge_export import CheckpointNames, hf_config, model_bridge
 if TYPE_CHECKING:
     from xfer.trace.traced import TrainerLayout
 
-
-CPU = torch.device("cpu")
+Chunks = Sequence[torch.nn.Module]
 REAL_TE = os.environ.get("XFER_TEST_TE") == "real"
 """Build the layers of TransformerEngine itself instead of those that gpu_packages.py declares."""
+
+
+# ---- a rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +57,30 @@ class Build:
     distopt: bool = True
     provider: Mapping[str, object] = field(default_factory=dict)
 
-    def playing(self, rank: int) -> AbstractContextManager[None]:
-        """Inside, this process is `rank` of that job."""
-        return megatron.rank_of(self.parallel, rank)
+    @contextmanager
+    def playing(self, rank: int, folder: str) -> Iterator[tuple[object, Chunks]]:
+        """Inside, this process is `rank` of the job. A new AutoBridge for the checkpoint in `folder`, and the rank's model chunks, whose
+        memory is uninitialised."""
+        with megatron.rank_of(self.parallel, rank):
+            bridge = import_bridge().from_hf_pretrained(folder, trust_remote_code=False)
+            yield bridge, self._chunks(bridge)
+
+    def _chunks(self, bridge) -> Chunks:
+        if not self.distopt:
+            return megatron.chunks_of(bridge, self.parallel, self.provider)
+        from megatron.core.distributed import DistributedDataParallelConfig
+
+        provider = megatron.make_provider(bridge, self.parallel, self.provider)
+        return provider.provide_distributed_model(
+            ddp_config=DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=50_000),
+            data_parallel_random_init=False,
+            bf16=provider.params_dtype == torch.bfloat16,
+        )
 
 
-# ---- a rank
+def alone(provider: Mapping) -> Build:
+    """A job of one rank. There the collectives of an export have no peers."""
+    return Build(TrainerParallel(world=1), distopt=False, provider=provider)
 
 
 def import_bridge() -> type:
@@ -92,25 +111,6 @@ def build_without_gpu() -> None:
     Base.__init__ = built
 
 
-def bridge_of(folder: str | Path):
-    """A new AutoBridge for the checkpoint in `folder`."""
-    return import_bridge().from_hf_pretrained(str(folder), trust_remote_code=False)
-
-
-def chunks_of(bridge, build: Build) -> list[torch.nn.Module]:
-    """Model chunks of the rank that this process plays; their memory is uninitialised."""
-    if not build.distopt:
-        return megatron.chunks_of(bridge, build.parallel, build.provider)
-    from megatron.core.distributed import DistributedDataParallelConfig
-
-    provider = megatron.make_provider(bridge, build.parallel, build.provider)
-    return provider.provide_distributed_model(
-        ddp_config=DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=50_000),
-        data_parallel_random_init=False,
-        bf16=provider.params_dtype == torch.bfloat16,
-    )
-
-
 # ---- weights, without xfer
 
 
@@ -124,48 +124,32 @@ class Checkpoint(CheckpointNames):
 
 
 class Whole:
-    """Every tensor of a Megatron model, whole, under its key in Megatron's distributed checkpoints."""
+    """Every tensor of a Megatron model, whole, under its key in Megatron's distributed checkpoints, as Bridge imports `tensors` into a
+    model of one rank."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor]):
-        self.tensors = tensors
-
-    @classmethod
-    def imported(cls, folder: str | Path, tensors: Mapping[str, torch.Tensor], provider: Mapping = {}) -> Whole:
-        """Bridge imports the checkpoint into a model of one rank."""
-        build = Build(TrainerParallel(world=1), distopt=False, provider=provider)
-        with build.playing(0):
-            bridge = bridge_of(folder)
-            chunks = chunks_of(bridge, build)
+    def __init__(self, folder: str, tensors: Mapping[str, torch.Tensor], provider: Mapping = {}):
+        self.tensors: dict[str, torch.Tensor] = {}
+        with alone(provider).playing(0, folder) as (bridge, chunks):
             _nan(chunks)
             given = Checkpoint(tensors, hf_config(bridge))
             model_bridge_of(bridge).load_weights_hf_to_megatron(given, chunks)
-            out: dict[str, torch.Tensor] = {}
-            for box in boxes(chunks):
-                full = out.setdefault(box.key, torch.full(box.shape, float("nan"), dtype=box.data.dtype))
-                full[box.index].copy_(box.data)
-        _refuse_nan(out.items(), "the checkpoint does not fill these tensors of a one-rank model")
-        return cls(out)
+            for key, shape, index, data in boxes(chunks):
+                full = self.tensors.setdefault(key, torch.full(shape, float("nan"), dtype=data.dtype))
+                full[index].copy_(data)
+        _refuse_nan(self.tensors.items(), "the checkpoint does not fill these tensors of a one-rank model")
 
-    def into(self, chunks: Sequence[torch.nn.Module]) -> None:
+    def into(self, chunks: Chunks) -> None:
         """Write what these chunks hold of it. LayoutError names every parameter that Megatron's boxes leave out."""
         _nan(chunks)
-        for box in boxes(chunks):
-            box.data.copy_(self.tensors[box.key][box.index])
+        for key, _, index, data in boxes(chunks):
+            data.copy_(self.tensors[key][index])
         _refuse_nan(_floats(chunks), "Megatron's sharded state dict does not fill these")
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
-    """An entry of `sharded_state_dict()`: the live tensor `data` is `index` of the whole tensor `key` of `shape`."""
-
-    key: str
-    shape: tuple[int, ...]
-    index: tuple[int | slice, ...]
-    data: torch.Tensor
-
-
-def boxes(chunks: Sequence[torch.nn.Module]) -> Iterator[Box]:
-    """The box of every entry with a tensor. LayoutError for an entry that is no view of a live parameter or buffer."""
+def boxes(chunks: Chunks) -> Iterator[tuple[str, tuple[int, ...], tuple[int | slice, ...], torch.Tensor]]:
+    """(key, whole shape, index, data) of every entry of `sharded_state_dict()` with a tensor: the live tensor `data` is `index` of the
+    whole tensor `key`. LayoutError for an entry that is no view of a live parameter or buffer."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, apply_factories
     from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
     from megatron.core.utils import unwrap_model
@@ -177,31 +161,21 @@ def boxes(chunks: Sequence[torch.nn.Module]) -> Iterator[Box]:
         state = chunk.sharded_state_dict(metadata=ensure_metadata_has_dp_cp_group(None))
         entries = {k: v for k, v in state.items() if isinstance(v, ShardedTensor | ShardedTensorFactory)}
         apply_factories(entries)
-        for t in _flat(entries):
+        for t in nested_values(entries):
             if t.data.untyped_storage().data_ptr() not in live:
                 raise LayoutError(f"{t.key}: Megatron's sharded state dict has a copy here, not the live tensor")
             n = t.prepend_axis_num
             index = (*t.global_offset[:n], *(slice(o, o + e) for o, e in zip(t.global_offset[n:], t.local_shape)))
-            yield Box(t.key, tuple(t.global_shape), index, t.data.detach())
+            yield t.key, tuple(t.global_shape), index, t.data.detach()
 
 
-def _flat(x: object) -> Iterator[object]:
-    if isinstance(x, Mapping):
-        x = x.values()
-    elif not isinstance(x, list | tuple):
-        yield x
-        return
-    for y in x:
-        yield from _flat(y)
-
-
-def _floats(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+def _floats(chunks: Chunks) -> Iterator[tuple[str, torch.Tensor]]:
     for chunk in chunks:
         state = chunk.state_dict(keep_vars=True)
         yield from ((n, t) for n, t in state.items() if isinstance(t, torch.Tensor) and t.is_floating_point())
 
 
-def _nan(chunks: Sequence[torch.nn.Module]) -> None:
+def _nan(chunks: Chunks) -> None:
     for _, t in _floats(chunks):
         t.detach().fill_(float("nan"))
 
@@ -216,15 +190,15 @@ def _refuse_nan(tensors, why: str) -> None:
 
 
 def trainers(
-    folder: str | Path,
+    folder: str,
     build: Build,
     weights: Sequence[Whole],
     *,
     every: bool = False,
     deriving: Sequence[tuple[str, str]] = (),
     native: str = "",
-    look: Callable[[int, Sequence[torch.nn.Module], TrainerLayout], None] = lambda rank, chunks, layout: None,
-    exporter: Callable[[object, Sequence[torch.nn.Module]], object] = lambda bridge, chunks: bridge,
+    look: Callable[[int, Chunks, TrainerLayout], None] = lambda rank, chunks, layout: None,
+    exporter: Callable[[object, Chunks], object] = lambda bridge, chunks: bridge,
 ) -> Trainers:
     """Every class of ranks of a job that trains the checkpoint in `folder`, with the weights of each version.
 
@@ -242,21 +216,26 @@ def trainers(
     places = ((r,) if every else tuple(place_of(build.parallel, r).values()) for r in range(build.parallel.world))
     class_of = [number.setdefault(place, len(number)) for place in places]
     firsts = [class_of.index(c) for c in range(len(number))]
-    found, storages = [], [[] for _ in weights]
-    catalog = _catalog(folder, build, firsts).deriving(deriving) if deriving else None
+    found, storages, catalog = [], [[] for _ in weights], None
+    if deriving:
+        specs = []
+        for rank in firsts:
+            with build.playing(rank, folder) as (bridge, chunks):
+                specs.append((f"trainer {rank}", MegatronTrainer(chunks, bridge).read().traced.specs))
+        catalog = Catalog.union(specs).deriving(deriving)
     for rank in firsts:
-        with build.playing(rank):
-            bridge = bridge_of(folder)
-            chunks = chunks_of(bridge, build)
+        with build.playing(rank, folder) as (bridge, chunks):
             own = Fp8Weights(chunks, NATIVE[native]) if native else None
             if own is not None:
                 own.put(True)
             trainer = MegatronTrainer(chunks, exporter(bridge, chunks))
             layout = trainer.read()
             held = Native(catalog or Catalog(()), layout, f"trainer {rank}")
-            quantized = None if catalog is None else Quantized(catalog, held.rest, CPU, f"trainer {rank}")
-            tensors = dict(layout.tensors) if quantized is None else quantized.bind(layout.tensors)
-            names = sorted(tensors)
+            quantized = None
+            tensors = dict(layout.tensors)
+            if catalog is not None:
+                quantized = Quantized(catalog, held.rest, torch.device("cpu"), f"trainer {rank}")
+                tensors = quantized.bind(layout.tensors)
             look(rank, chunks, layout)
             for version, whole in zip(storages, weights):
                 if own is not None:
@@ -270,7 +249,7 @@ def trainers(
                 if quantized is not None and quantized.roots:
                     tensors[ROOT].fill_(0x7F)  # a NaN, wherever nothing is written
                     quantized.run()
-                version.append(tuple(tensors[n].clone() for n in names))
+                version.append(tuple(tensors[n].clone() for n in sorted(tensors)))
             more = ((), ()) if quantized is None else (quantized.roots, quantized.fragments)
             fragments = (*layout.traced.fragments, *held.fragments, *more[1])
             found.append((rank, (*layout.roots, *more[0]), layout.traced, fragments))
@@ -281,15 +260,3 @@ def trainers(
         for rank, roots, _, fragments in found
     )
     return Trainers(catalog, inventories, tuple(class_of), tuple(tuple(v) for v in storages))
-
-
-def _catalog(folder: str | Path, build: Build, ranks: Sequence[int]) -> Catalog:
-    """What these ranks export."""
-    from xfer.trainers.megatron import MegatronTrainer
-
-    specs = []
-    for rank in ranks:
-        with build.playing(rank):
-            bridge = bridge_of(folder)
-            specs.append((f"trainer {rank}", MegatronTrainer(chunks_of(bridge, build), bridge).read().traced.specs))
-    return Catalog.union(specs)

@@ -18,10 +18,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.support.families import FAMILIES, register_configs
+from tests.support.families import FAMILIES, register_configs, specs_of
 from tests.support.one_process import random_weights
 from tests.support.replay import load
-from tests.support.specs_main import specs_of
 
 YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
 YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0}

@@ -1,13 +1,16 @@
 """Layouts of Megatron-Core that test_trainer_families.py tries on a family or two: how layers lie in stages, how experts are
-cut, and other attention. Data only.
+cut, and other attention. As a program it prints the checkpoint tensors of every family, theirs included, as JSON: {family: [[name, shape,
+dtype], …]}.
 """
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from tests.support.families import BY_NAME, Config, Family
+from tests.support.families import BY_NAME, FAMILIES, Config, Family, register_configs, specs_of
 from xfer.mesh.parallel import TrainerParallel as T
 
 
@@ -31,12 +34,8 @@ class Layout:
 
 def _of(name: str, provider: Mapping[str, object] = {}, **config: object) -> Family:
     found = BY_NAME[name]
-    return replace(
-        found,
-        name=f"{name} {config} {provider}",
-        config={**found.config, **config},
-        provider={**found.provider, **provider},
-    )
+    more = dict(config={**found.config, **config}, provider={**found.provider, **provider})
+    return replace(found, name=f"{name} {config} {provider}", **more)
 
 
 def _stages(*names: str) -> Config:
@@ -74,3 +73,8 @@ LAYOUTS = (
     Layout("gated delta net", BY_NAME["Qwen3-Next"], T(world=4, tp=4, ep=2, etp=2)),
     Layout("gated delta net on a stage of its own", BY_NAME["Qwen3.5, text"], T(world=4, tp=2, pp=2)),
 )  # fmt: skip
+
+if __name__ == "__main__":
+    register_configs()
+    every = [*FAMILIES, *(layout.family for layout in LAYOUTS)]
+    json.dump({f.name: [(s.name, s.shape, s.dtype) for s in specs_of(f)] for f in every}, sys.stdout)

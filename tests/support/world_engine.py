@@ -1,18 +1,9 @@
-"""The engine process of world tests: writes checkpoints, and refits replicas of real vLLM models from a world file.
-
-{"do": "checkpoint", "folder": …, "config": HF config, "fp32": globs of tensors that the checkpoint keeps in float32}
-{"do": "checkpoint", "folder": …, "family": its name in tests/support/families.py}
-{"do": "row", "folder": …, "world": file, "parallel": EngineParallel, "replicas": n,
- "misread": exchange two boxes of a trainer's inventory, "options": EngineArgs, "native": as world_trainer.py has it}
-{"do": "forms", "folder": …, "parallel": …, "options": …}
-"""
+"""The engine process of world tests (proc.obey): writes checkpoints, and refits replicas of real vLLM models from a world file."""
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from safetensors.torch import save_file
@@ -22,11 +13,10 @@ from tests.support import torchvision
 torchvision.install()
 
 from tests.support.block_fp8 import serialized  # noqa: E402
-from tests.support.families import FAMILIES, Family, register_configs  # noqa: E402
+from tests.support.families import BY_NAME, Family, register_configs, specs_of  # noqa: E402
 from tests.support.one_process import Job, Trainers, random_weights  # noqa: E402
 from tests.support.one_process_vllm import Worker, workers  # noqa: E402
-from tests.support.proc import emit, obey  # noqa: E402
-from tests.support.specs_main import specs_of  # noqa: E402
+from tests.support.proc import obey  # noqa: E402
 from xfer.engines.hf_spec import checkpoint_specs  # noqa: E402
 from xfer.engines.meta_model import make_model  # noqa: E402
 from xfer.engines.vllm_layout import EngineModel  # noqa: E402
@@ -38,40 +28,41 @@ from xfer.plan.planner import plan_replica  # noqa: E402
 from xfer.trace.catalog import Catalog  # noqa: E402
 
 register_configs()
-CPU = torch.device("cpu")
 GPUS = 8
 """Of a host."""
 
 
-def checkpoint(folder: str, config: dict | None = None, fp32: Sequence[str] = (), family: str = "") -> None:
-    if family:
-        (model,) = (f for f in FAMILIES if f.name == family)
-    else:
-        model = Family("", config, engine=(), fp32=tuple(fp32))
+def checkpoint(folder: str, config: dict | None = None, fp32: Sequence[str] = (), family: str = "") -> dict:
+    """config: HF's. fp32: globs of tensors that the checkpoint keeps in float32. family: in place of both, its name in families.py."""
+    model = BY_NAME[family] if family else Family("", config, engine=(), fp32=tuple(fp32))
     specs = specs_of(model)
     Path(folder).mkdir(parents=True)
     (Path(folder) / "config.json").write_text(json.dumps(model.config))
     save_file(random_weights(specs, 0), f"{folder}/model.safetensors", metadata={"format": "pt"})
-    emit("checkpoint", tensors=len(specs))
+    return dict(tensors=len(specs))
 
 
-def forms(folder: str, parallel: dict, options: dict) -> None:
+def forms(folder: str, parallel: dict, options: dict) -> dict:
     """The matrices that engines of this layout ask trainers to quantize, and the rule. Tensor-parallel ranks ask for the same."""
     with rank_of(folder, EngineParallel(**parallel), 0, **options) as config:
-        layout = EngineModel(config, make_model(config, "cpu"), CPU).read(Catalog(checkpoint_specs(folder)))
-    emit("forms", forms=sorted({(s.of, s.rule) for s in layout.derived}))
+        layout = EngineModel(config, make_model(config, "cpu"), torch.device("cpu")).read(
+            Catalog(checkpoint_specs(folder))
+        )
+    return dict(forms=sorted({(s.of, s.rule) for s in layout.derived}))
 
 
 def row(
-    folder: str,
-    world: str,
-    parallel: dict,
-    replicas: int,
-    misread: bool = False,
-    options: dict = MappingProxyType({}),
-    native: str = "",
-) -> None:
-    clock = [time.perf_counter()]
+    folder: str, world: str, parallel: dict, replicas: int, options: dict, native: str, misread: bool = False
+) -> dict:
+    """Refit replicas.
+
+    Args:
+        folder, world: The checkpoint; the file that family_trainer.py has left.
+        parallel: EngineParallel.
+        options: EngineArgs.
+        native: As of family_trainer.row.
+        misread: Exchange two boxes of a trainer's inventory.
+    """
     trainers = Trainers.load(world)
     if misread:
         trainers = replace(trainers, classes=(_misread(trainers.classes[0]), *trainers.classes[1:]))
@@ -80,21 +71,13 @@ def row(
     wanted = sorted({(s.of, s.rule) for s in trainers.catalog.specs if s.of})
     loaded = [serialized(v, wanted, native) for v in versions]
     team = workers(folder, EngineParallel(**parallel), trainers.catalog, loaded, **options)
-    takers = [w.inventory for w in team]
-    clock.append(time.perf_counter())
-
     sources = trainers.inventories()
     hosts = [f"t{r // GPUS}" for r in range(len(sources))] + [f"e{w // GPUS}" for w in range(len(team))]
-    wrong, moved, imbalance = [], [], []
-    plan_s = 0.0
+    wrong, moved = [], []
     for replica in range(replicas):
-        began = time.perf_counter()
         # Small buckets, so that even a toy takes several waves.
-        options = PlanOptions(bucket_bytes=1 << 16, hosts=tuple(hosts), rotation=replica)
-        plan = plan_replica(trainers.catalog, sources, takers, options)
-        job = Job(plan)
-        plan_s += time.perf_counter() - began
-        imbalance.append(plan.summary.imbalance)
+        how = PlanOptions(bucket_bytes=1 << 16, hosts=tuple(hosts), rotation=replica)
+        job = Job(plan_replica(trainers.catalog, sources, [w.inventory for w in team], how))
         for version in range(len(versions)):
             for number, w in enumerate(team):
                 w.scramble(1000 * replica + 10 * number + version + 1)
@@ -102,15 +85,8 @@ def row(
             for w in team:
                 w.finish()
                 wrong += [f"replica {replica}, version {version}: {line}" for line in w.wrong(version)]
-    clock.append(time.perf_counter())
-    s, (began, traced, ended) = plan.summary, clock
-    emit(
-        "row", ranks=len(sources), workers=len(team), replicas=replicas, wrong=wrong[:5], moved=moved,
-        alike=[n for w in team for n in _alike(w)][:5], waves=s.waves, messages=s.messages, direct=s.direct, staged=s.staged,
-        fills=s.fills, judged=sum(int(j.sum()) for w in team for j in w.judged.values()),
-        model_bytes=sum(t.nbytes for t in versions[0].values()), broadcast=s.broadcast_bytes, imbalance=max(imbalance),
-        trace_s=traced - began, plan_s=plan_s, run_s=ended - traced - plan_s,
-    )  # fmt: skip
+    alike = [n for w in team for n in _alike(w)][:5]
+    return dict(ranks=len(sources), workers=len(team), wrong=wrong[:5], moved=moved, alike=alike)
 
 
 def _misread(inventory: Inventory) -> Inventory:
