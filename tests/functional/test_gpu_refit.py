@@ -82,9 +82,7 @@ RELAYED_APART = {**UNMAPPED_APART, "route": "nccl+relay", "connect": dict(relay=
 ONE_CONNECTION = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 """As Megatron asks for on older GPUs: all kernels of a process are in one queue."""
 CONNECTED_ONCE = dict(
-    route="nccl",
-    env={**NO_HANDLES, **ONE_CONNECTION, **host("t{rank}")},
-    engine_env={**ONE_CONNECTION, **host("e")},
+    route="nccl", env={**NO_HANDLES, **ONE_CONNECTION, **host("t{rank}")}, engine_env={**ONE_CONNECTION, **host("e")}
 )
 IN_ROUNDS = dict(env={**NO_HANDLES, **nccl_host("t{rank}")}, engine_env=nccl_host("e"), group="nccl", way=ROUNDS)
 NOT_DECODED_BY = ("kv_b_proj.weight",)

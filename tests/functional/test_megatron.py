@@ -1,8 +1,7 @@
 """MegatronTrainer finds in live storages the tensors that Megatron-Bridge exports from them, bit for bit, in any layout; gathers in
 flight are finished first; numbers through Bridge's real collectives say the same as the trace; LoRAs are what Bridge merges.
 
-Four gloo ranks run real Megatron-Core models, optimizers and schedules. The assertions of a case are in megatron_worker.py and
-megatron_lora.py.
+Four gloo ranks run real Megatron-Core models, optimizers and schedules. The assertions of a case are in megatron_worker.py.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ def case(family: str, *marks, **keywords):
     return pytest.param({"family": family, **keywords}, id=f"{family} {sizes}{how}".strip(), marks=marks)
 
 
-def run(name: str, folder: Path, module: str = "megatron_worker", **arguments) -> None:
+def run(name: str, folder: Path, **arguments) -> None:
     with Family(folder) as family:
-        ranks = family.ranks(module, 4, side="here", PYTHONWARNINGS="ignore")
+        ranks = family.ranks("megatron_worker", 4, side="here", PYTHONWARNINGS="ignore")
         ranks.ask(name, timeout=420, folder=str(folder / "model"), **arguments)
 
 
@@ -124,10 +123,10 @@ LORA = [
 @slow
 @pytest.mark.parametrize("arguments", LORA)
 def test_scratch_holds_what_bridge_merges(arguments, tmp_path):
-    run("merged", tmp_path, "megatron_lora", **arguments)
+    run("merged", tmp_path, **arguments)
 
 
 @slow
 @pytest.mark.parametrize("name", ["regrouped", "ungrouped", "dora"])
 def test_lora_hazards(name, tmp_path):
-    run(name, tmp_path, "megatron_lora")
+    run(name, tmp_path)

@@ -12,7 +12,7 @@ import pytest
 from tests.support.proc import ROOT, Family
 
 pytestmark = pytest.mark.trainer
-CASES = re.findall(r"^@case\ndef (\w+)", (ROOT / "tests/support/megatron_hazards.py").read_text(), re.M)
+CASES = re.findall(r"^def (\w+)\(folder\)", (ROOT / "tests/support/megatron_hazards.py").read_text(), re.M)
 
 
 @pytest.fixture(scope="module")

@@ -98,6 +98,10 @@ def random_placements(rng, mesh, shape):
     return tuple(out)
 
 
+def torch_placements(rng, mesh, shape):
+    return [rng.choice([tt.Replicate(), *(tt.Shard(d) for d in range(len(shape)))]) for _ in range(mesh.ndim)]
+
+
 # ---------------------------------------------------------------- cases: each runs on every rank at once
 
 
@@ -109,11 +113,8 @@ def equals_dtensor_redistribute(rank):
     for _ in range(EXAMPLES // 4):
         mesh = rng.choice(meshes)
         shape = [rng.randint(1, 11) for _ in range(rng.randint(1, 3))]
-        pick = lambda: [
-            rng.choice([tt.Replicate(), *(tt.Shard(d) for d in range(len(shape)))]) for _ in range(mesh.ndim)
-        ]  # noqa: B023, E731
-        source = tt.distribute_tensor(values(shape), mesh, pick())
-        placements = pick()
+        source = tt.distribute_tensor(values(shape), mesh, torch_placements(rng, mesh, shape))
+        placements = torch_placements(rng, mesh, shape)
         want = source.redistribute(mesh, placements)
         got = torch.zeros_like(want)
         xferdtensor(source, None, None, got, None, None)

@@ -99,12 +99,12 @@ IMPORTS = {"torch": imports_torch, "megatron": imports_megatron, "vllm": imports
 OF = {
     **dict.fromkeys(("megatron_main", "layerwise_megatron"), "megatron"),
     **{"trainer": "megatron", "engine": "vllm"},  # of examples.demo
-    **dict.fromkeys(("megatron_worker", "megatron_hazards", "megatron_lora", "packed_bridge"), "megatron"),
+    **dict.fromkeys(("megatron_worker", "megatron_hazards", "packed_bridge"), "megatron"),
     "fsdp_main": "megatron",  # its model is of transformers, which Bridge imports
     **dict.fromkeys(("vllm_main", "live_main", "async_main", "server_main", "external_main"), "vllm"),
 }
 """The framework that a module or script imports. All others import torch, or nothing. Scripts that build Megatron as
-`xfer plan` does (family_trainer, world_trainer) declare GPU packages before they import it."""
+`xfer plan` does (family_trainer) declare GPU packages before they import it."""
 
 
 class Forged:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from examples.common import megatron_cpu, toy
 
 megatron_cpu.install()
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
@@ -21,21 +22,15 @@ from tests.support.proc import obey  # noqa: E402
 from xfer.errors import LayoutError, RebindError, Unsupported, XferError  # noqa: E402
 from xfer.trainers.megatron import MegatronTrainer  # noqa: E402
 
-CASES: dict[str, Callable[[Path], None]] = {}
 PLAIN = dict(distopt=False, overlap=False)
-
-
-def case(f):
-    CASES[f.__name__] = f
-    return f
 
 
 class _Quantized(torch.Tensor):
     """Stands for TransformerEngine's Float8Tensor."""
 
 
-def built(folder: Path, family: str = "qwen3", config: dict | None = None, **keywords) -> Trainer:
-    toy.write_checkpoint(family, folder, **(config or {}))
+def built(folder: Path, family: str = "qwen3", config: Mapping = {}, **keywords) -> Trainer:
+    toy.write_checkpoint(family, folder, **config)
     return Trainer(folder, **{**PLAIN, **keywords})
 
 
@@ -49,11 +44,7 @@ def names() -> list[str]:
 
 
 def refused(kind: type[XferError], call: Callable[[], object]) -> XferError:
-    try:
-        call()
-    except kind as e:
-        return e
-    raise AssertionError(f"no {kind.__name__}")
+    return pytest.raises(kind, call).value
 
 
 def same_as_export(trainer: Trainer, layout, tensors) -> bool:
@@ -69,7 +60,6 @@ def first_of(trainer: Trainer, kind: str) -> torch.nn.Module:
 # ---- before there is a world
 
 
-@case
 def process_groups_must_exist(folder):
     class Bridge:
         """The part of an AutoBridge that is used before a layout is read."""
@@ -87,7 +77,6 @@ def process_groups_must_exist(folder):
     dist.destroy_process_group()
 
 
-@case
 def tied_with_virtual_stages(folder):
     toy.write_checkpoint("qwen3_tied", folder)
     layout = dict(pp=2, vpp=2)
@@ -122,7 +111,7 @@ def replaced_module(trainer):
     mlp.linear_fc2 = other
 
 
-def swapped(folder: Path, swap, state: str, **keywords) -> None:
+def _swapped(folder: Path, swap, state: str, **keywords) -> None:
     """`state`: "moved", where only addresses are new, or "changed", where the layout has to be read again."""
     with built(folder, **keywords) as trainer:
         source = adapter(trainer)
@@ -131,9 +120,8 @@ def swapped(folder: Path, swap, state: str, **keywords) -> None:
         swap(trainer)
         assert source.check() == state
         if state == "moved":
-            assert not same_as_export(trainer, layout, layout.tensors), (
-                "old addresses are still right: this proves nothing"
-            )
+            still = same_as_export(trainer, layout, layout.tensors)
+            assert not still, "old addresses are still right: this proves nothing"
             assert same_as_export(trainer, layout, source.rebind())
         else:
             layout = source.read()
@@ -141,20 +129,17 @@ def swapped(folder: Path, swap, state: str, **keywords) -> None:
         assert source.check() == "same"
 
 
-@case
 def new_addresses(folder):
     for swap in (replaced_parameter, repointed_data):
-        swapped(folder / swap.__name__, swap, "moved")
+        _swapped(folder / swap.__name__, swap, "moved")
 
 
-@case
 def another_layout(folder):
-    swapped(folder / "out of the buffer", repointed_data, "changed", distopt=True, overlap=True)
+    _swapped(folder / "out of the buffer", repointed_data, "changed", distopt=True, overlap=True)
     for swap in (other_strides, replaced_module):
-        swapped(folder / swap.__name__, swap, "changed")
+        _swapped(folder / swap.__name__, swap, "changed")
 
 
-@case
 def offloaded_weights_are_named(folder):
     with built(folder) as trainer:
         source = adapter(trainer)
@@ -164,7 +149,6 @@ def offloaded_weights_are_named(folder):
         assert "linear_proj.weight" in line
 
 
-@case
 def router_bias_turns_fp32(folder):
     """`module.bfloat16()` replaces the buffer objects; the router's next forward gives the bias a new fp32 storage."""
     with built(folder, "deepseek_v3") as trainer:
@@ -190,7 +174,6 @@ def router_bias_turns_fp32(folder):
 # ---- what is refused by name
 
 
-@case
 def sequential_experts(folder):
     from megatron.bridge.models.gpt_provider import local_layer_spec
 
@@ -200,7 +183,6 @@ def sequential_experts(folder):
         assert len(lines) == 4 and all("SequentialMLP" in v and "moe_grouped_gemm" in v for v in lines)
 
 
-@case
 def settings_that_rearrange_live_weights(folder):
     """Megatron-Core 0.19 has them; an older config carries them as any other attribute."""
     from megatron.core.utils import get_model_config
@@ -215,7 +197,6 @@ def settings_that_rearrange_live_weights(folder):
         assert [v.split(": ")[1] for v in lines] == [f"{name}={value}" for name, value in settings.items()]
 
 
-@case
 def megatron_fsdp(folder):
     """By Megatron-Core's option, and by the wrapper of its package. The wrapper itself can be built on GPUs alone."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp import MegatronFSDP
@@ -230,7 +211,6 @@ def megatron_fsdp(folder):
         assert "Megatron-FSDP" in str(refused(Unsupported, adapter(trainer).read))
 
 
-@case
 def quantized_parameters_all_at_once(folder):
     with built(folder) as trainer:
         for module in trainer.chunks[0].modules():
@@ -240,7 +220,6 @@ def quantized_parameters_all_at_once(folder):
         assert len(lines) == 8 and all("_Quantized" in v for v in lines)
 
 
-@case
 def checkpoint_lacks_gate_and_up(folder):
     """Bridge itself exports neither, and only logs it."""
     with built(folder) as trainer:
@@ -249,7 +228,6 @@ def checkpoint_lacks_gate_and_up(folder):
         assert [v.partition(".mlp")[0] for v in lines] == ["0:decoder.layers.1", "0:decoder.layers.2"]
 
 
-@case
 def another_checkpoint(folder):
     """The checkpoint on disk is not the model that is trained."""
     with built(folder) as trainer:
@@ -261,7 +239,6 @@ def another_checkpoint(folder):
 # ---- what is accepted
 
 
-@case
 def a_bridge_made_from_a_config_needs_names(folder):
     with built(folder) as trainer:
         bare = megatron_cpu.import_bridge().from_hf_config(AutoConfig.from_pretrained(folder))
@@ -270,7 +247,6 @@ def a_bridge_made_from_a_config_needs_names(folder):
         assert with_names.traced == adapter(trainer).read().traced
 
 
-@case
 def padding_of_a_vocabulary_without_headers_is_in_no_fragment(folder):
     """The config's vocab_size alone says where the padding begins."""
     padding = dict(load=False, should_pad_vocab=True, make_vocab_size_divisible_by=64)
@@ -279,21 +255,18 @@ def padding_of_a_vocabulary_without_headers_is_in_no_fragment(folder):
         assert rows["model.embed_tokens.weight"] == rows["lm_head.weight"] == 150
 
 
-@case
 def a_tied_head_that_the_checkpoint_lists_is_one_tensor(folder):
     with built(folder, "qwen3_tied") as trainer:
         specs = adapter(trainer, hf_names=names()).read().traced.specs
         assert [s.name for s in specs if s.shape[0] == 160] == ["model.embed_tokens.weight"]
 
 
-@case
 def an_fp32_trainer_keeps_the_checkpoints_dtypes(folder):
     with built(folder, params_dtype=torch.float32, bf16=False) as trainer:
         traced = adapter(trainer).read().traced
         assert {s.dtype for s in traced.specs} == {"bfloat16"} and {f.dtype for f in traced.fragments} == {"float32"}
 
 
-@case
 def a_router_and_a_head_in_fp32_are_read_as_they_are(folder):
     """Frameworks keep these two in float32 for RL; the checkpoint stays in bfloat16."""
     with built(folder, "qwen3_moe") as trainer:
@@ -313,7 +286,7 @@ def hazard(name: str, folder: str) -> None:
     """Cases with a world of their own come before the real one."""
     if name not in ("process_groups_must_exist", "tied_with_virtual_stages"):
         megatron_cpu.init_world()
-    CASES[name](Path(folder))
+    globals()[name](Path(folder))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from unittest import mock
 
 from examples.common import megatron_cpu, toy
 
@@ -66,15 +67,27 @@ def wrong(pieces: Pieces, want: dict[str, torch.Tensor]) -> list[str]:
     return sorted(bad | {n for n, s in seen.items() if not bool(s.all())})
 
 
+def right(source: MegatronTrainer, layout: TrainerLayout, trainer: Trainer) -> int:
+    """Checks that fragments, scratch included, are what Bridge exports now. Returns how many tensors that are."""
+    assert source.check() == "same"
+    want = truth(trainer)
+    assert not (bad := wrong(held(layout), want)), bad
+    return len(want)
+
+
 def gathered(mine: object) -> list:
     out = [None] * dist.get_world_size()
     dist.all_gather_object(out, mine)
     return out
 
 
-def checkpoint(folder: str, family: str, config: dict | None = None) -> None:
+def adapter(trainer: Trainer, **keywords) -> MegatronTrainer:
+    return MegatronTrainer(trainer.chunks, trainer.bridge, **keywords)
+
+
+def checkpoint(folder: str, family: str, config: Mapping = {}) -> None:
     if dist.get_rank() == 0:
-        toy.write_checkpoint(family, Path(folder), **(config or {}))
+        toy.write_checkpoint(family, Path(folder), **config)
     dist.barrier()
 
 
@@ -87,7 +100,7 @@ def refusal(what: Callable[[], object]) -> str:
     return ""
 
 
-# ---- cases
+# ---- layouts, gathers, probes, marks
 
 
 def values(folder: str, family: str, config: dict, excused: list[str], **keywords) -> None:
@@ -101,10 +114,10 @@ def values(folder: str, family: str, config: dict, excused: list[str], **keyword
     cfg = json.loads(Path(folder, "config.json").read_text())
     on_disk = {n: (s, str(d).removeprefix("torch.")) for n, s, d in toy.specs(cfg)}
     with Trainer(folder, **keywords) as trainer:
-        source = MegatronTrainer(trainer.chunks, trainer.bridge)
+        source = adapter(trainer)
         source.drain()
-        layout, want = source.read(), truth(trainer)
-        assert len(want) > 40 and not (bad := wrong(held(layout), want)), bad
+        layout = source.read()
+        assert right(source, layout, trainer) > 40
         left = left_out(trainer.chunks, layout)
         assert not [n for n in left if not any(x in n for x in excused)], left
         assert any(gathered(left)) == bool(excused), "the excuse is not needed any more"
@@ -116,8 +129,7 @@ def values(folder: str, family: str, config: dict, excused: list[str], **keyword
         assert losses[1] < losses[0], "the second look sees the weights of the first"
         assert fenced[0] and not fenced[-1], "the fence comes before the first weight changes, and in each step"
         source.drain()
-        assert source.check() == "same"
-        assert not (bad := wrong(held(layout), truth(trainer))), bad
+        right(source, layout, trainer)
         again = source.read()
         assert again.traced.fragments == layout.traced.fragments and again.roots == layout.roots
         assert all(on_disk[s.name] == (s.shape, s.dtype) for s in layout.traced.specs)
@@ -139,7 +151,7 @@ def drains(folder: str, family: str, **keywords) -> None:
     with Trainer(folder, **keywords) as trainer:
         undisturbed = [trainer.step() for _ in range(4)]
     with Trainer(folder, **keywords) as trainer:
-        source = MegatronTrainer(trainer.chunks, trainer.bridge)
+        source = adapter(trainer)
         layout = source.read()
         losses = [trainer.step(), trainer.step()]
         raw = held(layout)
@@ -150,12 +162,12 @@ def drains(folder: str, family: str, **keywords) -> None:
         source.drain()
         losses += [trainer.step()]
         source.drain()
-        assert not (bad := wrong(held(layout), truth(trainer))), bad
+        right(source, layout, trainer)
         assert losses == undisturbed
         trainer.step()
         ended = ends_alone(source)
         assert dist.get_rank() or ended != overlapped
-        assert not (bad := wrong(held(layout), truth(trainer))), bad
+        right(source, layout, trainer)
     with Trainer(folder, **keywords) as trainer:
         for _ in range(2):
             trainer.step()
@@ -185,15 +197,11 @@ def layerwise(chunks: list[torch.nn.Module]):
         for expert in (False, True)
         if (some := [p for c in chunks for p in c.parameters() if getattr(p, "allreduce", True) != expert])
     ]
-    config = OptimizerConfig(
-        lr=1e-2, clip_grad=1.0, bf16=get_model_config(chunks[0]).bf16, overlap_param_gather=overlap
-    )
-    return LayerWiseDistributedOptimizer(
-        [torch.optim.AdamW(groups, lr=1e-2)],
-        config,
-        ProcessGroupCollection.use_mpu_process_groups(),
-        **(dict(model_chunks=chunks) if overlap else {}),
-    )
+    bf16 = get_model_config(chunks[0]).bf16
+    config = OptimizerConfig(lr=1e-2, clip_grad=1.0, bf16=bf16, overlap_param_gather=overlap)
+    more = dict(model_chunks=chunks) if overlap else {}
+    inner, ours = [torch.optim.AdamW(groups, lr=1e-2)], ProcessGroupCollection.use_mpu_process_groups()
+    return LayerWiseDistributedOptimizer(inner, config, ours, **more)
 
 
 def ends_alone(source: MegatronTrainer) -> bool:
@@ -225,23 +233,19 @@ def probes(folder: str, family: str, **keywords) -> None:
         return {k: v * 2 for k, v in through_numpy(self, weights, module).items()}
 
     with Trainer(folder, **keywords) as trainer:
+        traced = adapter(trainer, probe=False).read().traced
 
-        def read(probe: bool | str) -> TrainerLayout:
-            return MegatronTrainer(trainer.chunks, trainer.bridge, probe=probe).read()
-
-        traced = read(False).traced
-        probed = read("all").traced
-        assert not differing(probed, traced) and probed.specs == traced.specs
-        try:
-            param_mapping.RowParallelMapping.megatron_to_hf = through_numpy
-            refused = refusal(lambda: read(False))
-            assert "linear_proj.weight" in refused and "numpy" in refused
-            probed = read(True).traced
+        def agrees(probe: bool | str) -> None:
+            probed = adapter(trainer, probe=probe).read().traced
             assert not differing(probed, traced) and probed.specs == traced.specs
-            param_mapping.RowParallelMapping.megatron_to_hf = doubled
-            assert "o_proj.weight" in refusal(lambda: read(True))
-        finally:
-            param_mapping.RowParallelMapping.megatron_to_hf = original
+
+        agrees("all")
+        with mock.patch.object(param_mapping.RowParallelMapping, "megatron_to_hf", through_numpy):
+            refused = refusal(adapter(trainer, probe=False).read)
+            assert "linear_proj.weight" in refused and "numpy" in refused
+            agrees(True)
+        with mock.patch.object(param_mapping.RowParallelMapping, "megatron_to_hf", doubled):
+            assert "o_proj.weight" in refusal(adapter(trainer, probe=True).read)
 
 
 def marks(folder: str, family: str, seed: int, **keywords) -> None:
@@ -250,10 +254,14 @@ def marks(folder: str, family: str, seed: int, **keywords) -> None:
     checkpoint(folder, family)
     rng = random.Random(seed)  # the same on all ranks
     with Trainer(folder, lr=2e-6, **keywords) as trainer:
-        source, pair = MegatronTrainer(trainer.chunks, trainer.bridge), Pair()
+        source, pair = adapter(trainer), Pair()
         for _ in range(2):
             source.mark_writes(trainer.optimizer)
         params = [p for chunk in trainer.chunks for p in chunk.parameters()]
+
+        def parts(of: str) -> list[torch.Tensor]:
+            """Of parameters, that Megatron's distributed optimizers have in these groups."""
+            return [p for inner in trainer.optimizer.chained_optimizers for group in getattr(inner, of) for p in group]
 
         def storages() -> list[torch.Tensor]:
             source.drain()
@@ -265,14 +273,11 @@ def marks(folder: str, family: str, seed: int, **keywords) -> None:
             "one value": lambda: rng.choice(params).data.view(-1)[:1].add_(1.0),
             "a buffer of many": lambda: trainer.chunks[0].buffers[0].param_data.mul_(1.5),
             "a rank's own part and its masters": lambda: [
-                m.data.mul_(2.0)
-                for s in trainer.optimizer.chained_optimizers
-                for g in s.shard_fp32_from_float16_groups
-                for m in g
+                m.data.mul_(2.0) for m in parts("shard_fp32_from_float16_groups")
             ],
             "masters anew": trainer.optimizer.reload_model_params,
         }
-        whole, owned = sum(r.numel() for r in storages()), sum(t.nbytes for t in _marked(trainer.optimizer))
+        whole, owned = sum(r.numel() for r in storages()), sum(t.nbytes for t in parts("shard_float16_groups"))
         pair.refit(storages(), "")
         kept = sum(t.numel() for t in pair.last._copies)
         assert 0 < owned and kept <= whole - owned + 2048 * len(params), (whole, owned, kept)
@@ -287,19 +292,142 @@ def marks(folder: str, family: str, seed: int, **keywords) -> None:
             pair.refit(storages(), rng.choice(["", "", "", "one fails", "all fail", "sent, too", "interrupted"]))
 
 
-def _marked(optimizer) -> list[torch.Tensor]:
-    """Parts of parameters that Megatron's distributed optimizers write."""
-    return [p for inner in optimizer.chained_optimizers for group in inner.shard_float16_groups for p in group]
+# ---- LoRA
 
 
-# ---- harness
+ADAPTERS = dict(dim=4, alpha=6, lora_B_init_method="xavier")
+PLAIN = dict(distopt=False, overlap=False)
 
 
-def main(*cases: Callable[..., None]) -> None:
-    megatron_cpu.import_bridge()
-    megatron_cpu.init_world()
-    obey(*cases)
+def adapted(trainer: Trainer) -> list[torch.nn.Module]:
+    return [m for c in trainer.chunks for m in c.modules() if hasattr(m, "linear_out")]
+
+
+def merged(
+    folder: str, family: str, tensors: int, changes: int, biases: int = 0, targets=None, canonical=False, **layout
+) -> None:
+    """Fragments are Bridge's own merged export after each of two steps.
+
+    Args:
+        tensors: Number of tensors that Bridge exports.
+        changes: Number of those that a step changes. biases: those of them that balance experts, and are no weights.
+    """
+    from megatron.bridge.peft.canonical_lora import CanonicalLoRA
+
+    how = ADAPTERS if targets is None else dict(ADAPTERS, target_modules=targets)
+    checkpoint(folder, family)
+    with Trainer(folder, lora=(lambda: CanonicalLoRA(**how)) if canonical else how, **layout) as trainer:
+        source = adapter(trainer)
+        layout, was = source.read(), {}
+        for _ in range(2):
+            trainer.step()
+            source.drain()
+            source.compute()
+            assert right(source, layout, trainer) == tensors
+            now = truth(trainer)
+            changed = {n for n, t in now.items() if n in was and not torch.equal(t, was[n])}
+            was = now
+        assert len(changed) == changes, "training did not change what it should have, so the second look says little"
+        trained = set().union(*gathered(layout.trained))
+        assert len(trained) == changes - biases, "what requires grad, merged, is what changed"
+        keeps_its_share(trainer, source)
+        replaced_or_rescaled(trainer, source)
+
+
+def keeps_its_share(trainer: Trainer, source: MegatronTrainer) -> None:
+    """Bridge gathers every weight whole. What is computed here is no more than what this rank has of the weights."""
+    computed, local = source.computed, sum(p.nbytes for c in trainer.chunks for p in c.parameters())
+    assert 0 < computed.nbytes <= local * 1.02
+    assert computed.gathered_bytes < local // 2, "factors, not weights"
+    ops = {op for r in source.read().traced.recipes for op in r.ops}
+    assert ops == {"aten.add.Tensor", "aten.mm.default", "aten.mul.Tensor"}
+    need = computed.nbytes + computed.gathered_bytes
+    refused = refusal(adapter(trainer, scratch_bytes=need - 1).read)
+    assert refused.startswith("Unsupported") and f"takes {need} bytes" in refused
+    assert not refusal(adapter(trainer, scratch_bytes=need).read)
+
+
+def replaced_or_rescaled(trainer: Trainer, source: MegatronTrainer) -> None:
+    """Either is noticed. The scale is a constant of the recipes; what is read after it was changed is again what Bridge merges."""
+    first = adapted(trainer)[0]
+    first.linear_out.weight = torch.nn.Parameter(first.linear_out.weight.detach().clone())
+    assert source.check() in ("moved", "changed"), "in a storage of its own, or no longer in the optimizer's"
+    source = adapter(trainer)
+    source.read()
+    for m in adapted(trainer):
+        m.alpha *= 2
+    assert source.check() == "changed"
+    layout = source.read()
+    source.compute()
+    right(source, layout, trainer)
+
+
+def regrouped(folder: str) -> None:
+    """Factors are gathered over groups that Megatron has destroyed and made again. Not a parameter has changed, and every later refit
+    would have failed; none may begin while there are no groups."""
+    checkpoint(folder, "qwen3")
+    with Trainer(folder, tp=2, pp=2, lora=ADAPTERS, **PLAIN) as trainer:
+        source = adapter(trainer)
+        source.read()
+        source.compute()
+        assert source.check() == "same"
+        trainer.ungroup()
+        without = refusal(source.check)
+        assert without.startswith("RebindError") and "initialize_model_parallel()" in without
+        trainer.regroup()
+        with torch.no_grad():
+            for p in (p for c in trainer.chunks for p in c.parameters()):
+                p.mul_(0.5)
+        assert refusal(source.compute).startswith("KeyError"), "without a look"
+        assert source.check() == "changed"
+        layout = source.read()
+        source.compute()
+        right(source, layout, trainer)
+    with Trainer(folder, lora=ADAPTERS, **PLAIN) as trainer:  # whole factors on each rank: nothing is gathered
+        source = adapter(trainer)
+        source.read()
+        trainer.ungroup()
+        assert not refusal(source.compute) and source.check() == "same"
+        trainer.regroup()
+
+
+def ungrouped(folder: str) -> None:
+    """Models with process groups of their own, while Megatron-Core has none. Bridge then merges no adapters."""
+    from megatron.bridge.models.conversion import model_bridge
+    from megatron.core.utils import unwrap_model
+
+    checkpoint(folder, "qwen3_moe")
+    with Trainer(folder, tp=2, pp=2, ep=2, etp=1, **PLAIN) as trainer:
+        now = truth(trainer)
+        trainer.close()
+        if not hasattr(model_bridge, "_get_pg_collection_from_model"):  # Bridge 0.3 asks Megatron-Core alone
+            assert "no process groups of Megatron" in refusal(lambda: adapter(trainer))
+            return
+        with torch.no_grad():
+            how = dict(cpu=True, show_progress=False, merge_adapter_weights=False)
+            for n, t in trainer.bridge.export_hf_weights(trainer.chunks, **how):
+                assert torch.equal(t[: len(now[n])], now[n]), "Bridge's own export needs no other groups"
+        assert not (bad := wrong(held(adapter(trainer).read()), now)), bad
+        for chunk in map(unwrap_model, trainer.chunks):
+            chunk.pg_collection = None
+        assert "no process groups of Megatron" in refusal(lambda: adapter(trainer))
+    with Trainer(folder, tp=2, lora=ADAPTERS, **PLAIN) as trainer:
+        trainer.close()
+        refused = refusal(adapter(trainer).read)
+        assert refused.startswith("LayoutError") and "only after initialize_model_parallel()" in refused, refused
+
+
+def dora(folder: str) -> None:
+    """Bridge's export knows nothing of DoRA's magnitudes, and would leave them out without a word."""
+    from megatron.bridge.peft.dora import DoRA
+
+    checkpoint(folder, "qwen3")
+    with Trainer(folder, tp=2, pp=2, lora=lambda: DoRA(dim=4, alpha=6)) as trainer:
+        refused = refusal(adapter(trainer).read)
+        assert "trained tensors that would never reach an engine" in refused and "weight_magnitude" in refused
 
 
 if __name__ == "__main__":
-    main(values, drains, marks, probes)
+    megatron_cpu.import_bridge()
+    megatron_cpu.init_world()
+    obey(values, drains, marks, probes, merged, regrouped, ungrouped, dora)
