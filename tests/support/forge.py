@@ -1,16 +1,6 @@
-"""Forges: processes that have imported a framework, and fork the ranks and engines of functional tests.
-
-Megatron-Bridge and vLLM take longer to import than most tests need a rank. A forked process has its own session, files,
-environment and exit status; multiprocessing's forkserver would leave it the server's files and environment. Four things
-differ from a process that is started anew, so XFER_TEST_FORGE=0 starts all anew, as a step of scripts/nightly.sh does:
-
-- Strings have one hash in all processes of a forge, so an order that depends on hashes differs only between trainers and engines.
-- Settings that are read at import are the forge's, so a child with other settings of a framework is started anew.
-- Its gloo groups share a thread, workers of vLLM sleep where they would spin, and what the forge has imported is never collected:
-  processes that wait leave the processors to others.
-- A forked process ends after its threads and atexit functions, and does not take its modules apart.
-
-proc.py starts processes with it.
+"""Forges: processes that have imported a framework, which takes longer than most tests need a rank, and fork the processes of tests.
+Unlike one that is started anew (XFER_TEST_FORGE=0, a step of scripts/nightly.sh), forked ones share one hash of strings and one thread of
+gloo's groups; what was imported is never collected nor taken apart; workers of vLLM sleep where they would spin.
 """
 
 from __future__ import annotations
@@ -21,11 +11,11 @@ import ctypes
 import fcntl
 import gc
 import hashlib
+import io
 import json
 import os
 import runpy
 import select
-import selectors
 import signal
 import socket
 import subprocess
@@ -108,10 +98,10 @@ OF = {
 
 
 class Forged:
-    """A process that a forge has forked, with those calls of `subprocess.Popen` that tests use. Its parent, the forge, writes its exit
-    status into a pipe."""
+    """A process that a forge has forked, with those calls of `subprocess.Popen` that tests use. `status`: its parent writes its exit status
+    there."""
 
-    def __init__(self, pid: int, status: IO[bytes], stdin: IO[str] | None, stdout: IO[str] | None):
+    def __init__(self, pid: int, status: io.FileIO, stdin: IO[str] | None, stdout: IO[str] | None):
         self.pid, self.returncode, self.stdin, self.stdout = pid, None, stdin, stdout
         self._status, self._lock = status, threading.Lock()
 
@@ -120,7 +110,7 @@ class Forged:
             raise subprocess.TimeoutExpired(f"forked process {self.pid}", timeout)
         with self._lock:  # several threads may wait
             if self.returncode is None:
-                self.returncode = int(self._status.read() or -signal.SIGKILL)  # empty if the forge has been killed
+                self.returncode = int(self._status.read() or -signal.SIGKILL)  # empty if its parent has been killed
         return self.returncode
 
     def poll(self) -> int | None:
@@ -149,59 +139,57 @@ class Request:
 
 
 class Forge:
-    """A test process's connection to a forge, which is started if there is none.
-
-    All test processes of a run share the forges of one folder, XFER_TEST_FORGES. A forge ends when its socket is removed or when nobody has
-    been connected for `IDLE_S`.
+    """A forge as a test process sees it. It is started when there is none, and ends when its socket is removed or when nobody has asked it
+    for `IDLE_S`. All test processes of a run share the forges of one folder, XFER_TEST_FORGES.
 
     Attributes:
         env: Environment of the forge.
     """
 
     def __init__(self, python: str, imports: str, env: dict[str, str]):
-        self.imports, self._lock = imports, threading.Lock()
-        place = Path(os.environ["XFER_TEST_FORGES"], f"{imports}-{hashlib.sha1(python.encode()).hexdigest()[:8]}")
-        self._log, its_env = place.with_suffix(".log"), place.with_suffix(".json")
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with open(place.with_suffix(".lock"), "w") as lock:
+        self._command, self.env = [python, "-m", "tests.support.forge", imports], env
+        self._place = Path(os.environ["XFER_TEST_FORGES"], f"{imports}-{hashlib.sha1(python.encode()).hexdigest()[:8]}")
+        self._connect().close()
+        self.env = json.loads(self._place.with_suffix(".json").read_text())
+
+    def _connect(self) -> socket.socket:
+        to_it = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with open(self._place.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             try:
-                self._socket.connect(str(place))
+                to_it.connect(str(self._place))
             except OSError:  # there is none, or it has ended
-                place.unlink(missing_ok=True)
-                its_env.write_text(json.dumps(env))
-                self._start(python, place, env)
-                self._socket.connect(str(place))
-        self.env = json.loads(its_env.read_text())
-        self._socket.settimeout(FORKS_S)
+                self._place.unlink(missing_ok=True)
+                self._place.with_suffix(".json").write_text(json.dumps(self.env))
+                self._start()
+                to_it.connect(str(self._place))
+        return to_it
 
-    def _start(self, python: str, place: Path, env: dict[str, str]) -> None:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asked, open(self._log, "w") as log:
-            asked.bind(str(place))
+    def _start(self) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asked:
+            asked.bind(str(self._place))
             asked.listen(64)
-            subprocess.Popen(
-                [python, "-m", "tests.support.forge", self.imports, str(asked.fileno())],
-                env=env, cwd=ROOT, pass_fds=[asked.fileno()], start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            )  # fmt: skip
+            with open(self._place.with_suffix(".log"), "w") as log:
+                subprocess.Popen(
+                    [*self._command, str(asked.fileno())], env=self.env, cwd=ROOT, pass_fds=[asked.fileno()],
+                    start_new_session=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                )  # fmt: skip
 
-    def close(self) -> None:
-        self._socket.close()
+    def fork(self, request: Request, *streams: int) -> tuple[int, io.FileIO]:
+        """Returns the child's pid, and where its exit status comes. Raises RuntimeError if the forge cannot fork.
 
-    def fork(self, request: Request, *streams: int) -> int:
-        """Returns the child's pid. Raises RuntimeError if the forge cannot fork.
-
-        streams: for its standard input, output and error, and the pipe for its exit status.
+        streams: for its standard input, output and error.
         """
+        said, says = os.pipe()
+        status = open(said, "rb", buffering=0)
         try:
-            said = json.dumps(asdict(request)).encode()
-            with self._lock:
-                socket.send_fds(self._socket, [said], streams)
-                return int(self._socket.recv(64))
+            with open(says, "wb"), self._connect() as to_it:
+                socket.send_fds(to_it, [json.dumps(asdict(request)).encode()], [*streams, says])
+            select.select([status], [], [], FORKS_S)
+            return int(status.readline()), status
         except (OSError, ValueError) as e:  # ValueError: nothing came, it has ended
-            raise RuntimeError(
-                f"the forge that imports {self.imports} does not fork: {e}\n{self._log.read_text()[-3000:]}"
-            ) from e
+            log = self._place.with_suffix(".log").read_text()[-3000:]
+            raise RuntimeError(f"the forge {self._place.stem} does not fork: {e}\n{log}") from e
 
 
 _forges: dict[tuple[str, str], Forge] = {}
@@ -245,18 +233,13 @@ def start(
             command, env=env, cwd=cwd, text=True, start_new_session=True, stdin=ours[0], stdout=ours[1], stderr=err
         )
     request = Request(tuple(run), env, str(cwd), host)
-    said, says = os.pipe()
-    status = os.fdopen(said, "rb")
-    with os.fdopen(says, "wb"):
-        if out is not None:
-            with open(os.devnull) as nothing:
-                return Forged(
-                    forge.fork(request, nothing.fileno(), out.fileno(), err.fileno(), says), status, None, None
-                )
-        (its_in, to_it), (from_it, its_out) = os.pipe(), os.pipe()
-        with os.fdopen(its_in), os.fdopen(its_out, "w"):
-            stdin, stdout = os.fdopen(to_it, "w"), os.fdopen(from_it)
-            return Forged(forge.fork(request, its_in, its_out, err.fileno(), says), status, stdin, stdout)
+    if out is not None:
+        with open(os.devnull) as nothing:
+            return Forged(*forge.fork(request, nothing.fileno(), out.fileno(), err.fileno()), None, None)
+    (its_in, to_it), (from_it, its_out) = os.pipe(), os.pipe()
+    with open(its_in), open(its_out, "w"):
+        stdin, stdout = open(to_it, "w"), open(from_it)
+        return Forged(*forge.fork(request, its_in, its_out, err.fileno()), stdin, stdout)
 
 
 # ---- in the forge
@@ -264,65 +247,47 @@ def start(
 
 def serve(asked: socket.socket) -> Request | None:
     """Forks at each request. Returns in each child its request; None when the tests have ended."""
-    # It becomes the parent of orphans among what it has forked: nobody else may wait for them.
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    place, told_to, waits = asked.getsockname(), {}, selectors.DefaultSelector()
-    woken, wakes = socket.socketpair()
-    for s in (woken, wakes):
-        s.setblocking(False)
-    signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    for s in (asked, woken):
-        waits.register(s, selectors.EVENT_READ)
-    served = time.monotonic()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for parents of children
+    asked.settimeout(1.0)
+    place, served = asked.getsockname(), time.monotonic()
     while os.path.exists(place) and time.monotonic() < served + IDLE_S:
-        for key, _ in waits.select(1.0):
-            if (s := key.fileobj) is woken:
-                woken.recv(4096)
-                tell_ended(told_to)
-                continue
-            if s is asked:
-                waits.register(asked.accept()[0], selectors.EVENT_READ)
-                continue
-            said, streams, _, _ = socket.recv_fds(s, 1 << 20, 4)
-            if not said:
-                waits.unregister(s)
-                s.close()
-            elif pid := os.fork():
-                *standard, told_to[pid] = streams
-                for fd in standard:
-                    os.close(fd)
-                s.send(str(pid).encode())
-            else:
-                ours = [wakes, *(k.fileobj for k in waits.get_map().values())]
-                waits.close()
-                leave_forge(streams, [*(x.detach() for x in ours), *told_to.values()])
+        with contextlib.suppress(TimeoutError):
+            conn, _ = asked.accept()
+            said, streams, _, _ = socket.recv_fds(conn, 1 << 20, 4)
+            conn.close()
+            if said and not os.fork():
+                asked.close()
+                parent(*streams)
                 fields = json.loads(said)
                 return Request(**{**fields, "host": fields["host"] and Host(**fields["host"])})
-        if len(waits.get_map()) > 2:
+            for fd in streams:
+                os.close(fd)
             served = time.monotonic()
     return None
 
 
-def leave_forge(streams: Sequence[int], ours: Sequence[int]) -> None:
-    """In a child: makes the first three of `streams` its standard ones, closes the forge's files, and leaves its session and signals."""
-    signal.set_wakeup_fd(-1)
+def parent(stdin: int, stdout: int, stderr: int, status: int) -> None:
+    """Forks the child, where it returns. Elsewhere it writes the child's pid, waits for it and for the orphans that it leaves, since nobody
+    else may, and writes its exit status."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for fd, stream in enumerate(streams[:3]):
-        os.dup2(stream, fd)
-    for fd in (*streams, *ours):
+    if not (child := os.fork()):
+        os.setsid()
+        for fd, stream in enumerate((stdin, stdout, stderr)):
+            os.dup2(stream, fd)
+        for fd in (stdin, stdout, stderr, status):
+            os.close(fd)
+        return
+    for fd in (stdin, stdout, stderr):
         os.close(fd)
-    os.setsid()
-
-
-def tell_ended(told_to: dict[int, int]) -> None:
-    """Waits for all children that have ended, and writes the exit status of each that was asked for."""
-    with contextlib.suppress(ChildProcessError):  # there are no others
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            if (fd := told_to.pop(ended[0], None)) is not None:
-                with contextlib.suppress(BrokenPipeError):  # the test process has ended
-                    os.write(fd, str(os.waitstatus_to_exitcode(ended[1])).encode())
-                os.close(fd)
+    with contextlib.suppress(ChildProcessError), open(status, "wb", buffering=0) as tells:
+        tells.write(f"{child}\n".encode())
+        while True:
+            pid, ended = os.wait()
+            if pid == child:
+                with contextlib.suppress(BrokenPipeError), tells:  # the test process may have ended
+                    tells.write(str(os.waitstatus_to_exitcode(ended)).encode())
+    os._exit(0)
 
 
 def become(request: Request) -> None:

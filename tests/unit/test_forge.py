@@ -51,10 +51,8 @@ def forges(tmp_path_factory):
     """Of these tests alone: another's was made in the environment that its first child asked for."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XFER_TEST_FORGES", str(folder := tmp_path_factory.mktemp("f")))
-        patch.setattr(forge, "_forges", made := {})
+        patch.setattr(forge, "_forges", {})
         yield folder
-        for f in made.values():
-            f.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -165,7 +163,8 @@ def test_test_processes_share_a_forge_that_waits_for_orphans_and_ends_with_its_f
                 forge.start(sys.executable, [str(tmp_path / "child.py")], environment(), tmp_path, None, err)
             )
         parents.append(parent_of(started[-1].pid))
-    assert parents[0] == parents[1] and "forge" in Path(f"/proc/{parents[0]}/cmdline").read_text()
+    ours, theirs = map(parent_of, parents)
+    assert ours == theirs and "forge" in Path(f"/proc/{ours}/cmdline").read_text()
     orphans = [int(p.stdout.readline()) for p in started]
     for p in started:
         os.killpg(p.pid, signal.SIGKILL)
@@ -175,7 +174,7 @@ def test_test_processes_share_a_forge_that_waits_for_orphans_and_ends_with_its_f
         os.kill(pid, signal.SIGKILL)
     until_true(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in orphans))
     shutil.rmtree(forges)
-    until_true(lambda: ended(parents[0]))
+    until_true(lambda: ended(ours))
 
 
 def parent_of(pid: int) -> int:
