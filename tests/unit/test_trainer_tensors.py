@@ -1,7 +1,5 @@
-"""Layouts that TensorTrainer reads from FSDP2, HSDP and tensor-parallel modules and from declarations.
-
-torch itself cuts real modules, rank by rank, over its fake process group: the shards, paddings and strides are the real
-ones, only no byte travels. What each rank then claims to hold is compared, element by element, with the whole tensor.
+"""Layouts that TensorTrainer reads from FSDP2, HSDP and tensor-parallel modules and from declarations. torch itself cuts real modules,
+rank by rank, over its fake process group; what each rank then claims to hold is compared with the whole tensor.
 """
 
 from __future__ import annotations
@@ -211,47 +209,41 @@ GIVEN = {
 
 
 @pytest.mark.parametrize(
-    "kind, scheme", [*((k, "whole") for k in GIVEN), *((k, "fsdp") for k in GIVEN if k != "views")]
+    "kind, scheme, released",
+    [
+        *((kind, "whole", released) for kind in GIVEN for released in ("", "let go")),
+        *((kind, "fsdp", "") for kind in GIVEN if kind != "views"),
+        ("state_dict", "whole", "packed"),
+    ],
 )
-def test_new_objects_over_the_same_bytes_have_not_moved_and_new_bytes_have(kind, scheme):
+def test_new_objects_over_the_same_bytes_have_not_moved_and_new_bytes_have(kind, scheme, released):
+    """Released ones are free when the trainer drops them."""
     with one_rank(1, WORLD):
         net = Net(8, 4, torch.float32, False)
         cut(net, scheme)
         trainer = TensorTrainer(lambda: GIVEN[kind](net))
-        layout = trainer.read()
-        for _ in range(3):
-            trainer.drain()
-            assert trainer.check() == "same"
-        part = local(net.a.weight.data)
-        other = part.clone()
-        if scheme == "fsdp":
-            net.a.weight._local_tensor = other
-        else:
-            net.a.weight.data = other
-        trainer.drain()
-        assert trainer.check() == "moved"
-        now = trainer.rebind()
-        assert now.keys() == layout.tensors.keys()
-        places = {t.data_ptr() for t in now.values()}
-        assert other.data_ptr() in places and part.data_ptr() not in places
-        assert trainer.check() == "same"
-
-
-@pytest.mark.parametrize("kind, packed", [*((kind, False) for kind in GIVEN), ("state_dict", True)])
-def test_released_tensors_are_free_when_the_trainer_drops_them_and_are_found_again(kind, packed):
-    net = Net(8, 4, torch.float32, False)
-    trainer = TensorTrainer(lambda: GIVEN[kind](net), rank=0, world=1)
-    holder = TensorStream(trainer) if packed else trainer
-    for _ in range(2):
-        holder.read()
-        assert holder.check() == "same"
-        old = Watched(net.a.weight)
-        holder.forget() if packed else holder.let_go()
-        net.a.weight.data = net.a.weight.data.clone()
-        assert not old.held
-        assert holder.check() == "moved"
-        assert net.a.weight.data_ptr() in {t.data_ptr() for t in trainer.rebind().values()}
-        assert holder.check() == "same"
+        holder = TensorStream(trainer) if released == "packed" else trainer
+        for _ in range(2):
+            holder.read()
+            for _ in range(3):
+                holder.drain()
+                assert holder.check() == "same"
+            if released:
+                holder.forget() if released == "packed" else holder.let_go()
+            old, at = Watched(local(net.a.weight.data)), local(net.a.weight.data).data_ptr()
+            other = local(net.a.weight.data).clone()
+            if scheme == "fsdp":
+                net.a.weight._local_tensor = other
+            else:
+                net.a.weight.data = other
+            if released:
+                assert not old.held
+            else:
+                holder.drain()
+            assert holder.check() == "moved"
+            places = {t.data_ptr() for t in trainer.rebind().values()}
+            assert other.data_ptr() in places and at not in places
+            assert holder.check() == "same"
 
 
 @pytest.mark.parametrize("given", ["a module", "a callable"])
