@@ -1,6 +1,5 @@
-"""A vLLM engine on GPUs that joins while the trainers are inside a step: another engine gives it its weights, by mapped memory.
-
-Every byte is compared with what vLLM's own loader makes of the weights, as in test_gpu_refit.py.
+"""A vLLM engine on GPUs that joins while the trainers are inside a step: another engine gives it its weights, by mapped memory. Every byte
+is compared with what vLLM's own loader makes of the weights.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""Faults on GPUs in the middle of a refit, by pull, by NCCL and on the packed route (mapped over CUDA IPC, and broadcast by NCCL):
-processes of a real vLLM and plain trainers are killed, stopped, or fail.
-
-After each case every process that is left has raised a typed error in time, no other process has ended, the engine answers NaN
-or as before, and the next refit is right in every byte. A route's cases share an engine, which the last case kills.
-test_packed_deaths.py does this on the packed route over gloo and shared memory.
+"""Faults on GPUs in the middle of a refit, on every route: processes are killed, stopped, or fail. Then all others have raised a typed
+error in time and live, the engine answers NaN or as before, and the next refit is right in every byte. A route's cases share an engine,
+which the last case kills.
 """
 
 from __future__ import annotations

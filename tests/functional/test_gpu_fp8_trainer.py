@@ -1,8 +1,5 @@
 """Megatron-Core trainers whose parameters are in FP8 (`fp8_param_gather`, blockwise scaling by TransformerEngine) refit engines in block
-FP8: after every step an engine holds the trainer's own bytes and scales.
-
-The judge is Bridge's export of these bytes (fp8_export.py), which vLLM's own loader loads: into a second model, byte by byte, and into a
-fresh engine, whose greedy answers are compared.
+FP8 with their own bytes and scales. The judge is Bridge's export of these (fp8_export.py), loaded by vLLM's own loader.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Whole refits between GPU processes: plain trainers, real vLLM with CUDA graphs and torch.compile.
-
-After each refit every byte of every worker is compared with what vLLM's own loader makes of the same weights (with MLA, also the
-projections derived from them), and every data-parallel rank answers with greedy tokens. Cases that need more GPUs than there are
+"""Whole refits between GPU processes: plain trainers, real vLLM with CUDA graphs and torch.compile. After each, every byte of every worker
+is compared with what vLLM's own loader makes of the same weights, and data-parallel ranks answer. Cases that need more GPUs than there are
 are skipped, or share them with XFER_SHARE_GPUS=1 (gpu_shared.py).
 """
 

@@ -1,7 +1,5 @@
-"""Vision-language engines on GPUs, live: their own classes with their towers, which are sent whole or kept as they are.
-
-Every byte of the worker is compared with what vLLM's own loader makes of the same weights, and the model is asked about pictures.
-Needs torchvision.
+"""Vision-language engines on GPUs, live, with their towers, which are sent whole or kept as they are: every byte is compared with what
+vLLM's own loader makes of the same weights, and the model is asked about pictures. Needs torchvision.
 """
 
 from __future__ import annotations

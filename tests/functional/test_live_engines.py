@@ -3,7 +3,7 @@ ranks that share experts, drafters, a frozen vision tower, arithmetic in the loa
 
 The truth is vLLM's own loader, twice: the engine under test starts from checkpoint A and reports what it computes; another
 engine of the same set-up starts from checkpoint B. Then the first one is refitted to B, filled with noise wherever a
-refit must write, and refitted back to A. Trainers are plain processes (tests/support/folder_main.py), so that any
+refit must write, and refitted back to A. Trainers are plain processes (tests/support/plain_main.py), so that any
 family can be had.
 """
 
@@ -160,7 +160,7 @@ class Stage(refit_stage.Stage):
     """Two trainer ranks, the engine under test, and one for fresh loads. The processes serve all cases in turn."""
 
     def processes(self) -> list[Child]:
-        self.trainers = Children(self.child(f"trainer{r}", "engine", "folder_main") for r in range(2))
+        self.trainers = Children(self.child(f"trainer{r}", "engine", "plain_main") for r in range(2))
         self.tested, self.truth = (self.child(name, "engine", "live_main") for name in ("engine", "truth"))
         return [*self.trainers, self.tested, self.truth]
 

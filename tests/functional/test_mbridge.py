@@ -1,9 +1,5 @@
-"""Trainers whose bridge is mbridge's (ISEEKYAN/mbridge): what xfer says of live storages is what its export yields, bit for bit.
-
-On Megatron-Core 0.16 mbridge 0.15.1 gathers the down-projections of MLA over tensor-parallel ranks, which all hold them whole, since
-they carry the mark of a weight that is cut. It then exports them twice as large, and xfer refuses that. Newer ones do not mark them.
-
-The witnesses are those of test_trainer_families.py, and mbridge's own export on one rank.
+"""Trainers whose bridge is mbridge's (ISEEKYAN/mbridge): what xfer says of live storages is what its export yields on one rank, bit for
+bit. On Megatron-Core 0.16 mbridge 0.15.1 gathers MLA's whole down-projections, which are marked as cut, and exports them twice as large.
 """
 
 import os

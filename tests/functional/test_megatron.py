@@ -1,7 +1,6 @@
-"""MegatronTrainer finds in live storages the tensors that Megatron-Bridge exports from them, bit for bit, in any layout; gathers in
-flight are finished first; numbers through Bridge's real collectives say the same as the trace; LoRAs are what Bridge merges.
-
-Four gloo ranks run real Megatron-Core models, optimizers and schedules. The assertions of a case are in megatron_worker.py.
+"""MegatronTrainer finds in live storages what Megatron-Bridge exports from them, bit for bit, in any layout, LoRAs merged; gathers in
+flight are finished first; a probe says the same as the trace. Four gloo ranks run real Megatron-Core; their assertions are in
+megatron_worker.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Changes that silently break kept addresses and conversion tasks are noticed; models that cannot be read right are refused by name.
-
-The cases with Megatron run in one child process, with their assertions: megatron_hazards.py.
+"""Changes that silently break kept addresses and conversion tasks are noticed; models that cannot be read right are refused by name. The
+cases run in one child process, with their assertions: megatron_hazards.py.
 """
 
 from __future__ import annotations

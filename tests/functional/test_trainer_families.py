@@ -1,7 +1,5 @@
-"""Every family that docs/architectures.md lists for trainers: what xfer says of live storages is what Bridge exports.
-
-Two witnesses share nothing with the trace: Bridge's import and export on a model of one rank, and Megatron-Core's
-`sharded_state_dict()`, by which ranks of every layout get their weights from that model.
+"""Every family that docs/architectures.md lists for trainers: what xfer says of live storages is what Bridge exports from a model of one
+rank, of which ranks of every layout get their weights by Megatron-Core's `sharded_state_dict()`. Neither witness knows the trace.
 `XFER_WRITE_DOCS=1` with `--slow` writes the table anew (scripts/architectures.sh).
 """
 

@@ -1,9 +1,6 @@
-"""Whole worlds in one process: every row of the table of refits that NeMo-RL reports, at its true parallel shape.
-
-Real Megatron-Core + Bridge ranks and real vLLM models at toy hidden sizes, with the true numbers of heads, KV heads and
-experts (DeepSeek-V3's are fewer). The trainers' weights come from the checkpoint by Bridge's own import and Megatron's
-own resharding, the truth from vLLM's own loader, so no reading of a layout can be wrong on both sides alike. Every
-replica is refitted twice.
+"""Whole worlds in one process: every row of the table of refits that NeMo-RL reports, at its true parallel shape, with real Megatron-Core
++ Bridge ranks and vLLM models of toy widths. Weights come from the checkpoint by Bridge's import and Megatron's resharding, the truth from
+vLLM's loader, so no reading of a layout can be wrong on both sides alike. Every replica is refitted twice.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""docs/architectures.md: two tables whose rows are made by the tests that prove them.
-
-A test makes its family's row and `check`s that it stands in the page; with XFER_WRITE_DOCS=1 it puts it there instead.
+"""docs/architectures.md: tables whose rows are made by the tests that prove them. A test makes its family's row and `check`s that it
+stands in the page; with XFER_WRITE_DOCS=1 it puts it there instead.
 """
 
 from __future__ import annotations

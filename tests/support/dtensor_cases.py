@@ -1,6 +1,5 @@
-"""Cases of xferdtensor, which four gloo ranks run at once (proc.obey).
-
-The judges are torch's own DTensor.redistribute where it can make the move, slices of the full tensor everywhere else.
+"""Cases of xferdtensor, which four gloo ranks run at once (proc.obey). The judges are torch's own DTensor.redistribute where it can make
+the move, slices of the full tensor everywhere else.
 """
 
 import os

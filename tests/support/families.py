@@ -1,8 +1,6 @@
-"""Toy configurations of model families, for tests of both sides. Data only; what is true of a family is found by running
-it.
-
-Sizes are the smallest that still tell dims apart: no two dims of a fused weight are equal, KV heads are fewer than some
-tensor-parallel sizes, and the vocabulary is padded by vLLM.
+"""Toy configurations of model families, for tests of both sides. Data only; what is true of a family is found by running it. Sizes are the
+smallest that still tell dims apart: no two dims of a fused weight are equal, KV heads are fewer than some tensor-parallel sizes, and vLLM
+pads the vocabulary.
 """
 
 from __future__ import annotations

@@ -20,15 +20,11 @@ from tests.support.proc import emit, methods, obey
 
 TP_PLAN = {
     "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
-    "model.layers.*.self_attn.q_proj": ColwiseParallel(),
-    "model.layers.*.self_attn.k_proj": ColwiseParallel(),
-    "model.layers.*.self_attn.v_proj": ColwiseParallel(),
+    **{f"model.layers.*.self_attn.{x}_proj": ColwiseParallel() for x in "qkv"},
     "model.layers.*.self_attn.o_proj": RowwiseParallel(),
     # Each rank norms its own heads with one weight, whose gradients have to be summed.
-    "model.layers.*.self_attn.q_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
-    "model.layers.*.self_attn.k_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
-    "model.layers.*.mlp.gate_proj": ColwiseParallel(),
-    "model.layers.*.mlp.up_proj": ColwiseParallel(),
+    **{f"model.layers.*.self_attn.{x}_norm": SequenceParallel(sequence_dim=2, use_local_output=True) for x in "qk"},
+    **{f"model.layers.*.mlp.{x}_proj": ColwiseParallel() for x in ("gate", "up")},
     "model.layers.*.mlp.down_proj": RowwiseParallel(),
     "lm_head": ColwiseParallel(output_layouts=Replicate()),
 }
@@ -45,16 +41,13 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, foreach=False)
 
     def _cut(self, scheme: str, dtype: str) -> None:
-        world, mesh = dist.get_world_size(), None
-        if scheme == "fsdp":
-            mesh = init_device_mesh("cpu", (world,))
-        elif scheme == "hsdp":
-            mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("copies", "shards"))
-        elif scheme == "fsdp over tp":
-            both = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
-            parallelize_module(self.model, both["tp"], TP_PLAN)
-            mesh = both["dp"]
-        self.batch_rank = mesh.get_rank() // (2 if scheme == "fsdp over tp" else 1)
+        world, over_tp = dist.get_world_size(), scheme == "fsdp over tp"
+        axes = {"hsdp": ("copies", "shards"), "fsdp over tp": ("dp", "tp")}.get(scheme)
+        mesh = init_device_mesh("cpu", (2, world // 2) if axes else (world,), mesh_dim_names=axes)
+        if over_tp:
+            parallelize_module(self.model, mesh["tp"], TP_PLAN)
+            mesh = mesh["dp"]
+        self.batch_rank = dist.get_rank() // (2 if over_tp else 1)
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         policy = {"mp_policy": mixed} if dtype == "float32" else {}
         for layer in self.model.model.layers:
@@ -96,9 +89,8 @@ class Trainer:
 
     def shards(self) -> list[list]:
         """Name, local shape and placements of every parameter, by which the test checks its own case."""
-        return [
-            [n, list(p._local_tensor.shape), [str(x) for x in p.placements]] for n, p in self.model.named_parameters()
-        ]
+        found = self.model.named_parameters()
+        return [[n, list(p._local_tensor.shape), [str(x) for x in p.placements]] for n, p in found]
 
 
 class Rank(trainer_rank.Rank):

@@ -1,8 +1,6 @@
-"""Engines and trainers on the GPUs of this host, for tests and benchmarks. They connect again and again.
-
-Both sides run in this interpreter's environment, or each in its own: XFER_SITE_TRAINER and XFER_SITE_ENGINE are put
-before PYTHONPATH (Bridge wants another transformers than vLLM). Each process sees all GPUs, its own first, since it must
-see a GPU to map its memory.
+"""Engines and trainers on the GPUs of this host, for tests and benchmarks. Both sides run in this interpreter's environment, or each in
+its own: XFER_SITE_TRAINER and XFER_SITE_ENGINE are put before PYTHONPATH (Bridge wants another transformers than vLLM). Each process sees
+all GPUs, its own first, since it must see a GPU to map its memory.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Methods that GPU tests call on a live vLLM worker (`worker_extension_cls`). Arguments and answers are plain data.
-
-Every byte of the live model is compared with a second model of the same class in the worker, which vLLM's loader has filled.
+"""Methods that GPU tests call on a live vLLM worker (`worker_extension_cls`). Arguments and answers are plain data. The live model is
+compared with a second one of the same class in the worker, which vLLM's loader has filled.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""vLLM workers that share a GPU, where there are fewer GPUs than workers (gpu_job.SHARED). Nothing of xfer.
-
-A stand-in for GPUs that are not there, not for what is tested: model, layout, CUDA graphs and requests are those of as many GPUs.
-To NCCL each worker is a host of its own, since it refuses two ranks of one host on one GPU; vLLM's own all-reduce kernels, which
-map other GPUs' memory, are off.
+"""vLLM workers that share a GPU, where there are fewer GPUs than workers (gpu_job.SHARED). Nothing of xfer. Model, layout, CUDA graphs and
+requests are those of as many GPUs. To NCCL each worker is a host of its own, since it refuses two ranks of one host on one GPU; vLLM's own
+all-reduce kernels, which map other GPUs' memory, are off.
 """
 
 from __future__ import annotations

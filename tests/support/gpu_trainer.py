@@ -1,7 +1,5 @@
-"""One trainer rank on a GPU, plain or Megatron; commands are `Rank`'s methods.
-
-Which GPU: XFER_GPU (an index). Values of a seed are made on the device (toy.tensor), so that both sides can make
-models of any size without a checkpoint.
+"""One trainer rank on a GPU (XFER_GPU: its index), plain or Megatron; commands are `Rank`'s methods. Values of a seed are made on the
+device (toy.tensor), so that both sides can make models of any size without a checkpoint.
 """
 
 from __future__ import annotations

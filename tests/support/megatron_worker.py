@@ -1,7 +1,5 @@
-"""One rank of a Megatron trainer under test. A case (proc.obey) asserts what must be true on every rank.
-
-One case for each start: Megatron's models are never freed, nor its process groups, whose threads wake again and again, so each further
-case would take longer than the one before.
+"""One rank of a Megatron trainer under test. A case (proc.obey) asserts what must be true on every rank. One case for each start: models
+are never freed, nor process groups, whose threads wake again and again, so each further case would take longer than the one before.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""A whole refit in one process: the inventories and storages of every rank of a world, and their programs run on them.
-
-Ranks whose inventories are equal are one *class* and are traced and stored once. Nothing is simulated but the wire: plans, programs and
-kernels are those of a real refit, and each rank's program is expanded for that rank alone. Inventories come from
-one_process_megatron.py and one_process_vllm.py, which need environments of their own, so `Trainers` travels between them as a file.
+"""A whole refit in one process: the inventories and storages of every rank of a world, and their programs run on them. Nothing is
+simulated but the wire. Ranks of equal inventories are one *class*, traced and stored once. Inventories come from one_process_megatron.py
+and one_process_vllm.py, which need environments of their own, so `Trainers` travels between them as a file.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""The trainers of a one-process world: every class of ranks of a Megatron-Core job, traced without torch.distributed.
-
-This process plays one rank after another on torch's fake process group, with Megatron's own group arithmetic. The
-weights come from the checkpoint on a road that xfer has no part in: Bridge imports it into a model of one rank, and
-Megatron-Core's own `sharded_state_dict()` says which box of each of that model's tensors a rank of the world holds. So
-if xfer read a layout wrongly, what it moves would be wrong bytes.
+"""The trainers of a one-process world: this process plays every class of ranks of a Megatron-Core job on torch's fake process group.
+Weights come from the checkpoint on a road that xfer has no part in: Bridge imports it into a model of one rank, and Megatron-Core's own
+`sharded_state_dict()` says which box of each tensor a rank holds. So if xfer read a layout wrongly, it would move wrong bytes.
 """
 
 from __future__ import annotations

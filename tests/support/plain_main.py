@@ -1,10 +1,12 @@
-"""One rank of a light trainer for functional tests: DTensors under checkpoint names, no framework; commands are `Rank`'s methods.
-
-The weights of a seed are those of `toy.write_checkpoint` with that seed.
+"""One rank of a light trainer for functional tests: DTensors under checkpoint names, no framework; commands are `Rank`'s methods. The
+weights of a seed are those of `toy.write_checkpoint` with that seed, or of the checkpoint in a folder.
 """
+
+from fnmatch import fnmatchcase
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -21,28 +23,37 @@ def placement(name: str, shape: tuple[int, ...]):
 
 
 class Weights:
-    """This rank's parts of all tensors of a config. `leave`, `extra`, `fp32`: names to leave out, to add, to widen."""
+    """This rank's parts of all tensors of a config, or of a checkpoint in a folder, whose seeds are folders.
 
-    def __init__(self, config: dict, leave=(), extra=(), fp32=()):
+    Args:
+        leave: Globs of names to leave out.
+        extra, fp32: Names to add, to widen.
+    """
+
+    def __init__(self, config: dict | None = None, folder: str = "", leave=(), extra=(), fp32=()):
         self.config, self.leave, self.extra, self.fp32 = config, leave, extra, fp32
-        self.hold(0)
+        self.hold(folder or 0)
 
     def hold(self, seed) -> None:
-        mesh, self.parameters, self.replaced = init_device_mesh("cpu", (dist.get_world_size(),)), {}, 0
+        self.mesh, self.parameters, self.replaced = init_device_mesh("cpu", (dist.get_world_size(),)), {}, 0
         for name, full in self.full(seed).items():
             where = placement(name, full.shape)
-            local = self._local(full, where).clone()
-            self.parameters[name] = DTensor.from_local(
-                local, mesh, [where], run_check=False, shape=full.shape, stride=full.stride()
-            )
+            self.parameters[name] = self._dtensor(self._local(full, where).clone(), where, full)
 
-    def full(self, seed: int) -> dict[str, torch.Tensor]:
-        out = toy.tensors(self.config, seed)
-        wide = toy.tensors({**self.config, "torch_dtype": "float32"}, seed) if self.fp32 else {}
-        out |= {n: wide[n] for n in self.fp32}
-        return {n: t for n, t in out.items() if n not in self.leave} | {
-            n: torch.zeros(8, 8, dtype=torch.bfloat16) for n in self.extra
-        }
+    def _dtensor(self, local: torch.Tensor, where, full: torch.Tensor) -> DTensor:
+        like = dict(shape=full.shape, stride=full.stride())
+        return DTensor.from_local(local, self.mesh, [where], run_check=False, **like)
+
+    def full(self, seed) -> dict[str, torch.Tensor]:
+        if self.config is None:
+            with safe_open(f"{seed}/model.safetensors", "pt") as f:
+                out = {n: f.get_tensor(n) for n in f.keys()}
+        else:
+            out = toy.tensors(self.config, seed)
+            wide = toy.tensors({**self.config, "torch_dtype": "float32"}, seed) if self.fp32 else {}
+            out |= {n: wide[n] for n in self.fp32}
+        kept = {n: t for n, t in out.items() if not any(fnmatchcase(n, p) for p in self.leave)}
+        return kept | {n: torch.zeros(8, 8, dtype=torch.bfloat16) for n in self.extra}
 
     def _local(self, full: torch.Tensor, where) -> torch.Tensor:
         if not isinstance(where, Shard):
@@ -66,15 +77,11 @@ class Weights:
                 wide = local.shape[-1] + 2 + self.replaced  # never the same twice
                 new = torch.zeros(*local.shape[:-1], wide, dtype=local.dtype)[..., : local.shape[-1]]
                 new.copy_(local)
-            self.parameters[name] = DTensor.from_local(
-                new, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-            )
+            self.parameters[name] = self._dtensor(new, p.placements[0], p)
             local.fill_(float("nan"))  # a trainer that still read the old storage would send this
 
 
 class Rank(trainer_rank.Rank):
-    kind = Weights
-
     def build(self, rank: int, world: int, port: int, address: str = "127.0.0.1", **weights) -> None:
         if self.session is not None:
             self.session.close()
@@ -82,7 +89,7 @@ class Rank(trainer_rank.Rank):
         if dist.is_initialized():
             dist.destroy_process_group()
         dist.init_process_group("gloo", init_method=f"tcp://{address}:{port}", rank=rank, world_size=world)
-        self.trainer = self.kind(**weights)
+        self.trainer = Weights(**weights)
         emit("built")
 
     def source(self) -> TensorTrainer:
@@ -90,7 +97,6 @@ class Rank(trainer_rank.Rank):
 
     def set(self, seed) -> None:
         self.trainer.set(seed)
-        emit("set")
 
     def replace(self, how: str) -> None:
         self.trainer.replace(how)

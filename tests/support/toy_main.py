@@ -1,10 +1,6 @@
-"""One process of a toy job, as an operating system starts it: connects, refits, closes, ends. The model is world.py's.
-
-    python -m tests.support.toy_main trainer RENDEZVOUS SEED RANK RANKS
-    python -m tests.support.toy_main engine RENDEZVOUS SEED
-
-The token is XFER_TOKEN. The engine compares every byte with what `SEED` makes. Exit code 0: all went as it should. Wants torch,
-numpy and msgspec only, so that it runs under any Python that has them.
+"""One process of a toy job, as an operating system starts it: `toy_main trainer RENDEZVOUS SEED RANK RANKS`, `toy_main engine RENDEZVOUS
+SEED`. The engine compares every byte with what `SEED` makes. XFER_TOKEN: the token. Exit code 0: all went as it should. Wants torch, numpy
+and msgspec only, so that it runs under any Python that has them.
 """
 
 import os

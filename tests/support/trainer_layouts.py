@@ -1,6 +1,5 @@
-"""Layouts of Megatron-Core that test_trainer_families.py tries on a family or two: how layers lie in stages, how experts are
-cut, and other attention. As a program it prints the checkpoint tensors of every family, theirs included, as JSON: {family: [[name, shape,
-dtype], …]}.
+"""Layouts of Megatron-Core that test_trainer_families.py tries on a family or two: stages, cuts of experts, attention. As a program it
+prints the checkpoint tensors of every family, theirs included, as JSON: {family: [[name, shape, dtype], …]}.
 """
 
 from __future__ import annotations

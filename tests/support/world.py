@@ -1,7 +1,5 @@
-"""A small world for tests of the session: trainers that hold rows of tensors, an engine whose workers hold columns.
-
-It stands in for Megatron and vLLM only where the thing under test is the session itself (who says what when). The coordinator, the
-channels, planner, transport and checksums are the real ones. Trainers and workers are threads of one process.
+"""A small world for tests of the session: threads of trainers that hold rows of tensors, engines whose workers hold columns. It stands in
+for Megatron and vLLM only where the thing under test is the session itself (who says what when). All else is real.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""The small world of world.py with a process for every trainer, controller and worker, so that each can be killed or
-stopped at any point.
-
-Processes are forked from a server that has imported torch once. A worker that dies ends its controller's call at once,
-as vLLM's executor does, but those beside it live on, so that what becomes of them can be seen.
+"""The small world of world.py with a process for every trainer, controller and worker, so that each can be killed or stopped at any point.
+Processes are forked from a server that has imported torch once. A worker that dies ends its controller's call at once, as vLLM's executor
+does, but those beside it live on, so that what becomes of them can be seen.
 """
 
 from __future__ import annotations
