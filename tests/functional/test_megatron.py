@@ -1,15 +1,16 @@
 """MegatronTrainer finds in live storages what Megatron-Bridge exports from them, bit for bit, in any layout, LoRAs merged; gathers in
-flight are finished first; a probe says the same as the trace. Four gloo ranks run real Megatron-Core; their assertions are in
-megatron_worker.py.
+flight are finished first; a probe says the same as the trace; what would silently break this is noticed or refused. Ranks run real
+Megatron-Core; their assertions are in megatron_worker.py and megatron_hazards.py.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.support.proc import Family
+from tests.support.proc import ROOT, Family
 
 pytestmark = pytest.mark.trainer
 PLAIN = dict(distopt=False, overlap=False)
@@ -129,3 +130,20 @@ def test_scratch_holds_what_bridge_merges(arguments, tmp_path):
 @pytest.mark.parametrize("name", ["regrouped", "ungrouped", "dora"])
 def test_lora_hazards(name, tmp_path):
     run(name, tmp_path)
+
+
+# ---- in one process for all, whose one rank has no peers
+
+HAZARDS = re.findall(r"^def (\w+)\(folder\)", (ROOT / "tests/support/megatron_hazards.py").read_text(), re.M)
+
+
+@pytest.fixture(scope="module")
+def rank(tmp_path_factory):
+    with Family(tmp_path_factory.mktemp("megatron-hazards")) as family:
+        (rank,) = family.ranks("megatron_hazards", 1, side="here", PYTHONWARNINGS="ignore")
+        yield rank
+
+
+@pytest.mark.parametrize("case", HAZARDS)
+def test_hazards(rank, case, tmp_path):
+    rank.ask("hazard", name=case, folder=str(tmp_path))

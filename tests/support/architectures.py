@@ -14,22 +14,31 @@ from tests.support.families import FAMILIES, Family, text
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/architectures.md"
 Row = tuple[str, ...]
+TRAINERS: Row = ("family", "Bridge class", "layouts", "direct", "staged", "left out", "Bridge from")
 HEADS: dict[str, Row] = {
     "engines": ("family", "vLLM class", "layouts", "direct", "staged", "filled", "kept"),
-    "trainers": ("family", "Bridge class", "layouts", "direct", "staged", "left out", "Bridge from"),
-    "older trainers": ("family", "Bridge class", "layouts", "direct", "staged", "left out", "Bridge from"),
+    "trainers": TRAINERS,
+    "older trainers": TRAINERS,
 }
 NEWEST, OLDER = ("0.19.2", "0.6.2"), ("0.16.1", "0.3.1")
 """Megatron-Core and Megatron-Bridge of the two tables of trainers. The second has only the rows that differ."""
 
 
-def check(table: str, row: Row) -> None:
-    """AssertionError, saying how to make the page anew, when it has another row for this family."""
-    if _writing():
-        _put(table, row[0], row)
-        return
-    found = find(table, row[0])
-    assert found == row, f"docs/architectures.md says {found}; it is {row}. scripts/architectures.sh writes it anew"
+def check(table: str, row: Row, same: bool = False) -> None:
+    """AssertionError, saying how to make the page anew, when it has another row for this family. same: it needs none there."""
+    before, inside, after = re.split(f"(?s)(?<=<!-- {table} -->\n)(.*?)(?=\n<!-- end of {table} -->)", PAGE.read_text())
+    lines = [tuple(c.strip() for c in line.strip().strip("|").split("|")) for line in inside.splitlines()[2:]]
+    rows = {r[0]: r for r in lines}
+    if os.environ.get("XFER_WRITE_DOCS") == "1":
+        rows |= {row[0]: None if same else row}
+        kept = [rows[f.name] for f in FAMILIES if rows.get(f.name)]
+        made = ["| " + " | ".join(r) + " |" for r in (HEADS[table], ("---",) * len(HEADS[table]), *kept)]
+        PAGE.write_text(before + "\n".join(made) + after)
+    else:
+        found = rows.get(row[0])
+        assert same or found == row, (
+            f"docs/architectures.md says {found}; it is {row}. scripts/architectures.sh writes it anew"
+        )
 
 
 def check_trainers(row: Row) -> None:
@@ -38,43 +47,8 @@ def check_trainers(row: Row) -> None:
     if installed == NEWEST:
         check("trainers", row)
     elif installed == OLDER:
-        same = find("trainers", row[0]) == row
-        if _writing():
-            _put("older trainers", row[0], None if same else row)
-        elif not same:
-            check("older trainers", row)
-
-
-def find(table: str, name: str) -> Row | None:
-    return next((r for r in read(table) if r[0] == name), None)
-
-
-def _writing() -> bool:
-    return os.environ.get("XFER_WRITE_DOCS") == "1"
-
-
-def _put(table: str, name: str, row: Row | None) -> None:
-    rows = {r[0]: r for r in read(table)} | {name: row}
-    order = [f.name for f in FAMILIES]
-    write(table, sorted((r for r in rows.values() if r and r[0] in order), key=lambda r: order.index(r[0])))
-
-
-def read(table: str) -> list[Row]:
-    """Rows of a table in the page, without its head."""
-    lines = _split(table)[1].splitlines()
-    return [tuple(c.strip() for c in line.strip().strip("|").split("|")) for line in lines[2:]]
-
-
-def write(table: str, rows: Iterable[Row]) -> None:
-    lines = ["| " + " | ".join(r) + " |" for r in (HEADS[table], ("---",) * len(HEADS[table]), *rows)]
-    before, _, after = _split(table)
-    PAGE.write_text(before + "\n".join(lines) + after)
-
-
-def _split(table: str) -> tuple[str, str, str]:
-    """The page up to the table, the table, and the rest."""
-    before, inside, after = re.split(f"(?s)(?<=<!-- {table} -->\n)(.*?)(?=\n<!-- end of {table} -->)", PAGE.read_text())
-    return before, inside, after
+        line = "| " + " | ".join(row) + " |\n"
+        check("older trainers", row, same=line in PAGE.read_text().partition("<!-- end of trainers -->")[0])
 
 
 def engine_row(family: Family, model: str, layout, tensors) -> Row:
@@ -87,15 +61,10 @@ def engine_row(family: Family, model: str, layout, tensors) -> Row:
     ops = sorted({short(op) for r in layout.traced.recipes for op in r.ops})
     casts = sorted({" to ".join((c.dtypes[0], c.dtypes[-1])) for c in layout.traced.casts})
     direct = f"{len(names)} tensors, {len(live)} boxes" + (f"; cast {', '.join(casts)}" if casts else "")
-    return (
-        family.name,
-        model,
-        ", ".join(text(p) for p in family.engine),
-        direct,
-        f"{kinds(staged)}: {', '.join(ops)}" if staged else "-",
-        str(len(layout.traced.fills)) if layout.traced.fills else "-",
-        kinds({k.reason.split(":")[0] for k in layout.kept}) or "-",
-    )
+    kept = kinds({k.reason.split(":")[0] for k in layout.kept})
+    made = f"{kinds(staged)}: {', '.join(ops)}" if staged else "-"
+    layouts = ", ".join(map(text, family.engine))
+    return family.name, model, layouts, direct, made, str(len(layout.traced.fills) or "-"), kept or "-"
 
 
 def short(op: str) -> str:
@@ -112,15 +81,10 @@ def trainer_row(family: Family, bridge: str, world, layouts, left: Iterable[str]
     boxes = sum(len(world.classes[c].table) for c in world.class_of)
     recipes = [r for layout in layouts for r in layout.traced.recipes]
     ops = sorted({short(op) for r in recipes for op in r.ops})
-    return (
-        family.name,
-        bridge,
-        ", ".join(text(p) for p in family.trainer),
-        f"{len(world.catalog.specs)} tensors, {boxes} boxes on {len(world.class_of)} ranks",
-        f"{', '.join(sorted({starred(r.target) for r in recipes}))}: {', '.join(ops)}" if recipes else "-",
-        ", ".join(dict.fromkeys(map(starred, left))) or "-",
-        family.since or "0.3",
-    )
+    direct = f"{len(world.catalog.specs)} tensors, {boxes} boxes on {len(world.class_of)} ranks"
+    made = f"{', '.join(sorted({starred(r.target) for r in recipes}))}: {', '.join(ops)}" if recipes else "-"
+    layouts, absent = ", ".join(map(text, family.trainer)), ", ".join(dict.fromkeys(map(starred, left)))
+    return family.name, bridge, layouts, direct, made, absent or "-", family.since or "0.3"
 
 
 def starred(name: str) -> str:

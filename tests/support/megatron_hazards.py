@@ -6,23 +6,18 @@ import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig
+
 from examples.common import megatron_cpu, toy
-
-megatron_cpu.install()
-
-import pytest  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
-from transformers import AutoConfig  # noqa: E402
-
-from examples.common.train_loop import Trainer, build_chunks, megatron_names  # noqa: E402
-from tests.support.layouts import region  # noqa: E402
-from tests.support.proc import obey  # noqa: E402
-from xfer.errors import LayoutError, RebindError, Unsupported, XferError  # noqa: E402
-from xfer.trainers.megatron import MegatronTrainer  # noqa: E402
-
-PLAIN = dict(distopt=False, overlap=False)
+from examples.common.train_loop import Trainer, build_chunks, megatron_names
+from tests.support.layouts import region
+from tests.support.megatron_worker import PLAIN, adapter
+from tests.support.proc import obey
+from xfer.errors import LayoutError, RebindError, Unsupported, XferError
+from xfer.trainers.megatron import MegatronTrainer
 
 
 class _Quantized(torch.Tensor):
@@ -32,10 +27,6 @@ class _Quantized(torch.Tensor):
 def built(folder: Path, family: str = "qwen3", config: Mapping = {}, **keywords) -> Trainer:
     toy.write_checkpoint(family, folder, **config)
     return Trainer(folder, **{**PLAIN, **keywords})
-
-
-def adapter(trainer: Trainer, **keywords) -> MegatronTrainer:
-    return MegatronTrainer(trainer.chunks, trainer.bridge, **keywords)
 
 
 def names() -> list[str]:
@@ -61,6 +52,8 @@ def first_of(trainer: Trainer, kind: str) -> torch.nn.Module:
 
 
 def process_groups_must_exist(folder):
+    from megatron.core import parallel_state
+
     class Bridge:
         """The part of an AutoBridge that is used before a layout is read."""
 

@@ -98,10 +98,7 @@ class ToySource:
         for name, shape in self.shapes.items():
             full = self.value(name, shape, version)
             lo, hi = self.rows(shape[0]) if len(shape) > 1 else (0, shape[0])
-            if name in self.params:
-                self.params[name].copy_(full[lo:hi])
-            else:
-                self.params[name] = full[lo:hi].clone()
+            self.params.setdefault(name, torch.empty_like(full[lo:hi])).copy_(full[lo:hi])
 
     def move(self) -> None:
         """Other storages with the same values. The old ones hold NaN, for those who still read them."""
@@ -118,9 +115,8 @@ class ToySource:
 
     def export(self) -> None:
         """One tensor more, or less, which engines drop: other specs."""
-        if "extra" in self.shapes:
+        if self.params.pop("extra", None) is not None:
             self.shapes = {n: s for n, s in self.shapes.items() if n != "extra"}
-            del self.params["extra"]
         else:
             self.shapes = self.shapes | {"extra": (4, 4)}
             self.set(0)
@@ -315,17 +311,12 @@ class ToyEngine:
     def engine(self):
         return self
 
-    def refuse_own_loop(self, call): ...
+    def stay_paused(self, *_, **__): ...
 
-    def ask_paused(self, timeout): ...
-
-    def hand_over_drafter(self, timeout):
-        return False
+    refuse_own_loop = ask_paused = finish_ahead = assume_paused = hand_over_drafter = stay_paused
 
     def hold(self):
         return contextlib.nullcontext()
-
-    def stay_paused(self, timeout=0.0): ...
 
     def workers(self, timeout=0.0):
         return len(self.takers)
@@ -356,8 +347,6 @@ class ToyEngine:
         self._did("start")
         self.open = True
 
-    def finish_ahead(self, reset): ...
-
     def update(self, info, timeout):
         self._did("update")
         self._all(lambda i: self.sessions[i].receive(info["attempt"], info["deadline_s"]))
@@ -376,8 +365,6 @@ class ToyEngine:
 
     def ranks_in_step(self, timeout=0.0):
         return self.in_step
-
-    def assume_paused(self): ...
 
     def assume_open_session(self):
         self.log.append("session was open")
