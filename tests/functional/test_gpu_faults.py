@@ -56,8 +56,7 @@ def direct(b: Bench) -> None:
 
 @pytest.mark.parametrize("which", [pytest.param(LAST, marks=pytest.mark.slow), FIRST])
 def test_a_trainer_that_is_killed(b, which):
-    """A part of its bytes is on the way. A new trainer in its place gets its memory, which the engine had mapped. On the packed route the
-    other trainer waits for it in a collective, or has mapped its storages."""
+    """A part of its bytes is on the way. A new trainer in its place gets its memory, which the engine had mapped."""
     rank = rank_of(b, which)
     mine, before = b.memory(rank)["allocated"], b.room(rank)
     buckets = b.packed and not rank  # only the first sends them

@@ -19,9 +19,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(gpus() < 1, reason="needs a GPU"),
     pytest.mark.skipif(not megatron(), reason="needs Megatron-Core and Bridge: name their site in XFER_SITE_TRAINER"),
-    pytest.mark.skipif(
-        not transformer_engine(), reason="needs TransformerEngine: name its site in XFER_SITE_TRAINER, too"
-    ),
+    pytest.mark.skipif(not transformer_engine(), reason="needs TransformerEngine: name its site in XFER_SITE_TRAINER"),
 ]
 MEGATRON = dict(fp8="e4m3", fp8_recipe="blockwise", fp8_param=True, ddp=dict(fp8_param_gather=True), lr=1e-3)
 SIZES = dict(hidden_size=384, head_dim=128, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2)
@@ -109,7 +107,6 @@ def test_an_engine_in_bf16_is_refused_by_name(tmp_path):
         job.start_trainers([0], CUDA_DEVICE_MAX_CONNECTIONS="1")
         job.good("megatron", "built", timeout=300, folder=str(start), layout=MEGATRON, task=dict(seq=128))
         engine.started()
-        with pytest.raises(
-            AssertionError, match="float8_e4m3fn in the trainer, bfloat16 in .*serve it in block FP8 too"
-        ):
+        said = "float8_e4m3fn in the trainer, bfloat16 in .*serve it in block FP8 too"
+        with pytest.raises(AssertionError, match=said):
             job.meet([engine])

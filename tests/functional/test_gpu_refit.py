@@ -73,6 +73,7 @@ def small(way: dict) -> dict:
     return {**way, "connect": {**way["connect"], "bucket_bytes": 1 << 20}}
 
 
+APART_SMALL = {**small(PACKED), **APART}
 PULLED, ROUNDS = "by copies out of the trainers' storages", "from what trainers send in rounds"
 UNMAPPED = dict(route="nccl", env=NO_HANDLES)
 UNMAPPED_APART = {**UNMAPPED, **APART, "env": {**NO_HANDLES, **host("t")}}
@@ -90,25 +91,20 @@ FP8_MOE = {**BLOCK_FP8, "num_experts": 16}
 FLASHINFER = dict(moe_backend="flashinfer_cutlass", flashinfer=True, enable_flashinfer_autotune=False)
 """Lays experts out anew after loading. Where FlashInfer is not installed, its kernel is a stand-in (tests/support/kernels); what vLLM
 does to weights for it is vLLM's own."""
+TRITON = dict(moe_backend="triton")
+ANEW = {**EAGER, **FLASHINFER, "ep": True}
+WHOLE_BLOCKS = {**FP8_MOE, "head_dim": 128, "moe_intermediate_size": 256}
+"""So that each rank's part consists of them."""
 CASES = [
     Case("one GPU for both", "qwen3", (0,), ((0,),)),
     Case("dense, side by side", "qwen3_tied", (1,), ((0,),)),
     Case("experts, one GPU for both", "qwen3_moe", (0,), ((0,),)),
     Case("dense, TP2", "qwen3", (2, 3), ((0, 1),)),
     Case("block FP8, dense", "qwen3", (1,), ((0,),), config=BLOCK_FP8),
-    Case(
-        "block FP8, experts, one GPU for both", "qwen3_moe", (0,), ((0,),), dict(moe_backend="triton"), config=FP8_MOE
-    ),
+    Case("block FP8, experts, one GPU for both", "qwen3_moe", (0,), ((0,),), TRITON, config=FP8_MOE),
     Case("experts laid out anew, one GPU for both", "qwen3_moe", (0,), ((0,),), FLASHINFER),
     Case("block FP8, experts laid out anew, one GPU for both", "qwen3_moe", (0,), ((0,),), FLASHINFER, config=FP8_MOE),
-    Case(
-        "block FP8, experts over two GPUs laid out anew",
-        "qwen3_moe",
-        (0, 1),
-        ((0, 1),),
-        {**EAGER, **FLASHINFER, "ep": True},
-        config={**FP8_MOE, "head_dim": 128, "moe_intermediate_size": 256},  # each rank's part consists of whole blocks
-    ),
+    Case("block FP8, experts over two GPUs laid out anew", "qwen3_moe", (0, 1), ((0, 1),), ANEW, config=WHOLE_BLOCKS),
     Case("dense, TP4, colocated", "qwen3", (0, 1, 2, 3), ((0, 1, 2, 3),)),
     Case("experts cut, colocated", "qwen3_moe", (0, 1, 2, 3), ((0, 1, 2, 3),), dict(ep=True)),
     Case("experts, two replicas", "qwen3_moe", (2, 3), ((0,), (1,)), EAGER),
@@ -139,16 +135,7 @@ CASES = [
     Case("packed, two to TP2", "qwen3_moe", (2, 3), ((0, 1),), EAGER, **PACKED),
     Case("packed, two to TP2, as on two hosts", "qwen3_moe", (0, 1), ((0, 1),), EAGER, **PACKED, **APART),
     Case("packed, two on one GPU, mapped", "qwen3_moe", (0, 0), ((0,),), EAGER, way=PULLED, **small(MAPPED)),
-    Case(
-        "packed, two on one GPU, as on two hosts",
-        "qwen3_tied",
-        (0, 0),
-        ((0,),),
-        EAGER,
-        way=PULLED,
-        **small(PACKED),
-        **APART,
-    ),
+    Case("packed, two on one GPU, as on two hosts", "qwen3_tied", (0, 0), ((0,),), EAGER, way=PULLED, **APART_SMALL),
     Case("packed in rounds, as on three hosts", "qwen3_moe", (0, 0), ((0,),), EAGER, **small(PACKED), **IN_ROUNDS),
 ]
 
@@ -159,9 +146,8 @@ def met(case: Case, work: Path) -> Iterator[tuple[Job, list[Engine]]]:
     if case.needs > GPUS and not case.shares:
         pytest.skip(f"needs {case.needs} GPUs")
     with Job(work, config(case.family, **case.config)) as job:
-        engines = [
-            job.engine(f"engine{i}", list(on), env=case.engine_env, **case.engine) for i, on in enumerate(case.replicas)
-        ]
+        how = dict(env=case.engine_env, **case.engine)
+        engines = [job.engine(f"engine{i}", list(on), **how) for i, on in enumerate(case.replicas)]
         job.start_trainers(list(case.trainers), **case.env)
         job.plain(case.group)
         for e in engines:
@@ -193,17 +179,14 @@ def test_refits_are_bit_exact_and_tokens_follow(case: Case, tmp_path):
             assert check(job, engines, 2, job.refit(2, verify=True), case.route) == second
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(c, id=c.name)
-        for c in (
-            Case("pulled, one GPU for both", "qwen3", (0,), ((0,),)),
-            Case("sent, as on two hosts", "qwen3", (1,), ((0,),), **UNMAPPED_APART),
-            Case("a relay chain", "qwen3", (1,), ((0,), (1,)), EAGER, route="peer+relay", connect=dict(relay=True)),
-        )
-    ],
-)
+STAGED = [
+    Case("pulled, one GPU for both", "qwen3", (0,), ((0,),)),
+    Case("sent, as on two hosts", "qwen3", (1,), ((0,),), **UNMAPPED_APART),
+    Case("a relay chain", "qwen3", (1,), ((0,), (1,)), EAGER, route="peer+relay", connect=dict(relay=True)),
+]
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in STAGED])
 def test_staged_refits_are_bit_exact(case: Case, tmp_path):
     """All bytes, and what changed. A change is taken back by the next refit, so that every byte is known."""
     with met(case, tmp_path) as (job, engines):
@@ -247,8 +230,7 @@ FP8_ENGINES = {"dense": ("qwen3", BLOCK_FP8, {}), "experts": ("qwen3_moe", FP8_M
 
 @pytest.mark.parametrize("kind", FP8_ENGINES)
 def test_an_engine_in_block_fp8_is_a_fresh_one_on_a_quantized_checkpoint(kind, tmp_path):
-    """After each of two refits. Quantized by the rule that the report names. If DeepGEMM is installed, vLLM quantizes again after
-    loading, by powers of two."""
+    """Quantized by the rule that the report names. If DeepGEMM is installed, vLLM quantizes again after loading, by powers of two."""
     family, served, how = FP8_ENGINES[kind]
     with Job(tmp_path, config(family, **served)) as job:
         engine = job.engine("engine", [0], eager=True, **how)
@@ -334,8 +316,7 @@ def flew_well(mode: str, log: list, truth: dict[int, list[int]], versions: list[
 
 @pytest.mark.slow
 def test_requests_under_way_across_refits_are_of_one_version_or_what_the_pause_says(tmp_path):
-    """A request runs whenever a refit begins. "wait": it ends under the old weights; "abort": it is dropped; "keep": it goes on under the
-    new weights."""
+    """A request, under way at each refit, ends under the old weights ("wait"), is dropped ("abort"), or goes on under new ones ("keep")."""
     with Job(tmp_path, config("qwen3")) as job:
         engine = job.engine("engine", [0], asynchronous=True)
         job.start_trainers([1 if GPUS > 1 else 0])

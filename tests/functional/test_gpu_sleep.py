@@ -36,8 +36,7 @@ def stage(tmp_path_factory):
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_refit_while_only_the_weights_are_awake(stage, level):
-    """Level 1 brings the old weights back, level 2 memory that holds anything, and vLLM restores the buffers; then noise lies
-    in all that a refit must write, the vocabulary's padding too."""
+    """Level 1 brings the old weights back, level 2 memory that holds anything; then noise lies in all that a refit must write."""
     job, engine = stage.job, stage.engine
     check(job, [engine], 1, job.refit(1, verify=True), "peer")
     kept = engine.ask("kept", "kept")["kept"]

@@ -44,14 +44,8 @@ def test_a_vision_language_engine_holds_every_byte_and_sees(tmp_path, name, kept
     config = CASES[name]
     with Job(tmp_path, config) as job:
         checkpoints.write_processor(job.folder, config)
-        engine = job.engine(
-            "engine",
-            [0],
-            eager=True,
-            skip_tokenizer_init=False,
-            limit_mm_per_prompt={"image": 1, "video": 0},
-            additional_config=TRITON,
-        )
+        how = dict(limit_mm_per_prompt={"image": 1, "video": 0}, additional_config=TRITON, skip_tokenizer_init=False)
+        engine = job.engine("engine", [0], eager=True, **how)
         job.start_trainers([1])
         job.plain(leave="model.visual." if kept else "")
         engine.started()

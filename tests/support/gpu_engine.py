@@ -20,17 +20,9 @@ PROMPTS = vllm_main.PROMPTS
 
 
 def start(
-    model: str,
-    tp: int = 1,
-    dp: int = 1,
-    ep: bool = False,
-    load_format: str = "dummy",
-    eager: bool = False,
-    asynchronous: bool = False,
-    compiled: bool = True,
-    flashinfer: bool = False,
-    **more,
-):
+    model: str, tp=1, dp=1, ep=False, load_format="dummy", eager=False, asynchronous=False, compiled=True,
+    flashinfer=False, **more,
+):  # fmt: skip
     """Start vLLM.
 
     Args:

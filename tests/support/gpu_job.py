@@ -9,7 +9,7 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,7 +18,6 @@ import torch
 from examples.common import toy
 from examples.common.ports import free_port
 from tests.support import gpu_shared, proc
-from tests.support.hosts import Host
 from tests.support.proc import ROOT, Child, Family
 
 for _side in proc.PYTHON:
@@ -37,14 +36,8 @@ TOY_MLA = dict(
 """Heads of DeepSeek's own sizes: FlashAttention takes keys and values of unequal widths in few sizes only."""
 
 
-BLOCK_FP8 = {
-    "quantization_config": {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-    }
-}
+_FP8 = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[128, 128])
+BLOCK_FP8 = {"quantization_config": _FP8}
 """Of a model's config: the engine serves block FP8. Trainers are in bf16 and quantize."""
 NO_HANDLES = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 """Environment of trainers whose memory cannot be mapped: all bytes go by NCCL."""
@@ -89,10 +82,9 @@ def megatron() -> bool:
 
 def transformer_engine() -> bool:
     """Whether trainers have TransformerEngine, in one of the places where they may have Megatron-Core."""
-    own = os.environ.get("XFER_SITE_TRAINER", "").split(":")
-    return any(os.path.exists(os.path.join(at, "transformer_engine")) for at in own if at) or (
-        find_spec("transformer_engine") is not None
-    )
+    own = filter(None, os.environ.get("XFER_SITE_TRAINER", "").split(":"))
+    there = any(os.path.exists(os.path.join(at, "transformer_engine")) for at in own)
+    return there or find_spec("transformer_engine") is not None
 
 
 def site(side: str) -> dict[str, str]:
@@ -101,12 +93,9 @@ def site(side: str) -> dict[str, str]:
 
 
 class Engine:
-    """A vLLM process whose workers lie on `on`, in that order. `env`: of that process. `module`: what it runs. `start`:
-    gpu_engine.start's."""
+    """A vLLM process whose workers lie on `on`, in that order. `env`: of that process. `module`: what it runs. `start`: of gpu_engine."""
 
-    def __init__(
-        self, job: Job, name: str, on: list[int], env: dict[str, str] | None = None, module: str = "gpu_engine", **start
-    ):
+    def __init__(self, job: Job, name: str, on: list[int], env: Mapping = {}, module: str = "gpu_engine", **start):
         on = folded(on)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         seen = visible.split(",") if visible else range(gpus())
@@ -114,12 +103,12 @@ class Engine:
         order = [seen[g] for g in first]
         if len(set(on)) < len(on):
             start = {**gpu_shared.OPTIONS, **start}
-            env = {**(env or {}), **gpu_shared.environment([first.index(g) for g in on])}
+            env = {**env, **gpu_shared.environment([first.index(g) for g in on])}
         self.job, self.on = job, on
         self.child: Child = job.family.start(
             name, "engine", module, **{
                 **site("engine"), "XFER_TOKEN": job.token, "CUDA_VISIBLE_DEVICES": ",".join(map(str, order)),
-                "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_LOGGING_LEVEL": "WARNING", **(env or {}),
+                "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_LOGGING_LEVEL": "WARNING", **env,
             },
         )  # fmt: skip
         self.child.expect("up", timeout=90)
@@ -146,13 +135,7 @@ class Engine:
 class Job:
     """`config`: an HF config of a family of examples.common.toy. `address`: of trainer 0, as URLs have it. `host_of`: as of `Family`."""
 
-    def __init__(
-        self,
-        work: Path,
-        config: dict,
-        address: str = "127.0.0.1",
-        host_of: Callable[[str], Host | None] = lambda name: None,
-    ):
+    def __init__(self, work: Path, config: dict, address="127.0.0.1", host_of=lambda name: None):
         self.work, self.config, self.token = Path(work), config, secrets.token_hex(16)
         self.family, self.address = Family(self.work, host_of), address
         self.engines: list[Engine] = []
@@ -211,13 +194,11 @@ class Job:
             got = c.expect("built", "raised", timeout=120)
             assert got["kind"] == "built", f"{got}\n{c.tail()}"
 
-    def meet(
-        self, engines: list[Engine], keep: tuple[str, ...] = (), serve: dict | None = None, **connect
-    ) -> list[dict]:
+    def meet(self, engines: list[Engine], keep: Sequence[str] = (), serve: Mapping = {}, **connect) -> list[dict]:
         """`serve`: more arguments of `xfer.serve`; `connect`: of `xfer.connect`."""
         self.rendezvous = f"tcp://{self.address}:{free_port()}"
         for i, e in enumerate(engines):
-            e.ask("serve", "serving", rendezvous=self.rendezvous, replica=i, keep=keep, **(serve or {}))
+            e.ask("serve", "serving", rendezvous=self.rendezvous, replica=i, keep=keep, **serve)
         out = self.good("connect", "connected", rendezvous=self.rendezvous, replicas=len(engines), **connect)
         for e in engines:
             e.ask("ready", "ready")

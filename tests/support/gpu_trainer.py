@@ -185,14 +185,11 @@ class Megatron:
             dist.init_process_group("nccl")
         self.trainer = Trainer(folder, **layout)
         self.trainer.task = replace(self.trainer.task, **(task or {}))
+        self.optimizer, self.step, self.export = self.trainer.optimizer, self.trainer.step, self.trainer.export
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
         return {f"{i}:{n}": p for i, chunk in enumerate(self.trainer.chunks) for n, p in chunk.named_parameters()}
-
-    @property
-    def optimizer(self) -> object:
-        return self.trainer.optimizer
 
     def export_fp8(self, folder: str) -> None:
         """What is held in FP8 as a checkpoint in block FP8, written by rank 0."""
@@ -203,12 +200,6 @@ class Megatron:
             Path(folder).mkdir(parents=True, exist_ok=True)
             save_file(tensors, f"{folder}/model.safetensors", metadata={"format": "pt"})
         dist.barrier()
-
-    def step(self) -> float:
-        return self.trainer.step()
-
-    def export(self, folder: str) -> None:
-        self.trainer.export(folder)
 
     def source(self, export: bool = False):
         """`export`: for the packed route, as where a trace cannot tell what is exported: by Bridge's own export."""
@@ -252,7 +243,6 @@ class Rank(trainer_rank.Rank):
 
     def set(self, seed: int) -> None:
         self.trainer.set(seed)
-        emit("set")
 
     def move(self) -> None:
         self.trainer.move()
