@@ -30,12 +30,6 @@ from xfer.mesh import Interleaved, MeshInfo, Replicate, Segmented, Shard, Stride
 from xfer.transport import peer_host
 
 WORLD = 4
-CASES = {}
-
-
-def case(fn):
-    CASES[fn.__name__] = fn
-    return fn
 
 
 # ---------------------------------------------------------------- what cases are made of
@@ -104,7 +98,6 @@ def torch_placements(rng, mesh, shape):
 # ---------------------------------------------------------------- cases: each runs on every rank at once
 
 
-@case
 def equals_dtensor_redistribute(rank):
     """Every move on one mesh that torch can make, even and uneven, between DTensors and between plain tensors."""
     rng = random.Random(1)
@@ -123,7 +116,6 @@ def equals_dtensor_redistribute(rank):
         assert torch.equal(plain, want.to_local()), (shape, source.placements, placements)
 
 
-@case
 def fsdp_order_equals_torch(rank):
     """FSDP2's strided shards, read from DTensors whose dim was cut by the later mesh axis first."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -148,7 +140,6 @@ def fsdp_order_equals_torch(rank):
         assert torch.equal(got.to_local(), full)
 
 
-@case
 def any_mesh_to_any_mesh(rank, count=EXAMPLES // 4, world=WORLD, device="cpu", largest=12, **options):
     """Meshes of different ranks, shapes and sizes, overlapping or not, all placements, odd strides on both sides."""
     rng = random.Random(2)
@@ -177,7 +168,6 @@ def any_mesh_to_any_mesh(rank, count=EXAMPLES // 4, world=WORLD, device="cpu", l
             assert torch.equal(memory[between], before), "bytes between the destination's own were written"
 
 
-@case
 def disjoint_meshes_of_dtensors(rank):
     """A DTensor of ranks 0, 1 to one of ranks 2, 3: each rank knows only its own side."""
     left, right = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [3, 2])
@@ -191,7 +181,6 @@ def disjoint_meshes_of_dtensors(rank):
     assert dst is None or torch.equal(dst.to_local(), full.chunk(2, 1)[3 - rank])
 
 
-@case
 def a_rank_copies_what_it_holds_from_itself(rank):
     """Replicas on all ranks, shards wanted on two of them: nothing goes over the wire, though others could send."""
     full = values((4096, 3))
@@ -206,7 +195,6 @@ def a_rank_copies_what_it_holds_from_itself(rank):
     assert rows["extent"].prod(axis=1).sum() == (got.numel() if rank < 2 else 0), "each element is copied once"
 
 
-@case
 def casts_follow_the_destination(rank):
     a, b = MeshInfo.line("x", [0, 1]), MeshInfo.line("x", [1, 2, 3])
     full = torch.randn(7, 4, generator=torch.Generator().manual_seed(0))
@@ -223,7 +211,6 @@ def casts_follow_the_destination(rank):
     assert dst is None or torch.equal(dst, half)
 
 
-@case
 def a_backward_through_a_destination_that_was_overwritten_raises(rank):
     """As after any write in place; it would compute gradients with the new values."""
     mesh = MeshInfo.line("x", range(WORLD))
@@ -256,14 +243,12 @@ def reading():
         yield plans
 
 
-@case
 def any_mesh_to_any_mesh_by_reading(rank):
     with reading() as plans:
         any_mesh_to_any_mesh(rank, EXAMPLES // 8, peer=True)
     assert any(p.pulled_in for p in plans)
 
 
-@case
 def routes_are_kept_and_followed(rank):
     for peer in (True, False):
         with reading() as plans:
@@ -317,7 +302,6 @@ def kept_and_followed(rank, size, device, plans, peer):
     move(src, got, 1)
 
 
-@case
 def message_buffers_are_kept_for_the_last_routes_only(rank):
     mesh = MeshInfo.line("x", range(4))
     dtensor.forget()
@@ -328,7 +312,6 @@ def message_buffers_are_kept_for_the_last_routes_only(rank):
     assert old == [None, None] and last.extra_bytes > 0
 
 
-@case
 def a_failed_read_is_told_to_every_rank(rank):
     broken = patch.object(peer_host, "_read", side_effect=OSError(3, "no such process"))
     with reading():
@@ -352,7 +335,6 @@ def failed_on_one(rank, size, device, broken, why, **options):
     xferdtensor(*move, **options)
 
 
-@case
 def subgroups_number_their_own_ranks(rank):
     group = dist.new_group([1, 2, 3])
     mesh = DeviceMesh("cpu", [2, 3])  # global ranks: 1 and 2 of the group
@@ -367,7 +349,6 @@ def subgroups_number_their_own_ranks(rank):
     raises(LayoutError, "rank 0", src, outside, [tt.Shard(0)], dst, MeshInfo.line("x", [0]), [Replicate()], group)
 
 
-@case
 def nothing_and_scalars(rank):
     mesh, one = MeshInfo.line("x", range(4)), MeshInfo.line("x", [3])
     got = torch.zeros(()) if rank == 3 else None
@@ -391,7 +372,6 @@ def raises(kind, text, *args, **kwargs):
         xferdtensor(*args, **kwargs)
 
 
-@case
 def disagreement_is_told_to_every_rank(rank):
     """Whatever one rank alone gets wrong, all ranks raise, nothing moves, and the group works on."""
     mesh = MeshInfo.line("x", range(4))
@@ -431,7 +411,6 @@ def disagreement_is_told_to_every_rank(rank):
     assert dst[:, 0].tolist() == [r * 8 + 2 * rank for r in (0, 1)] * 4
 
 
-@case
 def plans_that_differ_never_run(rank):
     """Same descriptions, another plan on one rank (another xfer, a bug): all ranks hear of it, nothing moves."""
 
@@ -450,7 +429,6 @@ def plans_that_differ_never_run(rank):
     assert dst.any()
 
 
-@case
 def zz_ranks_that_do_not_come(rank):
     """A late rank is a deadline, at the first meeting and when the ranks know each other; a dead one is lost at once."""
     first, known = dist.new_group([0, 1]), dist.new_group([0, 1])
@@ -474,7 +452,7 @@ def zz_ranks_that_do_not_come(rank):
 
 
 def run(name: str) -> None:
-    leave = CASES[name](dist.get_rank())
+    leave = globals()[name](dist.get_rank())
     emit("right")
     if leave:
         leave(0)

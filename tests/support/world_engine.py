@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,7 +21,6 @@ from xfer.engines.meta_model import make_model  # noqa: E402
 from xfer.engines.vllm_layout import EngineModel  # noqa: E402
 from xfer.engines.vllm_ranks import rank_of  # noqa: E402
 from xfer.mesh.parallel import EngineParallel  # noqa: E402
-from xfer.plan.inventory import Inventory  # noqa: E402
 from xfer.plan.options import PlanOptions  # noqa: E402
 from xfer.plan.planner import plan_replica  # noqa: E402
 from xfer.trace.catalog import Catalog  # noqa: E402
@@ -45,15 +43,12 @@ def checkpoint(folder: str, config: dict | None = None, fp32: Sequence[str] = ()
 def forms(folder: str, parallel: dict, options: dict) -> dict:
     """The matrices that engines of this layout ask trainers to quantize, and the rule. Tensor-parallel ranks ask for the same."""
     with rank_of(folder, EngineParallel(**parallel), 0, **options) as config:
-        layout = EngineModel(config, make_model(config, "cpu"), torch.device("cpu")).read(
-            Catalog(checkpoint_specs(folder))
-        )
+        model = EngineModel(config, make_model(config, "cpu"), torch.device("cpu"))
+        layout = model.read(Catalog(checkpoint_specs(folder)))
     return dict(forms=sorted({(s.of, s.rule) for s in layout.derived}))
 
 
-def row(
-    folder: str, world: str, parallel: dict, replicas: int, options: dict, native: str, misread: bool = False
-) -> dict:
+def row(folder: str, world: str, parallel: dict, replicas: int, options: dict, native: str) -> dict:
     """Refit replicas.
 
     Args:
@@ -61,11 +56,8 @@ def row(
         parallel: EngineParallel.
         options: EngineArgs.
         native: As of family_trainer.row.
-        misread: Exchange two boxes of a trainer's inventory.
     """
     trainers = Trainers.load(world)
-    if misread:
-        trainers = replace(trainers, classes=(_misread(trainers.classes[0]), *trainers.classes[1:]))
     specs = checkpoint_specs(folder)
     versions = [random_weights(specs, v) for v in range(len(trainers.weights))]
     wanted = sorted({(s.of, s.rule) for s in trainers.catalog.specs if s.of})
@@ -87,17 +79,6 @@ def row(
                 wrong += [f"replica {replica}, version {version}: {line}" for line in w.wrong(version)]
     alike = [n for w in team for n in _alike(w)][:5]
     return dict(ranks=len(sources), workers=len(team), wrong=wrong[:5], moved=moved, alike=alike)
-
-
-def _misread(inventory: Inventory) -> Inventory:
-    """Two boxes of equal extent and strides lie where the other one does."""
-    t = inventory.table
-    for a, b in zip(range(len(t)), range(1, len(t))):
-        if (t.extent[a] == t.extent[b]).all() and (t.strides[a] == t.strides[b]).all() and t.offset[a] != t.offset[b]:
-            offset = t.offset.copy()
-            offset[[a, b]] = offset[[b, a]]
-            return replace(inventory, table=replace(t, offset=offset))
-    raise ValueError("no two boxes of this inventory are alike")
 
 
 def _alike(w: Worker) -> list[str]:
