@@ -29,8 +29,8 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory):
     paths = {"PYTHONPATH": PATHS}
-    found = [PYTHON["trainer"], "-c", "import importlib.util as u, sys; sys.exit(u.find_spec('mbridge') is None)"]
-    if subprocess.run(found, env=environment(**paths)).returncode:
+    found = "import importlib.util as u, sys; sys.exit(u.find_spec('mbridge') is None)"
+    if subprocess.run([PYTHON["trainer"], "-c", found], env=environment(**paths)).returncode:
         pytest.skip("no mbridge in the trainer's environment, nor in the folder that XFER_MBRIDGE_SITE names")
     yield from _asking(tmp_path_factory.mktemp("mbridge"), **paths)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,17 +29,13 @@ pytestmark = [
 
 
 def _needs(since: str) -> list:
-    return (
-        [pytest.mark.skip(reason=f"Megatron-Bridge {since} is the first that has this family")]
-        if too_new(since)
-        else []
-    )
+    why = f"Megatron-Bridge {since} is the first that has this family"
+    return [pytest.mark.skip(reason=why)] * too_new(since)
 
 
-TRAINED = [f for f in FAMILIES if f.trainer]
 LAYOUTS = [
-    pytest.param(f, i, id=f"{f.name} {text(p)}", marks=[pytest.mark.slow, *_needs(f.since)])
-    for f in TRAINED
+    pytest.param(f, i, id=f"{f.name} {text(p)}", marks=_needs(f.since))
+    for f in FAMILIES
     for i, p in enumerate(f.trainer)
 ]
 
@@ -46,13 +43,7 @@ LAYOUTS = [
 def _asking(folder: Path, **env: str) -> Iterator[Callable[..., dict]]:
     """One process for all: importing Megatron costs more than a toy."""
     with Children(folder) as children:
-        trainer = children.start("trainer", "trainer", "family_trainer", **env)
-
-        def say(do: str, **what: object) -> dict:
-            trainer.say(do=do, **what)
-            return trainer.expect(do, timeout=600)
-
-        yield say
+        yield partial(children.start("trainer", "trainer", "family_trainer", **env).ask, timeout=600)
 
 
 @pytest.fixture(scope="module")
@@ -63,17 +54,11 @@ def ask(tmp_path_factory):
 def with_transformer_engine() -> dict[str, str]:
     """Environment in which trainers import TransformerEngine, from their own packages or from a folder beside them. Skips without one."""
     paths = {"PYTHONPATH": os.pathsep.join((str(ROOT), TE_SITE))}
-    tried = subprocess.run(
-        [PYTHON["trainer"], "-c", "import transformer_engine.pytorch"],
-        env=environment(**paths),
-        capture_output=True,
-        text=True,
-    )
+    asks, how = "import transformer_engine.pytorch", dict(env=environment(**paths), capture_output=True, text=True)
+    tried = subprocess.run([PYTHON["trainer"], "-c", asks], **how)
     if tried.returncode:
         why = tried.stderr.strip().splitlines()[-1]
-        pytest.skip(
-            f"no TransformerEngine that can be imported ({why}); scripts/te_site.sh brings one for torch with CUDA 13"
-        )
+        pytest.skip(f"no TransformerEngine to import ({why}); scripts/te_site.sh brings one for torch with CUDA 13")
     return paths
 
 

@@ -88,9 +88,8 @@ def test_a_process_sees_what_it_would_see_started_anew(start, script, tmp_path):
     assert said.pop("torch") == isinstance(p, forge.Forged)
     assert len({said.pop("drawn"), *(start()[1]["drawn"] for _ in range(2))}) == 3, "each has random numbers of its own"
     assert not {"pipe", "socket"} & set(said.pop("open")), "of others, who would not see them closed"
-    assert said == dict(
-        argv=["a b", "c"], main="__main__", here=str(script.parent), cwd=str(tmp_path), sid=True, rank="3", dies=True
-    )
+    places = dict(here=str(script.parent), cwd=str(tmp_path))
+    assert said == dict(argv=["a b", "c"], main="__main__", sid=True, rank="3", dies=True, **places)
     assert p.poll() is None
     with pytest.raises(subprocess.TimeoutExpired):
         p.wait(0.05)
@@ -101,16 +100,16 @@ def test_nothing_is_forked_where_no_folder_of_forges_is_named(monkeypatch):
     assert forge.forge_of(sys.executable, "child", {"CUDA_VISIBLE_DEVICES": ""}) is None
 
 
-@pytest.mark.parametrize(
-    "word, code, said",
-    [
-        ("0", 0, ""),
-        ("raise", 1, "ValueError: as told"),
-        ("words", 1, "in words"),
-        ("hang", -9, ""),
-        ("hang", -6, "child.py"),
-    ],
-)
+ENDS = [
+    ("0", 0, ""),
+    ("raise", 1, "ValueError: as told"),
+    ("words", 1, "in words"),
+    ("hang", -9, ""),
+    ("hang", -6, "child.py"),
+]
+
+
+@pytest.mark.parametrize("word, code, said", ENDS)
 def test_it_ends_as_it_would(start, tmp_path, word, code, said):
     """By itself or by a signal. SIGABRT prints the stacks of its threads."""
     p, _ = start()
@@ -150,7 +149,7 @@ time.sleep(60)
 
 
 def test_test_processes_share_a_forge_that_waits_for_orphans_and_ends_with_its_folder(monkeypatch, tmp_path, forges):
-    """A handle is what a test process has. Without anybody to wait for it, an orphan would stay a zombie where process 1 waits for none."""
+    """Without anybody to wait for it, an orphan would stay a zombie where process 1 waits for none."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("XFER_TEST_FORGE", "1")
     monkeypatch.delenv("XFER_JITTER_CHILDREN", raising=False)
@@ -159,9 +158,8 @@ def test_test_processes_share_a_forge_that_waits_for_orphans_and_ends_with_its_f
     for _ in range(2):
         monkeypatch.setattr(forge, "_forges", {})
         with open(tmp_path / "err", "w") as err:
-            started.append(
-                forge.start(sys.executable, [str(tmp_path / "child.py")], environment(), tmp_path, None, err)
-            )
+            run = [str(tmp_path / "child.py")]
+            started.append(forge.start(sys.executable, run, environment(), tmp_path, None, err))
         parents.append(parent_of(started[-1].pid))
     ours, theirs = map(parent_of, parents)
     assert ours == theirs and "forge" in Path(f"/proc/{ours}/cmdline").read_text()
