@@ -39,12 +39,7 @@ def trained(specs: Iterable[TensorSpec], seed: int, seeds: Mapping[str, int]) ->
 
 
 def write(
-    folder: Path,
-    config: dict,
-    specs: Iterable[TensorSpec],
-    seed: int,
-    seeds: Mapping[str, int],
-    copied: Mapping[str, str] = {},
+    folder: Path, config: dict, specs: Iterable[TensorSpec], seed: int, seeds: Mapping, copied: Mapping = {}
 ) -> Path:
     """config.json and model.safetensors; `seeds` as in `trained`. `copied`: tensors that get the values of another one."""
     folder.mkdir(parents=True, exist_ok=True)

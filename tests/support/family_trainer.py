@@ -9,7 +9,7 @@ import logging
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, partial
@@ -160,7 +160,7 @@ def traced(
     build = Build(parallel, provider={**family.provider, **split})
     parts, said = [] if parts is None else parts, []
 
-    def look(rank: int, chunks: Chunks, layout: TrainerLayout) -> None:
+    def look(chunks: Chunks, layout: TrainerLayout) -> None:
         seen.append((left_out(chunks, layout), layout))
         parts.append(by_parameter(chunks, layout))
 
@@ -204,14 +204,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def row(
-    folder: str,
-    world: str,
-    parallel: dict,
-    provider: dict,
-    versions: int,
-    every: bool = False,
-    deriving: Sequence = (),
-    native: str = "",
+    folder: str, world: str, parallel: dict, provider: dict, versions: int, every=False, deriving=(), native=""
 ) -> dict:
     """Trace every class of ranks of a job and leave the world in a file, for world_engine.py.
 

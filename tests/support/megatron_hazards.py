@@ -82,55 +82,40 @@ def tied_with_virtual_stages(folder):
 # ---- storages and objects that are swapped
 
 
-def replaced_parameter(trainer):
-    layer = first_of(trainer, "TERowParallelLinear")
-    layer.weight = torch.nn.Parameter(layer.weight.detach() + 1)
-
-
-def repointed_data(trainer):
-    layer = first_of(trainer, "TERowParallelLinear")
-    layer.weight.data = layer.weight.data + 1
-
-
-def other_strides(trainer):
-    layer = first_of(trainer, "TERowParallelLinear")
-    layer.weight.data = (layer.weight.data + 1).t().contiguous().t()
-
-
-def replaced_module(trainer):
+def _replaced_module(layer, trainer):
     mlp = first_of(trainer, "TransformerBlock").layers[1].mlp
     other = copy.copy(mlp.linear_fc2)
     other._parameters = {**other._parameters, "weight": torch.nn.Parameter(other.weight.detach() + 1)}
     mlp.linear_fc2 = other
 
 
-def _swapped(folder: Path, swap, state: str, **keywords) -> None:
-    """`state`: "moved", where only addresses are new, or "changed", where the layout has to be read again."""
-    with built(folder, **keywords) as trainer:
-        source = adapter(trainer)
-        layout = source.read()
-        assert source.check() == "same"
-        swap(trainer)
-        assert source.check() == state
-        if state == "moved":
-            still = same_as_export(trainer, layout, layout.tensors)
-            assert not still, "old addresses are still right: this proves nothing"
-            assert same_as_export(trainer, layout, source.rebind())
-        else:
+SWAPS = (
+    ("moved", PLAIN, lambda layer, _: setattr(layer, "weight", torch.nn.Parameter(layer.weight.detach() + 1))),
+    ("moved", PLAIN, lambda layer, _: setattr(layer.weight, "data", layer.weight.data + 1)),
+    ("changed", {}, lambda layer, _: setattr(layer.weight, "data", layer.weight.data + 1)),  # out of the buffer
+    ("changed", PLAIN, lambda layer, _: setattr(layer.weight, "data", (layer.weight.data + 1).t().contiguous().t())),
+    ("changed", PLAIN, _replaced_module),
+)
+"""What is told, the trainer, and the change. "moved": only addresses are new; "changed": the layout has to be read again."""
+
+
+def swapped_storages_and_objects(folder):
+    for number, (state, how, swap) in enumerate(SWAPS):
+        toy.write_checkpoint("qwen3", folder / str(number))
+        with Trainer(folder / str(number), **how) as trainer:
+            source = adapter(trainer)
             layout = source.read()
-            assert same_as_export(trainer, layout, layout.tensors)
-        assert source.check() == "same"
-
-
-def new_addresses(folder):
-    for swap in (replaced_parameter, repointed_data):
-        _swapped(folder / swap.__name__, swap, "moved")
-
-
-def another_layout(folder):
-    _swapped(folder / "out of the buffer", repointed_data, "changed", distopt=True, overlap=True)
-    for swap in (other_strides, replaced_module):
-        _swapped(folder / swap.__name__, swap, "changed")
+            assert source.check() == "same"
+            swap(first_of(trainer, "TERowParallelLinear"), trainer)
+            assert source.check() == state
+            if state == "moved":
+                assert not same_as_export(trainer, layout, layout.tensors), "this proves nothing"
+                now = source.rebind()
+            else:
+                layout = source.read()
+                now = layout.tensors
+            assert same_as_export(trainer, layout, now)
+            assert source.check() == "same"
 
 
 def offloaded_weights_are_named(folder):

@@ -6,11 +6,10 @@ Weights come from the checkpoint on a road that xfer has no part in: Bridge impo
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
@@ -28,9 +27,6 @@ from xfer.trace.catalog import Catalog
 from xfer.trainers import gpu_packages
 from xfer.trainers import megatron_ranks as megatron
 from xfer.trainers.bridge_export import CheckpointNames, hf_config, model_bridge_of
-
-if TYPE_CHECKING:
-    from xfer.trace.traced import TrainerLayout
 
 Chunks = Sequence[torch.nn.Module]
 REAL_TE = os.environ.get("XFER_TEST_TE") == "real"
@@ -187,25 +183,21 @@ def _refuse_nan(tensors, why: str) -> None:
 
 
 def trainers(
-    folder: str,
-    build: Build,
-    weights: Sequence[Whole],
-    *,
-    every: bool = False,
-    deriving: Sequence[tuple[str, str]] = (),
-    native: str = "",
-    look: Callable[[int, Chunks, TrainerLayout], None] = lambda rank, chunks, layout: None,
-    exporter: Callable[[object, Chunks], object] = lambda bridge, chunks: bridge,
+    folder: str, build: Build, weights, *, every=False, deriving=(), native="", look=None, exporter=None
 ) -> Trainers:
-    """Every class of ranks of a job that trains the checkpoint in `folder`, with the weights of each version.
+    """Every class of ranks of a job that trains the checkpoint in `folder`, with the weights of each version. What an export computes from
+    data of other ranks cannot be computed here.
 
-    `every`: each rank is a class of its own. `deriving`: matrices that are quantized, and the rule for each. `native`: in
-    block_fp8.NATIVE, for trainers that keep the weights of TransformerEngine's layers in FP8.
-    `look` is called once per class, while this process plays its first rank. `exporter`: the bridge that MegatronTrainer gets, from
-    the AutoBridge that built the chunks.
-    What an export computes from data of other ranks cannot be computed here.
+    Args:
+        weights: `Whole` of each version.
+        every: Each rank is a class of its own.
+        deriving: Matrices that are quantized, and the rule for each.
+        native: In block_fp8.NATIVE, for trainers that keep the weights of TransformerEngine's layers in FP8.
+        look: Called with (chunks, layout) once per class, while this process plays its first rank.
+        exporter: Makes the bridge that MegatronTrainer gets of (AutoBridge, chunks).
 
-    LayoutError when two versions do not have one layout, or Megatron places a rank otherwise than xfer's mesh says.
+    Raises:
+        LayoutError: Two versions do not have one layout, or Megatron places a rank otherwise than xfer's mesh says.
     """
     from xfer.trainers.megatron import MegatronTrainer
 
@@ -225,15 +217,15 @@ def trainers(
             own = Fp8Weights(chunks, NATIVE[native]) if native else None
             if own is not None:
                 own.put(True)
-            trainer = MegatronTrainer(chunks, exporter(bridge, chunks))
+            trainer = MegatronTrainer(chunks, exporter(bridge, chunks) if exporter else bridge)
             layout = trainer.read()
             held = Native(catalog or Catalog(()), layout, f"trainer {rank}")
-            quantized = None
-            tensors = dict(layout.tensors)
+            tensors, quantized = dict(layout.tensors), None
             if catalog is not None:
                 quantized = Quantized(catalog, held.rest, torch.device("cpu"), f"trainer {rank}")
                 tensors = quantized.bind(layout.tensors)
-            look(rank, chunks, layout)
+            if look is not None:
+                look(chunks, layout)
             for version, whole in zip(storages, weights):
                 if own is not None:
                     own.put(False)

@@ -265,16 +265,8 @@ class ToyTaker:
 
 
 def trainer_session(
-    source,
-    rendezvous: str,
-    token: str,
-    *,
-    replicas: int = 1,
-    deadline_s: float,
-    drop=(),
-    route: Route | None = None,
-    **direct,
-) -> TrainerSession:
+    source, rendezvous: str, token: str, *, replicas=1, deadline_s: float, drop=(), route=None, **direct
+):
     """As `connect` makes one, with options of the direct route unless another is given."""
     route = route or Direct(**{"bucket_bytes": 4096, "cache_dir": None, **direct})
     options = route.options(Options(source.world, replicas, deadline_s, 0, tuple(drop)), source)
