@@ -59,8 +59,7 @@ block FP8."""
 
 @dataclass(frozen=True)
 class Row:
-    """`trainer`: TrainerParallel; `engine`: EngineParallel of one replica; `native`: in block_fp8.NATIVE, for trainers that keep weights in
-    FP8 themselves; `provider`: fields of Bridge's provider."""
+    """`trainer`, `engine`: parallelism; `native`: in block_fp8.NATIVE, for trainers with weights in FP8; `provider`: fields of Bridge's."""
 
     model: str
     trainer: dict

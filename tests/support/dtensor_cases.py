@@ -319,8 +319,8 @@ def a_failed_read_is_told_to_every_rank(rank):
 
 
 def failed_on_one(rank, size, device, broken, why, **options):
-    """A read that fails on rank 1 fails on all, and the next call is whole. So does a wrong call, before anything moves.
-    broken: inside, reads fail with an error that says `why`."""
+    """A read that fails on rank 1 (inside `broken`, by an error that says `why`) fails on all; so does a wrong call; the next one is
+    whole."""
     mesh, full = MeshInfo.line("x", range(size)), values((16 * size, 16 * size)).to(device)
     got = torch.zeros(16 * size, 16, device=device)
     move = (full.chunk(size)[rank].clone(), mesh, [Shard(0)], got, mesh, [Shard(1)])

@@ -206,15 +206,9 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def row(
     folder: str, world: str, parallel: dict, provider: dict, versions: int, every=False, deriving=(), native=""
 ) -> dict:
-    """Trace every class of ranks of a job and leave the world in a file, for world_engine.py.
-
-    Args:
-        folder, world: The checkpoint; the file to write.
-        parallel, provider: TrainerParallel; fields of Bridge's provider.
-        every: Trace each rank of a class, too.
-        deriving: (matrix, rule) of those that an engine wants in FP8.
-        native: In block_fp8.NATIVE, for trainers that keep weights in FP8 themselves.
-    """
+    """Traces every class of ranks of a job and leaves the world in the file `world`, for world_engine.py. `parallel`: TrainerParallel;
+    `provider`: fields of Bridge's provider; `every`: trace each rank of a class, too; `deriving`: (matrix, rule) of those that an engine
+    wants in FP8; `native`: in block_fp8.NATIVE, for trainers that keep weights in FP8 themselves."""
     began, specs = time.perf_counter(), checkpoint_specs(folder)
     weights = [Whole(folder, random_weights(specs, v)) for v in range(versions)]
     imported = time.perf_counter()

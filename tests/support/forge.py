@@ -98,8 +98,7 @@ OF = {
 
 
 class Forged:
-    """A process that a forge has forked, with those calls of `subprocess.Popen` that tests use. `status`: its parent writes its exit status
-    there."""
+    """A process that a forge has forked, with those calls of `subprocess.Popen` that tests use. `status`: where its exit status comes."""
 
     def __init__(self, pid: int, status: io.FileIO, stdin: IO[str] | None, stdout: IO[str] | None):
         self.pid, self.returncode, self.stdin, self.stdout = pid, None, stdin, stdout
@@ -139,12 +138,8 @@ class Request:
 
 
 class Forge:
-    """A forge as a test process sees it. It is started when there is none, and ends when its socket is removed or when nobody has asked it
-    for `IDLE_S`. All test processes of a run share the forges of one folder, XFER_TEST_FORGES.
-
-    Attributes:
-        env: Environment of the forge.
-    """
+    """A forge, whose environment is `env`, as a test process sees it. It is started when there is none, and ends when its socket is
+    removed or when nobody has asked it for `IDLE_S`. All test processes of a run share the forges of one folder, XFER_TEST_FORGES."""
 
     def __init__(self, python: str, imports: str, env: dict[str, str]):
         self._command, self.env = [python, "-m", "tests.support.forge", imports], env
@@ -176,10 +171,8 @@ class Forge:
                 )  # fmt: skip
 
     def fork(self, request: Request, *streams: int) -> tuple[int, io.FileIO]:
-        """Returns the child's pid, and where its exit status comes. Raises RuntimeError if the forge cannot fork.
-
-        streams: for its standard input, output and error.
-        """
+        """Returns the child's pid, and where its exit status comes. RuntimeError if the forge cannot fork. `streams`: for its standard
+        ones."""
         said, says = os.pipe()
         status = open(said, "rb", buffering=0)
         try:
@@ -218,12 +211,8 @@ def forge_of(python: str, name: str, env: dict[str, str]) -> Forge | None:
 def start(
     python: str, run: Sequence[str], env: dict[str, str], cwd: Path, out: IO | None, err: IO, host: Host | None = None
 ) -> Forged | subprocess.Popen:
-    """Runs `python run…` in a session of its own, forked if that is possible.
-
-    Args:
-        out: file for standard output, with empty standard input; None: both are pipes to the caller, as text.
-        host: An emulated host to run on.
-    """
+    """Runs `python run…` in a session of its own, forked if that is possible. `out`: file for standard output, with empty standard input;
+    None: both are pipes to the caller, as text. `host`: an emulated host to run on."""
     name = run[1].rpartition(".")[2] if run[0] == "-m" else Path(run[0]).stem
     forge = forge_of(python, name, env)
     if forge is None:

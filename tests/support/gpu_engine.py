@@ -23,12 +23,8 @@ def start(
     model: str, tp=1, dp=1, ep=False, load_format="dummy", eager=False, asynchronous=False, compiled=True,
     flashinfer=False, **more,
 ):  # fmt: skip
-    """Start vLLM.
-
-    Args:
-        compiled: False: CUDA graphs without torch.compile. Engines of the same weights then give the same logprobs; compiled ones may not.
-        flashinfer: Give vLLM FlashInfer's kernel for experts in torch, if FlashInfer is not installed.
-    """
+    """Starts vLLM. `compiled`: False: CUDA graphs without torch.compile; engines of the same weights then give the same logprobs.
+    `flashinfer`: give vLLM FlashInfer's kernel for experts in torch, if FlashInfer is not installed."""
     if flashinfer and find_spec("flashinfer") is None:
         _stand_in()
     if not entry_points(group="vllm.general_plugins", name="xfer"):
@@ -78,10 +74,8 @@ def ask(llm, prompts=PROMPTS, tokens=8):
 
 
 def deaf(llm) -> list[str]:
-    """Names of live tensors that can be overwritten without a change of the answer: a captured graph reads these from other memory.
-
-    One token is computed; those before it are in the prefix cache, with the keys and values of the true weights.
-    """
+    """Names of live tensors that can be overwritten without a change of the answer: a captured graph reads these from other memory. One
+    token is computed; those before it are in the prefix cache, with the keys and values of the true weights."""
     prompt = [list(range(100, 229))]  # blocks of 16, 32, 64 or 128 tokens, and one token
     ask(llm, prompt)
     truth, out = ask(llm, prompt), []

@@ -29,8 +29,7 @@ MODEL = config(
 
 @dataclass(frozen=True)
 class Route:
-    """`name`: as in reports. `trainers`: GPU of each; the engine's is 0. `env`, `connect`: of the trainers. `engine_env`: of the engine.
-    `served`: what the engine's config has beside the trainers'."""
+    """`trainers`: GPU of each; the engine's is 0. `env`, `connect`: of the trainers. `served`: what the engine's config has more."""
 
     name: str
     trainers: tuple[int, ...]

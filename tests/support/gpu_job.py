@@ -44,10 +44,8 @@ NO_HANDLES = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_AL
 
 
 def nccl_host(name: str) -> dict[str, str]:
-    """Another name of this host for NCCL, which refuses two ranks of one host on one GPU; two hosts it connects by network.
-
-    In the environment of `Job.start_trainers`, "{rank}" becomes the rank.
-    """
+    """Another name of this host for NCCL, which refuses two ranks of one host on one GPU; two hosts it connects by network. In the
+    environment of `Job.start_trainers`, "{rank}" becomes the rank."""
     return {"NCCL_HOSTID": name, "NCCL_MNNVL_ENABLE": "0"}
 
 
@@ -223,11 +221,8 @@ def config(family: str, **override) -> dict:
 
 
 def check(job: Job, engines: list[Engine], seed: int, report: dict, route: str) -> list:
-    """Checks that a verified refit of the weights of `seed` used this route alone (or these: "a+b") and wrote every byte.
-
-    Returns:
-        The engines' answers.
-    """
+    """Checks that a verified refit of the weights of `seed` used this route alone (or these: "a+b") and wrote every byte. Returns the
+    engines' answers."""
     assert all(report["committed"]) and report["verified"], report
     assert {k.removeprefix("route/").removesuffix("_bytes") for k in report["scalars"] if k.startswith("route/") and
             k.endswith("_bytes")} == set(route.split("+")), report["routes"]  # fmt: skip

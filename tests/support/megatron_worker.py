@@ -102,12 +102,8 @@ def refusal(what: Callable[[], object]) -> str:
 
 
 def values(folder: str, family: str, config: dict, excused: list[str], **keywords) -> None:
-    """Fragments hold what Bridge exports before training and, through the very same views, after two optimizer steps.
-
-    Args:
-        excused: Parts of the names of parameters that are in no fragment: a tied copy, which the stage that embeds exports, and
-            padding, which is in no checkpoint.
-    """
+    """Fragments hold what Bridge exports before training and, through the very same views, after two optimizer steps. `excused`: parts of
+    names of parameters that are in no fragment: a tied copy, which the stage that embeds exports, and padding."""
     checkpoint(folder, family, config)
     cfg = json.loads(Path(folder, "config.json").read_text())
     on_disk = {n: (s, str(d).removeprefix("torch.")) for n, s, d in toy.specs(cfg)}
@@ -304,12 +300,8 @@ def adapted(trainer: Trainer) -> list[torch.nn.Module]:
 def merged(
     folder: str, family: str, tensors: int, changes: int, biases: int = 0, targets=None, canonical=False, **layout
 ) -> None:
-    """Fragments are Bridge's own merged export after each of two steps.
-
-    Args:
-        tensors: Number of tensors that Bridge exports.
-        changes: Number of those that a step changes. biases: those of them that balance experts, and are no weights.
-    """
+    """Fragments are Bridge's own merged export after each of two steps. `tensors`: how many Bridge exports; `changes`: how many a step
+    changes; `biases`: those of them that balance experts, and are no weights."""
     from megatron.bridge.peft.canonical_lora import CanonicalLoRA
 
     how = ADAPTERS if targets is None else dict(ADAPTERS, target_modules=targets)

@@ -25,12 +25,8 @@ Storages = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trainers:
-    """All trainer ranks of a world.
-
-    classes      one inventory per class of equal ranks
-    class_of     class of each trainer rank
-    weights      per version of the weights, per class, its storages
-    """
+    """All trainer ranks of a world: one inventory per class of equal ranks, the class of each rank, and per version of the weights, per
+    class, its storages."""
 
     catalog: Catalog
     classes: tuple[Inventory, ...]
@@ -100,13 +96,9 @@ def _one_buffer(messages: list, roots: Storages, side: str, *more: np.ndarray) -
 
 
 def random_weights(specs: Iterable[TensorSpec], seed: int) -> dict[str, torch.Tensor]:
-    """Full checkpoint tensors. Each depends on its name and `seed` only, so every process can make them.
-
-    Values are bfloat16's even where the dtype is wider: a trainer may hold such a tensor in bfloat16, and then this is
-    all that a refit can be asked to bring over. Those of vectors lie on a grid around 1: a trainer may hold a norm's
-    weight less 1, and then its export is the checkpoint again. Odd seeds give matrices of twice the size, so that scales
-    which are powers of two are others.
-    """
+    """Full checkpoint tensors. Each depends on its name and `seed` only, so every process can make them. All are values of bfloat16, in
+    which a trainer may hold a wider tensor. Vectors lie on a grid around 1: a trainer may hold a norm's weight less 1, and then its export
+    is the checkpoint again. Odd seeds give matrices of twice the size, so that scales which are powers of two are others."""
     out = {}
     for s in specs:
         key = hashlib.blake2b(f"{seed}:{s.name}".encode(), digest_size=7).digest()

@@ -38,13 +38,8 @@ REAL_TE = os.environ.get("XFER_TEST_TE") == "real"
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """How trainer ranks are built.
-
-    Attributes:
-        parallel: sizes.
-        distopt: whether parameters lie in the buffers of Megatron's distributed optimizer.
-        provider: fields of Bridge's model provider (uneven stages and the like).
-    """
+    """How trainer ranks are built. `distopt`: whether parameters lie in the buffers of Megatron's distributed optimizer; `provider`:
+    fields of Bridge's model provider (uneven stages and the like)."""
 
     parallel: TrainerParallel
     distopt: bool = True
@@ -185,20 +180,12 @@ def _refuse_nan(tensors, why: str) -> None:
 def trainers(
     folder: str, build: Build, weights, *, every=False, deriving=(), native="", look=None, exporter=None
 ) -> Trainers:
-    """Every class of ranks of a job that trains the checkpoint in `folder`, with the weights of each version. What an export computes from
-    data of other ranks cannot be computed here.
-
-    Args:
-        weights: `Whole` of each version.
-        every: Each rank is a class of its own.
-        deriving: Matrices that are quantized, and the rule for each.
-        native: In block_fp8.NATIVE, for trainers that keep the weights of TransformerEngine's layers in FP8.
-        look: Called with (chunks, layout) once per class, while this process plays its first rank.
-        exporter: Makes the bridge that MegatronTrainer gets of (AutoBridge, chunks).
-
-    Raises:
-        LayoutError: Two versions do not have one layout, or Megatron places a rank otherwise than xfer's mesh says.
-    """
+    """Every class of ranks of a job that trains the checkpoint in `folder`, with `weights`, the `Whole` of each version. What an export
+    computes from data of other ranks cannot be computed here. `every`: each rank is a class of its own; `deriving`: matrices that are
+    quantized, and the rule for each; `native`: in block_fp8.NATIVE, for trainers that keep the weights of TransformerEngine's layers in
+    FP8; `look`: called with (chunks, layout) once per class, while this process plays its first rank; `exporter`: makes the bridge that
+    MegatronTrainer gets of (AutoBridge, chunks). LayoutError when two versions do not have one layout, or Megatron places a rank otherwise
+    than xfer's mesh says."""
     from xfer.trainers.megatron import MegatronTrainer
 
     number: dict[tuple[int, ...], int] = {}

@@ -23,12 +23,8 @@ def placement(name: str, shape: tuple[int, ...]):
 
 
 class Weights:
-    """This rank's parts of all tensors of a config, or of a checkpoint in a folder, whose seeds are folders.
-
-    Args:
-        leave: Globs of names to leave out.
-        extra, fp32: Names to add, to widen.
-    """
+    """This rank's parts of all tensors of a config, or of a checkpoint in a folder, whose seeds are folders. `leave`: globs of names to
+    leave out; `extra`, `fp32`: names to add, to widen."""
 
     def __init__(self, config: dict | None = None, folder: str = "", leave=(), extra=(), fp32=()):
         self.config, self.leave, self.extra, self.fp32 = config, leave, extra, fp32

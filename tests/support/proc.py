@@ -96,8 +96,8 @@ def stopped(pid: int) -> bool:
 
 
 class Child:
-    """One process running `tests.support.<module>`, or a module by its full name, in the environment of `side`, on an emulated host
-    if one is given."""
+    """One process running `tests.support.<module>`, or a module by its full name, in the environment of `side`, on this or an emulated
+    host."""
 
     def __init__(
         self, name: str, side: str, module: str, args: list[str], work: Path, host: Host | None = None, **env: str
@@ -129,12 +129,8 @@ class Child:
         self.proc.stdin.flush()
 
     def expect(self, *kinds: str, timeout: float = 300.0) -> dict:
-        """Returns the next event of these kinds and skips others.
-
-        Raises:
-            AssertionError: with the log, if the child raises, ends or is late. A late child is aborted, so that the log ends
-                with the stacks of all its threads and processes.
-        """
+        """Returns the next event of these kinds and skips others. AssertionError with the log if the child raises, ends or is late; a late
+        one is aborted, so that the log ends with the stacks of all its threads and processes."""
         timeout *= PATIENCE
         until = time.monotonic() + timeout
         while True:

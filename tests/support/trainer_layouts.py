@@ -15,14 +15,8 @@ from xfer.mesh.parallel import TrainerParallel as T
 
 @dataclass(frozen=True)
 class Layout:
-    """A family with more layers or other settings, cut in one way.
-
-    Attributes:
-        family: Its name and its config are those of the toy.
-        parallel: Sizes.
-        split: Fields of Bridge's provider that only ranks of this layout have.
-        refused: A part of the error, where xfer refuses it.
-    """
+    """A family with more layers or other settings, cut in one way. `split`: fields of Bridge's provider that only ranks of this layout
+    have; `refused`: a part of the error, where xfer refuses it."""
 
     name: str
     family: Family

@@ -175,8 +175,7 @@ class Meets(ToySource):
 
 
 class ToyTaker:
-    """Worker `rank` of `world` holds columns of every matrix, all of every vector, and two padding rows of `embed`. It is an adapter
-    and its weights."""
+    """Worker `rank` holds columns of every matrix, all of every vector, and two padding rows of `embed`. Adapter and weights in one."""
 
     weights = property(lambda self: self)
     device = torch.device("cpu")
