@@ -10,7 +10,7 @@ import torch
 
 from xfer.kernels.block_fp8 import BLOCK, WEIGHT_DTYPES, ScaleRule, TorchQuantizer, WeightBox, grid
 
-__all__ = ["Quantizer", "ScaleRule", "WeightBox", "block_amax", "grid", "quantize_blocks", "quantizer"]
+__all__ = ["Quantizer", "ScaleRule", "WeightBox", "grid", "quantizer"]
 
 
 class Quantizer(Protocol):
@@ -44,32 +44,6 @@ def quantizer(boxes: Sequence[WeightBox], rule: ScaleRule) -> Quantizer:
 
         return TritonQuantizer(boxes, rule)
     return TorchQuantizer(boxes, rule)
-
-
-def block_amax(weight: torch.Tensor, out: torch.Tensor, row0: int = 0, col0: int = 0) -> None:
-    """Writes the largest absolute value of each block that `weight` touches into `out`, which is `amax` of `WeightBox`.
-
-    Bind boxes with `quantizer` to measure many at once.
-    """
-    quantizer([WeightBox(weight, amax=out, row0=row0, col0=col0)], ScaleRule.IEEE).measure()
-
-
-def quantize_blocks(
-    weight: torch.Tensor,
-    amax: torch.Tensor | None,
-    values: torch.Tensor,
-    scales: torch.Tensor,
-    rule: ScaleRule,
-    row0: int = 0,
-    col0: int = 0,
-) -> None:
-    """Writes values and scales of one box, as `WeightBox` describes them. Bind boxes with `quantizer` to quantize many at once.
-
-    Args:
-        amax: Largest absolute values of its blocks, at least those of `weight`. None where no other box has a part of these blocks:
-            they are found in the same pass.
-    """
-    quantizer([WeightBox(weight, values, scales, amax, row0, col0)], rule).run()
 
 
 def _check(boxes: Sequence[WeightBox]) -> None:
