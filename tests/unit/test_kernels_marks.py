@@ -1,12 +1,9 @@
-"""Marks: exactly the granules that differ, by the torch twin and by the kernels (in Triton's interpreter on CPUs, compiled on a GPU), and
-copies of nothing else.
+"""Marks: exactly the granules that differ, by the torch twin and by the kernels, and copies of nothing else.
 
-    TRITON_INTERPRET=1 python -m pytest tests/unit/test_kernels_marks.py
+TRITON_INTERPRET=1 python -m pytest tests/unit/test_kernels_marks.py
 """
 
 from __future__ import annotations
-
-import os
 
 import numpy as np
 import pytest
@@ -16,45 +13,33 @@ from hypothesis import strategies as st
 
 from tests.support.examples import EXAMPLES
 from tests.support.row_worlds import change, random_rows
+from tests.unit.test_kernels_triton import DEVICE, GPU, KINDS, bound, flat, runs
 from xfer.kernels.bits import GRANULE, WORD
 from xfer.kernels.marks import ByteRange, ChangeMarks, places, rest_of
 from xfer.plan.program import Op, row_wire_bytes
 from xfer.plan.relay import handed_on
 
-GPU, INTERPRETED = torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if GPU else "cpu"
-runs = pytest.mark.skipif(not (GPU or INTERPRETED), reason="needs a GPU or TRITON_INTERPRET=1")
-
-
-def marks_by_definition(now: list[np.ndarray], before: list[np.ndarray], base: int) -> np.ndarray:
-    """The bytes of marks, one granule after the other."""
-    at = places([len(x) for x in now])
-    out = np.zeros(at[-1], np.uint8)
-    head = out[: 8 * (1 + len(now))].view(np.int64)
-    head[0] = base
-    for i, (a, b) in enumerate(zip(now, before)):
-        for g in range(-(-len(a) // GRANULE)):
-            if (a[g * GRANULE : (g + 1) * GRANULE] != b[g * GRANULE : (g + 1) * GRANULE]).any():
-                out[at[i] + g // 8] |= 1 << g % 8
-                head[1 + i] += 1
-    return out
-
-
-def changed(rng: np.random.Generator, sizes: list[int], share: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Storages after and before a step that changes this share of their bytes."""
-    before = [rng.integers(0, 256, n, np.uint8) for n in sizes]
-    return [np.where(rng.random(len(b)) < share, b + np.uint8(1), b) for b in before], before
-
-
-def flat(data: np.ndarray, spare: int) -> torch.Tensor:
-    """On the device, beginning `spare` bytes into a storage."""
-    return torch.from_numpy(np.concatenate([np.zeros(spare, np.uint8), data])).to(DEVICE)[spare:]
-
-
 SIZES = st.lists(
     st.one_of(st.integers(0, 200), st.sampled_from([WORD, WORD + 4, 64 * WORD + 36, 70 * WORD])), min_size=1, max_size=5
 )
-WORLDS = given(st.integers(0, 2**32 - 1), SIZES, st.sampled_from([0.0, 0.001, 0.05, 1.0]), st.sampled_from([0, 2, 16]))
+
+
+def granules(now: list[np.ndarray], before: list[np.ndarray]) -> np.ndarray:
+    """Marks, with an empty head, of the granules that differ."""
+    at = places([len(x) for x in now])
+    out = np.zeros(at[-1], np.uint8)
+    for i, (a, b) in enumerate(zip(now, before)):
+        for g in np.unique(np.flatnonzero(a != b) // GRANULE):
+            out[at[i] + g // 8] |= 1 << g % 8
+    return out
+
+
+def with_head(marks: np.ndarray, base: int, sizes: list[int]) -> np.ndarray:
+    """Marks with the refit they begin at, and how many bits each storage has."""
+    at = places(sizes)
+    counts = [np.unpackbits(marks[a:b]).sum() for a, b in zip(at, at[1:])]
+    marks[: 8 * (1 + len(sizes))] = np.array([base, *counts], np.int64).view(np.uint8)
+    return marks
 
 
 def some_parts(rng: np.random.Generator, sizes: list[int]) -> tuple[tuple[ByteRange, ...], np.ndarray, np.ndarray]:
@@ -69,16 +54,6 @@ def some_parts(rng: np.random.Generator, sizes: list[int]) -> tuple[tuple[ByteRa
     for p in parts:
         ours[at[p.root] + p.start // 256 : at[p.root] + -(-p.stop // 256)] = 255
     return parts, written, ours
-
-
-def with_writes(marks: np.ndarray, written: np.ndarray, ours: np.ndarray, sizes: list[int]) -> np.ndarray:
-    """Marks of a comparison of parts, and of writes."""
-    at = places(sizes)
-    out = marks & ours | written
-    out[:8] = marks[:8]
-    counts = [np.unpackbits(out[a:b]).sum() for a, b in zip(at, at[1:])]
-    out[8 : 8 * (1 + len(sizes))] = np.array(counts, np.int64).view(np.uint8)
-    return out
 
 
 @given(st.integers(0, 2**32 - 1), SIZES)
@@ -99,50 +74,25 @@ def test_the_rest_of_spans_is_in_words_and_has_every_byte_that_they_lack(seed, s
         assert not around, "a part that has nothing new"
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=EXAMPLES, deadline=None)
-@WORLDS
-def test_the_twin_marks_the_granules_that_differ(seed, sizes, share, spare):
+@given(st.integers(0, 2**32 - 1), SIZES, st.sampled_from([0.0, 0.001, 0.05, 1.0]), st.sampled_from([0, 2, 16]))
+def test_granules_that_differ_are_marked_and_copied(kind, seed, sizes, share, spare):
     """A second comparison, after the copies were brought up to date, marks none. Of spans that others mark it takes over the marks."""
     rng = np.random.default_rng(seed)
-    now, before = changed(rng, sizes, share)
-    a = [flat(x, spare).cpu() for x in now]
-    for parts, written, ours in ((None, None, None), some_parts(rng, sizes)):
-        marks, whole = ChangeMarks(sizes, torch.device("cpu"), parts), rest_of((), sizes) if parts is None else parts
-        b = [torch.from_numpy(before[p.root][p.start : p.stop].copy()) for p in whole]
+    before = [rng.integers(0, 256, n, np.uint8) for n in sizes]
+    now = [np.where(rng.random(len(b)) < share, b + np.uint8(1), b) for b in before]
+    a, none = [flat(x, spare) for x in now], np.zeros(places(sizes)[-1], np.uint8)
+    for parts, written, ours in ((None, none, ~none), some_parts(rng, sizes)):
+        marks, whole = ChangeMarks(sizes, torch.device(DEVICE), parts), rest_of((), sizes) if parts is None else parts
+        marks._by_kernel = kind == "triton"
+        b = [flat(before[p.root][p.start : p.stop]) for p in whole]
         for base, was in ((7, before), (8, now)):
-            marks.compare(a, b, base, None if written is None else torch.from_numpy(written))
-            want = marks_by_definition(now, was, base)
-            assert np.array_equal(
-                marks.tensor.numpy(), want if parts is None else with_writes(want, written, ours, sizes)
-            )
+            marks.compare(a, b, base, None if parts is None else torch.from_numpy(written).to(DEVICE))
+            want = with_head(granules(now, was) & ours | written, base, sizes)
+            assert np.array_equal(marks.tensor.cpu().numpy(), want)
             marks.update(a, b)
             assert all(torch.equal(p.of(a), x) for p, x in zip(whole, b))
-
-
-@runs
-@settings(max_examples=EXAMPLES, deadline=None)
-@WORLDS
-def test_the_kernels_mark_what_the_twin_marks_and_copy_it(seed, sizes, share, spare):
-    module = pytest.importorskip("xfer.kernels.marks_triton", reason="needs triton")
-    rng = np.random.default_rng(seed)
-    now, before = changed(rng, sizes, share)
-    a, at = [flat(x, spare) for x in now], places(sizes)
-    parts, written, ours = some_parts(rng, sizes)
-    b = [flat(before[p.root][p.start : p.stop], 0) for p in parts]
-    marks = torch.from_numpy(written.copy()).to(DEVICE)
-    marks[: int(at[0])] = 0
-    bound = module.MarkKernels(a, b, marks, at, parts, rest_of(parts, sizes))
-    bound.compare()
-    want = with_writes(marks_by_definition(now, before, 0), written, ours, sizes)
-    counts = want[8 : 8 * (1 + len(now))].view(np.int64)
-    odd = {parts[k].root for k in bound.rest}
-    for i in odd:
-        want[at[i] : at[i + 1]], counts[i] = written[at[i] : at[i + 1]], 0
-    assert np.array_equal(marks.cpu().numpy(), want)
-    bound.update()
-    for k, (p, x) in enumerate(zip(parts, b)):
-        was = torch.from_numpy(before[p.root][p.start : p.stop])
-        assert torch.equal(x.cpu(), was) if k in bound.rest else torch.equal(x, p.of(a))
 
 
 @runs
@@ -151,28 +101,26 @@ def test_the_kernels_mark_what_the_twin_marks_and_copy_it(seed, sizes, share, sp
 def test_a_copy_of_what_is_marked_leaves_a_destination_as_a_copy_of_everything(seed, share, spare, every):
     """Of random rows, conversions among them; also by way of scratch. The kernel tells how much it moved: nothing if nothing is marked, and
     all bytes of rows that are no conversions if everything is."""
-    triton_impl = pytest.importorskip("xfer.kernels.triton_impl", reason="needs triton")
     rng = np.random.default_rng(seed)
     rows, src, dst = random_rows(rng)
     rows = rows[rows["op"] != Op.FILL]
     now = [s.copy() for s in src]
     change(rng, rows, now, share)
 
-    def bound(storages: list[np.ndarray], roots: list[torch.Tensor], **more):
-        from_ = [flat(s, spare) for s in storages]
-        return triton_impl.TritonRows(rows, roots, "local", from_, programs=None if GPU else 2, **more)
+    def from_(storages: list[np.ndarray], into: list[torch.Tensor], **more):
+        return bound(rows, into, "local", [flat(s, spare) for s in storages], **more)
 
-    roots, wanted = ([flat(d, 0) for d in dst] for _ in range(2))
-    bound(src, roots).copy()
-    bound(now, wanted).copy()
-    marks = marks_by_definition(now, src, 1)
+    roots, wanted = ([flat(d) for d in dst] for _ in range(2))
+    from_(src, roots).copy()
+    from_(now, wanted).copy()
+    marks = granules(now, src)
     if every:
         marks[places([len(s) for s in src])[0] :] = 255
     bits = torch.from_numpy(marks).to(DEVICE)
     addresses = torch.tensor([bits.data_ptr() + int(p) for p in places([len(s) for s in src])[:-1]], device=DEVICE)
     scratch, live = [torch.full_like(r, 77) for r in roots], [flat(r.cpu().numpy(), spare) for r in roots]
     how = dict(abort=torch.zeros(1, dtype=torch.int32, device=DEVICE), bits=addresses)
-    staged = bound(now, scratch, live=live, **how)
+    staged = from_(now, scratch, live=live, **how)
     staged.move_marked()
     if GPU:
         torch.cuda.synchronize()
@@ -180,8 +128,8 @@ def test_a_copy_of_what_is_marked_leaves_a_destination_as_a_copy_of_everything(s
     staged.apply_marked()
     how["abort"].zero_()
     whole = handed_on(rows[rows["src_dtype"] != rows["dst_dtype"]], 0)
-    triton_impl.TritonRows(whole, live, "local", scratch, programs=None if GPU else 2).copy()
-    some = bound(now, roots, **how)
+    bound(whole, live, "local", scratch).copy()
+    some = from_(now, roots, **how)
     some.move_marked()
     assert all(map(torch.equal, roots, wanted)) and all(map(torch.equal, live, wanted))
     if every or not share:

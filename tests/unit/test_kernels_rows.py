@@ -12,14 +12,12 @@ from hypothesis import strategies as st
 
 from tests.support.examples import EXAMPLES
 from tests.support.row_worlds import CASTS, apply_rows, fresh_sources, hard_values, random_rows, row, unpacked_wire
-from tests.unit.test_kernels_triton import DEVICE, GPU, INTERPRETED, flat, runs
+from tests.unit.test_kernels_triton import DEVICE, GPU, INTERPRETED, KINDS, flat
 from tests.unit.test_kernels_triton import bound as of_triton
 from xfer.errors import LayoutError
 from xfer.kernels import bind, strided
 from xfer.kernels.tiles import Turns
 from xfer.plan.program import ITEMSIZE, wire_dtype
-
-KINDS = ["torch", pytest.param("triton", marks=runs)]
 
 
 def bound(kind: str, rows, roots, side, src_roots=None, **triton):

@@ -12,6 +12,7 @@ import mmap
 import os
 import sys
 import time
+from importlib.util import find_spec
 from unittest.mock import patch
 
 import numpy as np
@@ -33,12 +34,16 @@ from xfer.plan.program import DTYPE_CODE, ITEMSIZE, Op
 
 GPU, INTERPRETED = torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if GPU else "cpu"
-runs = pytest.mark.skipif(not (GPU or INTERPRETED), reason="needs a GPU or TRITON_INTERPRET=1")
+runs = pytest.mark.skipif(
+    find_spec("triton") is None or not (GPU or INTERPRETED), reason="needs triton, and a GPU or TRITON_INTERPRET=1"
+)
+KINDS = ["torch", pytest.param("triton", marks=runs)]
 
 
-def bound(*args, src_roots=None, **more):
-    triton_impl = pytest.importorskip("xfer.kernels.triton_impl", reason="needs triton")
-    return triton_impl.TritonRows(*args, src_roots or args[1], programs=None if GPU else 2, **more)
+def bound(rows, roots, side, src_roots=None, **more):
+    from xfer.kernels.triton_impl import TritonRows
+
+    return TritonRows(rows, roots, side, src_roots or roots, programs=None if GPU else 2, **more)
 
 
 def flat(data: np.ndarray, spare: int = 0) -> torch.Tensor:

@@ -1,13 +1,12 @@
-"""Writes that mark: exactly the granules that they change, by the torch twin and by the kernel (in Triton's interpreter on CPUs, compiled
-on a GPU), and every other write is found.
+"""Writes that mark: exactly the granules that they change, by the torch twin and by the kernel, and every other write is found.
 
-    TRITON_INTERPRET=1 python -m pytest tests/unit/test_kernels_written.py
+TRITON_INTERPRET=1 python -m pytest tests/unit/test_kernels_written.py
 """
 
 from __future__ import annotations
 
 import gc
-import os
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import numpy as np
@@ -18,15 +17,12 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from tests.support.examples import EXAMPLES
+from tests.unit.test_kernels_marks import granules
+from tests.unit.test_kernels_triton import DEVICE, KINDS
 from xfer.kernels import written
-from xfer.kernels.bits import GRANULE
-from xfer.kernels.marks import ByteRange, SpanWrite, places
+from xfer.kernels.marks import ByteRange, places
 from xfer.kernels.written import Written, spans_of, write
 from xfer.trainers.marked_writes import mark_writes
-
-GPU, INTERPRETED = torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if GPU else "cpu"
-runs = pytest.mark.skipif(not (GPU or INTERPRETED), reason="needs a GPU or TRITON_INTERPRET=1")
 
 
 class Params:
@@ -56,45 +52,34 @@ class Params:
     def writes(self):
         return self.params
 
-    def step(self, share: float, writer=write) -> None:
+    def held(self) -> list[np.ndarray]:
+        return [r.cpu().numpy().copy() for r in self.roots]
+
+    def step(self, share: float) -> None:
         """Change this share of the masters, and write all of them. Some changes are lost in rounding; some values are special."""
         for m in self.masters:
             some = torch.from_numpy(self.rng.random(len(m)) < share).to(m.device)
             m[some] *= 1 + self.rng.choice([1e-4, 0.5])
             if self.rng.random() < 0.1:
                 m[0] = self.rng.choice([0.0, -0.0, np.inf, 1e30, 1e-40])
-        writer(zip(self.params, self.masters))
+        write(zip(self.params, self.masters))
 
 
-def changed_granules(params: Params, now: list[np.ndarray], before: list[np.ndarray]) -> np.ndarray:
-    """Marks, without their head, of the granules that differ."""
-    at = places([len(x) for x in now])
-    out = np.zeros(at[-1], np.uint8)
-    for i, (a, b) in enumerate(zip(now, before)):
-        for g in np.unique(np.flatnonzero(a != b) // GRANULE):
-            out[at[i] + g // 8] |= 1 << g % 8
-    return out
-
-
-def bytes_of(params: Params) -> list[np.ndarray]:
-    return [r.cpu().numpy().copy() for r in params.roots]
-
-
-SEEDS = st.integers(0, 2**32 - 1)
-
-
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(SEEDS, st.lists(st.sampled_from([0.0, 0.01, 0.3, 1.0]), min_size=1, max_size=4))
-def test_writes_do_what_a_copy_does_and_mark_what_they_change_and_nothing_else_is_taken_for_them(seed, shares):
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=EXAMPLES // 2, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.lists(st.sampled_from([0.0, 0.01, 0.3, 1.0]), min_size=1, max_size=4))
+def test_writes_do_what_a_copy_does_and_mark_what_they_change_and_any_other_write_is_found(kind, seed, shares):
     params = Params(seed, DEVICE)
     spans = spans_of(params.roots)
     assert len(spans) == len(params.params) and list(spans) == sorted(spans)
     taken, want = Written(params.roots, spans), 0
+    taken._by_kernel = kind == "triton"
     for share in shares:
-        before = bytes_of(params)
-        params.step(share)
+        before = params.held()
+        with patch("xfer.kernels.written_triton.TILE_WORDS", 2) if taken._by_kernel else nullcontext():
+            params.step(share)
         assert all(torch.equal(p, m.to(p.dtype)) for p, m in zip(params.params, params.masters))
-        want = want | changed_granules(params, bytes_of(params), before)
+        want = want | granules(params.held(), before)
         taken.settle()
         assert np.array_equal(taken.bits.cpu().numpy(), want)
     taken.clear()
@@ -108,35 +93,13 @@ def test_writes_do_what_a_copy_does_and_mark_what_they_change_and_nothing_else_i
     one = params.rng.integers(s.start, s.stop)
     params.roots[s.root][one] ^= 1 << params.rng.integers(8)
     if params.rng.random() < 0.5:
-        before = bytes_of(params)
+        before = params.held()
         params.step(0.1)
-        want |= changed_granules(params, bytes_of(params), before)
+        want |= granules(params.held(), before)
     want[at[s.root] + s.start // 256 : at[s.root] + -(-s.stop // 256)] = 255
     for _ in range(2):
         taken.settle()
         assert np.array_equal(taken.bits.cpu().numpy(), want)
-
-
-@runs
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(SEEDS, st.sampled_from([0.0, 0.01, 0.3, 1.0]))
-def test_the_kernel_writes_marks_and_sums_as_the_twin(seed, share):
-    module = pytest.importorskip("xfer.kernels.written_triton", reason="needs triton")
-    params, twins = Params(seed, DEVICE), Params(seed)
-    here, there = (Written(p.roots, spans_of(p.roots)) for p in (params, twins))
-    number = {s.of(params.roots).data_ptr(): k for k, s in enumerate(here.spans)}
-
-    def by_kernel(pairs) -> None:
-        writes = [SpanWrite(number[into.data_ptr()], into, value) for into, value in pairs]
-        with patch.object(module, "TILE_WORDS", 2):
-            module.MarkedWrites(writes, here.spans, here._places).run(here.bits, here._sums)
-
-    for _ in range(2):
-        params.step(share, by_kernel)
-        twins.step(share)
-        assert all(np.array_equal(a, b) for a, b in zip(bytes_of(params), bytes_of(twins)))
-        assert torch.equal(here.bits.cpu(), there.bits) and torch.equal(here._sums.cpu(), there._sums)
-        here.settle()
 
 
 def test_of_what_a_writer_names_only_tensors_that_can_be_marked_are_spans():
@@ -191,7 +154,7 @@ def test_what_a_write_that_is_interrupted_has_changed_is_marked():
     at, over = 0, False
     while not over:
         params = Params(3)
-        taken, before = Written(params.roots, spans_of(params.roots)), bytes_of(params)
+        taken, before = Written(params.roots, spans_of(params.roots)), params.held()
         for m in params.masters:
             m += 1
         try:
@@ -201,7 +164,7 @@ def test_what_a_write_that_is_interrupted_has_changed_is_marked():
         except KeyboardInterrupt:
             at += 1
         taken.settle()
-        changed = changed_granules(params, bytes_of(params), before)
+        changed = granules(params.held(), before)
         assert not (changed & ~taken.bits.numpy()).any(), at
     assert at > 20 * len(params.params) and changed.any()
 

@@ -99,7 +99,7 @@ class ChangeMarks:
         self.tensor = torch.zeros(int(self._places[-1]), dtype=torch.uint8, device=device)
         self._head = self.tensor[: 8 * (1 + len(sizes))].view(torch.int64)
         self._bound: tuple[list[int], MarkKernels] | None = None
-        self._compared = False
+        self._by_kernel, self._compared = self.tensor.is_cuda, False
 
     @property
     def nbytes(self) -> int:
@@ -128,7 +128,7 @@ class ChangeMarks:
         else:
             self._head.zero_()
             self.tensor[first:].copy_(written[first:])
-        if self.tensor.is_cuda:
+        if self._by_kernel:
             bound = self._with_kernels(now, before)
             bound.compare()
             rest, roots = bound.rest, {self._parts[k].root for k in bound.rest}
@@ -146,7 +146,7 @@ class ChangeMarks:
     def update(self, now: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> None:
         """Make `before` equal to the parts of `now`, which is as it was in the last `compare`. Without such a call all bytes are copied."""
         left: Sequence[int] = range(len(self._parts))
-        if self._compared and self.tensor.is_cuda:
+        if self._compared and self._by_kernel:
             bound = self._with_kernels(now, before)
             bound.update()
             left = bound.rest
