@@ -1,29 +1,13 @@
-"""Hosts on one machine: namespaces with a name, processes and network interfaces of their own, on emulated switches.
+"""Hosts on one machine: namespaces with a name, processes and network interfaces of their own, on emulated switches (docs/hosts.md).
 
-    why = missing()                                       # a sentence, or None
-    with Cluster(hosts=4, ranks=2, mbit=400) as cluster:  # one NIC for the two ranks of a host; rails or apart: one for each
-        a = cluster.hosts[0]
-        subprocess.Popen(a.command("python", "-m", "job"), env={**os.environ, **a.env(rank=1)})
-        a.enter()                                         # or, in a forked process: from here on this one is on that host
-        cluster.cut(a); cluster.mend(a); cluster.slow(a, 0.1); cluster.lose(a, 0.01)
-        cluster.fabric([0, 1, 2, 3], [[4, 5], [6, 7]])    # a fabric file: trainers and replicas, numbered as they fill the hosts
-
-A NIC is a veth pair, shaped at both ends: what leaves the host, and what the switch sends to it. Buffers are 4 ms long, as those of a
-NIC and a switch are short. TCP's congestion control is Reno, whatever the machine's is: of those that a kernel lets every namespace
-choose, it fills a link that many connections share. (BBR reaches 70 % where four hosts send to four.)
-
-Each rail is a network and a switch of its own. gloo listens at the NIC that `env` names, but connects by the kernel's routes: the bytes
-of two ranks travel on the rail of the one that was connected to. Where each rank's bytes must use its own NIC, as NCCL's do, ranks are
-`apart`: all NICs hang on one switch, and each rank of a host sees only its own (`Host.rank`). All else they share.
-
-Addresses are IPv4, or with `ipv6` IPv6 and nothing else.
-
-Hosts know each other's names (/etc/hosts) and have process ids of their own, so that no process reads another host's memory. They
-share all files, those of /dev/shm too.
+A NIC is a veth pair, shaped at both ends: what leaves the host, and what the switch sends to it. Each rail is a network and a switch of
+its own. gloo listens at the NIC that `env` names, but connects by the kernel's routes: the bytes of two ranks travel on the rail of the
+one that was connected to. Where each rank's bytes must use its own NIC, as NCCL's do, ranks are `apart`: all NICs hang on one switch,
+and each rank of a host sees only its own (`Host.rank`). All else they share, and hosts share all files, those of /dev/shm too.
 
 A host is a process that waits for this one's end of a pipe to close. It is process 1 of its host, so the kernel ends all processes of
-the host with it, and the namespaces after them: nothing is left to clean up, however this process ends. Nothing outside is touched.
-Needs root, iproute2 and util-linux.
+the host with it, and the namespaces after them: nothing is left to clean up, however this process ends. Needs root, iproute2 and
+util-linux.
 """
 
 from __future__ import annotations
@@ -37,21 +21,22 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
-NAMESPACES = {"net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000, "pid_for_children": 0x20000000}
-"""Files in /proc/PID/ns, and what `setns` calls them."""
-FLAGS = {"net": "net", "uts": "uts", "mnt": "mount", "pid_for_children": "pid"}
-"""The same, as `nsenter` calls them."""
+NAMESPACES = {"net": "net", "uts": "uts", "mnt": "mount", "pid_for_children": "pid"}
+"""Files in /proc/PID/ns, and what `nsenter` calls them."""
 ENTERED = os.environ.get("XFER_TEST_HOST_NAMESPACES", ",".join(NAMESPACES)).split(",")
 """Those that commands enter: "net,uts" where a driver fails with other process ids. They then die with their parents, not with the host."""
+SHARED = ("uts", "mnt", "pid_for_children")
+"""Those that ranks of a host share."""
 PR_SET_PDEATHSIG = 1
 BUFFER_S, BURST = 0.004, 128 << 10
-"""Seconds and bytes of a NIC's buffer, in each direction. A burst holds two of the packets that TCP hands to a NIC at once."""
+"""Seconds and bytes of a NIC's buffer, in each direction: short, as those of a NIC and a switch are. A burst holds two of the packets that
+TCP hands to a NIC at once."""
 LOCAL = 2 * 10**9
 """For fabric files: bytes/s between ranks of one host, over its loopback interface."""
 
@@ -113,7 +98,7 @@ class Host:
 
     def command(self, *words: str) -> list[str]:
         """A command that runs `words` on this host, in the caller's folder."""
-        where = [f"--{FLAGS[name]}={file}" for name, file in zip(NAMESPACES, self._files()) if name in ENTERED]
+        where = [f"--{NAMESPACES[n]}={file}" for n, file in zip(NAMESPACES, self._files()) if n in ENTERED]
         return ["nsenter", *where, f"--wdns={os.getcwd()}", *words]
 
     def enter(self) -> None:
@@ -121,10 +106,9 @@ class Host:
         libc, folder = ctypes.CDLL(None, use_errno=True), os.getcwd()
         with contextlib.ExitStack() as stack:  # all are opened first: there is another /proc on the host
             files = [stack.enter_context(open(file, "rb")) for file in self._files()]
-            for f, flag in zip(files, NAMESPACES.values()):
-                if libc.setns(f.fileno(), flag):
-                    code = ctypes.get_errno()
-                    raise OSError(code, f"{os.strerror(code)}: {f.name} of host {self.name}")
+            for f in files:
+                if libc.setns(f.fileno(), 0):
+                    raise OSError(code := ctypes.get_errno(), os.strerror(code), f"{f.name} of host {self.name}")
         os.chdir(folder)  # entering a mount namespace leaves one at its root
 
     def run(self, main: Callable[..., None], *args: Any) -> None:
@@ -152,30 +136,14 @@ class Host:
         os._exit(os.WEXITSTATUS(status))
 
 
-@dataclass
-class _Link:
-    """A NIC's present state. rate: bits/s. loss: part of all packets that do not arrive, each way."""
-
-    rate: float
-    loss: float = 0.0
-
-
 class Cluster:
-    """`hosts` of `ranks` each with a NIC of `mbit` Mbit/s each way; `rails` or `apart`: a NIC of that rate for each rank. `tcp`: the
-    congestion control. `ipv6`: all addresses, instead of IPv4. `buffer_s`: how much a NIC holds back."""
+    """`hosts` of `ranks` each with a NIC of `mbit` Mbit/s each way; `rails` or `apart`: a NIC of that rate for each rank. `ipv6`: all
+    addresses, instead of IPv4. `buffer_s`: how much a NIC holds back. `tcp`: the congestion control. Of those that a kernel lets every
+    namespace choose, Reno fills a link that many connections share. (BBR reaches 70 % where four hosts send to four.)"""
 
     def __init__(
-        self,
-        hosts: int,
-        ranks: int = 1,
-        *,
-        mbit: float = 400.0,
-        rails: bool = False,
-        apart: bool = False,
-        tcp: str = "reno",
-        ipv6: bool = False,
-        buffer_s: float = BUFFER_S,
-    ):
+        self, hosts: int, ranks: int = 1, *, mbit: float, rails=False, apart=False, tcp="reno", ipv6=False, buffer_s=BUFFER_S
+    ):  # fmt: skip
         if not 1 <= hosts <= 250 or not 1 <= ranks <= 250:  # see _address
             raise ValueError(f"hosts={hosts}, ranks={ranks}: 1 to 250 of each")
         self.ranks, self.rate, self.nics = ranks, mbit * 1e6, ranks if rails or apart else 1
@@ -183,7 +151,7 @@ class Cluster:
         self.hosts: list[Host] = []
         self._count, self._tcp = hosts, tcp
         self._keepers: list[subprocess.Popen] = []
-        self._links: dict[tuple[str, int], _Link] = {}
+        self._rates: dict[tuple[str, int], float] = {}
 
     def __enter__(self) -> Cluster:
         try:
@@ -211,16 +179,18 @@ class Cluster:
         with tempfile.NamedTemporaryFile("w", prefix="hosts") as f:
             f.write(f"127.0.0.1 localhost\n::1 localhost\n{known}")
             f.flush()
-            begun = [_keeper(n, f.name, self._tcp) for n in ("switch", *names)]
-            self._keepers = begun
-            _wait_up(begun)
-        more = [[_net(k.pid, self._tcp) for _ in range(1, self.nics if self.apart else 1)] for k in begun[1:]]
-        self._keepers += [k for some in more for k in some]
-        _wait_up([k for some in more for k in some])
-        self._switch = Host("switch", begun[0].pid, (), (begun[0].pid,))
-        for i, (n, k) in enumerate(zip(names, begun[1:])):
+            apart = ["--net", "--uts", "--mount-proc", "--pid", "--fork", "--propagation", "private"]
+            first = f"mount --bind {f.name} /etc/hosts && hostname"
+            switch, *begun = self._keep([["unshare", *apart, "sh", "-c", f"{first} {n}"] for n in ("switch", *names)])
+        each = self.nics - 1 if self.apart else 0
+        nets = self._keep(
+            ["unshare", "--net", "nsenter", *(f"--{NAMESPACES[n]}=/proc/{k}/ns/{n}" for n in SHARED), "sh", "-c", "true"]
+            for k in begun for _ in range(each)
+        )  # fmt: skip
+        self._switch = Host("switch", switch, (), (switch,))
+        for i, (n, k) in enumerate(zip(names, begun)):
             addresses = tuple(self._address(i, r) for r in range(self.nics))
-            self.hosts.append(Host(n, k.pid, addresses, (k.pid, *(x.pid for x in more[i]))))
+            self.hosts.append(Host(n, k, addresses, (k, *nets[i * each : (i + 1) * each])))
         ports = [(h, r) for h in self.hosts for r in range(self.nics)]
         rails = 1 if self.apart else self.nics
         lines = [line for r in range(rails) for line in (f"link add rail{r} type bridge", f"link set rail{r} up")]
@@ -233,9 +203,20 @@ class Cluster:
         for h, r in ports:
             nic, net = self._nic(r), f"{h.addresses[r]}/64 nodad" if self.ipv6 else f"{h.addresses[r]}/16"
             _batch(h.rank(r), "ip", [f"addr add {net} dev {nic}", f"link set {nic} up"])
-        for h, r in ports:
-            self._links[h.name, r] = _Link(self.rate)
-            self._shape(h, r)
+        for h in self.hosts:
+            self.slow(h, 1.0)
+
+    def _keep(self, commands: Iterable[list[str]]) -> list[int]:
+        """Starts processes in namespaces of their own, and waits until their loopback interfaces are up; their process ids. The last word
+        of a command is what its shell does first."""
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        up = f"echo {self._tcp} > /proc/sys/net/ipv4/tcp_congestion_control && ip link set lo up && echo up && exec cat"
+        begun = [subprocess.Popen([*c[:-1], f"{c[-1]} && {up}"], start_new_session=True, **pipes) for c in commands]
+        self._keepers += begun
+        for k in begun:
+            if k.stdout.readline() != "up\n":
+                raise HostError(k.stderr.read().strip() or "a namespace was refused")
+        return [k.pid for k in begun]
 
     def show_nics(self) -> None:
         """Has each host see its own NICs in /sys, where UCX looks for them."""
@@ -251,14 +232,15 @@ class Cluster:
     def lose(self, host: Host, part: float) -> None:
         """From now on this part of all packets is lost at random, in each direction."""
         for r in range(self.nics):
-            self._links[host.name, r].loss = part
-            self._filter(host, r)
+            self._filter(host, r, part)
 
     def slow(self, host: Host, part: float, nics: Sequence[int] | None = None) -> None:
         """From now on the host's NICs, or these of them, have this part of their rate."""
         for r in range(self.nics) if nics is None else nics:
-            self._links[host.name, r].rate = self.rate * part
-            self._shape(host, r)
+            rate = self._rates[host.name, r] = self.rate * part
+            how = f"root tbf rate {rate:.0f}bit burst {BURST} latency {self.buffer_s * 1e3:g}ms"
+            _batch(host.rank(r), "tc", [f"qdisc replace dev {self._nic(r)} {how}"])
+            _batch(self._switch, "tc", [f"qdisc replace dev {_port(host, r)} {how}"])
 
     def mend(self, host: Host) -> None:
         """The host's links are whole and fast again."""
@@ -271,20 +253,12 @@ class Cluster:
 
     def by_nic(self, host: Host, way: Literal["rx", "tx"] = "rx") -> list[int]:
         """`bytes_in` of each NIC, or the bytes that left by it."""
-        shown = [
-            json.loads(_run(host.rank(r), "ip", "-j", "-s", "link", "show", self._nic(r))) for r in range(self.nics)
-        ]
-        return [x["stats64"][way]["bytes"] for (x,) in shown]
+        shown = [_run(host.rank(r), "ip", "-j", "-s", "link", "show", self._nic(r)) for r in range(self.nics)]
+        return [json.loads(x)[0]["stats64"][way]["bytes"] for x in shown]
 
-    def _shape(self, host: Host, nic: int) -> None:
-        rate = self._links[host.name, nic].rate
-        how = f"root tbf rate {rate:.0f}bit burst {BURST} latency {self.buffer_s * 1e3:g}ms"
-        _batch(host.rank(nic), "tc", [f"qdisc replace dev {self._nic(nic)} {how}"])
-        _batch(self._switch, "tc", [f"qdisc replace dev {_port(host, nic)} {how}"])
-
-    def _filter(self, host: Host, nic: int) -> None:
+    def _filter(self, host: Host, nic: int, loss: float) -> None:
         """A classic BPF program that draws a random number for each packet: netem is not in every kernel."""
-        loss, port = self._links[host.name, nic].loss, _port(host, nic)
+        port = _port(host, nic)
         # Without loss, a packet may stand for 64 KB of TCP's; a random loss is one of packets as they are on the wire.
         segments = 1 if 0 < loss < 1 else 65535
         _batch(host.rank(nic), "ip", [f"link set {self._nic(nic)} gso_max_segs {segments}"])
@@ -320,7 +294,7 @@ class Cluster:
         gpus = [[g] for g in range(self.ranks)] if self.nics > 1 else [list(range(self.ranks))]
 
         def cards(host: Host) -> str:
-            rates = (rate or self._links[host.name, n].rate for n in range(self.nics))
+            rates = (rate or self._rates[host.name, n] for n in range(self.nics))
             return ", ".join(f"{{gpus = {g}, rate = {int(r / 8)}}}" for g, r in zip(gpus, rates))
 
         first, *others = (
@@ -343,35 +317,6 @@ def ended(pid: int) -> bool:
 
 def _port(host: Host, nic: int) -> str:
     return f"{host.name}n{nic}"
-
-
-def _wait_up(keepers: Sequence[subprocess.Popen]) -> None:
-    for k in keepers:
-        if k.stdout.readline() != "up\n":
-            raise HostError(k.stderr.read().strip() or "a namespace was refused")
-
-
-def _net(keeper: int, tcp: str) -> subprocess.Popen:
-    """Starts a process in a network namespace of its own, and in the other ones of a host. It says "up"."""
-    at = f"/proc/{keeper}/ns"
-    enter = ["unshare", "--net", "nsenter", f"--uts={at}/uts", f"--mount={at}/mnt", f"--pid={at}/pid_for_children"]
-    return _popen([*enter, "sh", "-c", f"{_sysctl(tcp)} && ip link set lo up && echo up && exec cat"])
-
-
-def _sysctl(tcp: str) -> str:
-    return f"echo {tcp} > /proc/sys/net/ipv4/tcp_congestion_control"
-
-
-def _popen(words: Sequence[str]) -> subprocess.Popen:
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    return subprocess.Popen(words, start_new_session=True, **pipes)
-
-
-def _keeper(name: str, known: str, tcp: str) -> subprocess.Popen:
-    """Starts process 1 of a new host, which says "up". known: its /etc/hosts."""
-    first = f"mount --bind {known} /etc/hosts && hostname {name} && {_sysctl(tcp)}"
-    apart = ["--net", "--uts", "--mount-proc", "--pid", "--fork", "--propagation", "private"]
-    return _popen(["unshare", *apart, "sh", "-c", f"{first} && ip link set lo up && echo up && exec cat"])
 
 
 def _run(host: Host, *words: str, told: str | None = None) -> str:
