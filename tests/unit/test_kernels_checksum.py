@@ -64,49 +64,27 @@ def fragments(rng, value: torch.Tensor, parts: int) -> tuple[np.ndarray, list[to
 def random_tensor(rng: np.random.Generator, longest: int = 8) -> torch.Tensor:
     shape = tuple(int(n) for n in rng.integers(1, longest + 1, int(rng.integers(1, 5))))
     dtype = (torch.bfloat16, torch.float32, torch.uint8, torch.int64)[rng.integers(4)]
-    return (
-        torch.from_numpy(rng.integers(0, 256, int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8))
-        .view(dtype)
-        .reshape(shape)
-    )
+    data = rng.integers(0, 256, int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(data).view(dtype).reshape(shape)
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.integers(0, 8), st.sampled_from([1, 7, 1 << 18]))
-def test_any_cut_in_any_order_and_any_layout_gives_the_same_number(seed, parts, chunk):
+@given(st.integers(0, 2**32 - 1), st.integers(0, 8), st.sampled_from([1, 7, 1 << 18]), st.booleans())
+def test_any_cut_in_any_order_and_any_layout_gives_the_same_number(seed, parts, chunk, narrow):
+    """A source sums what a destination will hold, which may be narrower."""
     rng = np.random.default_rng(seed)
     value = random_tensor(rng, 8 if chunk > 7 else 4)
-    shapes = [tuple(value.shape)]
-    want = checksum_rows(whole(value), [as_bytes(value)], "dst", shapes)
+    value = torch.from_numpy(rng.standard_normal(value.shape).astype(np.float32)) if narrow else value
+    there, shapes = value.bfloat16() if narrow else value, [tuple(value.shape)]
+    want = checksum_rows(whole(there), [as_bytes(there)], "dst", shapes)
     rows, roots = fragments(rng, value, parts)
     with patch.object(checksum, "CHUNK", chunk):
-        assert checksum_rows(rows, roots, "dst", shapes) == want
+        assert (checksum_rows(rows, roots, "dst", shapes) == want) != narrow
+        if narrow:
+            rows["dst_dtype"], rows["op"] = DTYPE_CODE["bfloat16"], Op.CAST
         assert checksum_rows(rows, roots, "src", np.array([(1,) * (MAX_DIMS - value.dim()) + shapes[0]])) == want
     some = rng.random(len(rows)) < 0.5  # sums of sources add up
-    parts = [checksum_rows(rows[m], roots, "dst", shapes) for m in (some, ~some)]
-    assert added(*parts) == want
-
-
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(st.integers(0, 2**32 - 1))
-def test_one_flipped_bit_or_two_swapped_elements_or_a_shift_change_it(seed):
-    rng = np.random.default_rng(seed)
-    value = random_tensor(rng)
-    shapes = [tuple(value.shape)]
-
-    def of(t):
-        return checksum_rows(whole(t), [as_bytes(t)], "dst", shapes)
-
-    want = of(value)
-    broken = value.clone()
-    broken.view(-1).view(torch.uint8)[int(rng.integers(broken.nbytes))] ^= 1 << int(rng.integers(8))
-    assert of(broken) != want
-    i, j = rng.integers(value.numel(), size=2)
-    swapped = value.clone().reshape(-1)
-    swapped[[i, j]] = swapped[[j, i]]
-    assert (of(swapped.reshape(value.shape)) == want) == torch.equal(as_bytes(swapped), as_bytes(value))
-    rolled = value.reshape(-1).roll(1).reshape(value.shape)
-    assert (of(rolled) == want) == torch.equal(as_bytes(rolled), as_bytes(value))
+    assert added(*(checksum_rows(rows[m], roots, "src", shapes) for m in (some, ~some))) == want
 
 
 @pytest.mark.parametrize("shape", [(3, 3, 3), (2, 3, 4), (2, 3, 16)], ids=["odd", "any", "whole groups"])
@@ -125,18 +103,6 @@ def test_the_number_itself(dtype, shape):
             want[k] += (half_mix(i // 8 + s & HALF, k) | 1) * (f | 1) * (bits[k] + (0x3C6EF372, 0xA54FF53A)[k])
     got = checksum_rows(whole(value, tensor=5), [as_bytes(value)], "dst", [()] * 5 + [shape])
     assert got == want[0] & HALF | (want[1] & HALF) << 32
-
-
-def test_a_source_sums_what_the_destination_will_hold():
-    """The source side of a narrowing row equals the destination side after it."""
-    value = torch.randn(64, 33)
-    rows = whole(value)
-    rows["dst_dtype"], rows["op"] = DTYPE_CODE["bfloat16"], Op.CAST
-    rows["dst_strides"] //= 2
-    shapes = [(64, 33)]
-    sent = checksum_rows(rows, [as_bytes(value)], "src", shapes)
-    assert sent == checksum_rows(rows, [as_bytes(value.bfloat16())], "dst", shapes)
-    assert sent != checksum_rows(whole(value), [as_bytes(value)], "src", shapes)
 
 
 def test_empty_and_fill_rows_count_nothing_and_outside_is_refused():

@@ -28,8 +28,9 @@ rules, seeds = st.sampled_from(list(ScaleRule)), st.integers(0, 2**32 - 1)
 
 
 def triton_quantizer(boxes, rule, hardware):
-    module = pytest.importorskip("xfer.kernels.quantize_triton", reason="needs triton")
-    return module.TritonQuantizer(boxes, rule, hardware)
+    from xfer.kernels.quantize_triton import TritonQuantizer
+
+    return TritonQuantizer(boxes, rule, hardware)
 
 
 makers = pytest.mark.parametrize(
@@ -151,11 +152,12 @@ def test_every_number_of_bfloat16_is_rounded_as_the_table_says(make, rule, amax)
 @runs
 def test_only_what_is_aligned_is_read_and_written_sixteen_at_once():
     """The interpreter does not see a wrong promise of alignment, so here each condition is broken alone."""
-    module = pytest.importorskip("xfer.kernels.quantize_triton", reason="needs triton")
+    from xfer.kernels.quantize_triton import _unit
+
     wide = torch.zeros(64, 96, dtype=torch.bfloat16, device=DEVICE)
     good = empty(wide[:, 16:64], 0, 32, spare=16)
     whole = good, replace(good, row0=5), empty(torch.zeros(1, 32, device=DEVICE))
-    assert [module._unit(b) for b in whole] == [16] * 3
+    assert [_unit(b) for b in whole] == [16] * 3
     broken = {
         "width": empty(wide[:, 16:56]),
         "column of the block": replace(good, col0=8),
@@ -165,7 +167,7 @@ def test_only_what_is_aligned_is_read_and_written_sixteen_at_once():
         "stride of the values": empty(wide[:, 16:64], spare=8),
         "transposed": empty(torch.zeros(48, 64, dtype=torch.bfloat16).t()),
     }
-    assert {name: module._unit(b) for name, b in broken.items()} == dict.fromkeys(broken, 1)
+    assert {name: _unit(b) for name, b in broken.items()} == dict.fromkeys(broken, 1)
 
 
 def pieces(rng: np.random.Generator, weight: torch.Tensor, whole: WeightBox) -> list[WeightBox]:

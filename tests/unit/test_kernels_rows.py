@@ -20,12 +20,8 @@ from xfer.kernels.tiles import Turns
 from xfer.plan.program import ITEMSIZE, wire_dtype
 
 
-def bound(kind: str, rows, roots, side, src_roots=None, **triton):
-    return (
-        of_triton(rows, roots, side, src_roots=src_roots, **triton)
-        if kind == "triton"
-        else bind(rows, roots, side, src_roots=src_roots)
-    )
+def bound(kind: str, rows, roots, side, src=None, **triton):
+    return of_triton(rows, roots, side, src, **triton) if kind == "triton" else bind(rows, roots, side, src_roots=src)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,23 +66,14 @@ def test_heads_and_neighbours_fold_into_one_copy():
         assert bind(np.concatenate(some), roots, "src").copies == copies
 
 
-def test_rows_outside_their_storage_are_refused_all_at_once():
+def test_rows_outside_their_storage_a_short_wire_and_a_wrong_side_are_refused():
     roots = [torch.zeros(100, dtype=torch.uint8)]
     good = row((5, 10))  # 100 bytes
-    late, early, lost = (
-        row((5, 10), src_offset=2),
-        row((5, 10), src_offset=70, src_strides=(-20, 2)),
-        row((5, 10), src_root=3),
-    )
-    bind(good, roots, "src")
+    wrong = dict(src_offset=2), dict(src_offset=70, src_strides=(-20, 2)), dict(src_root=3)
     with pytest.raises(LayoutError) as e:
-        bind(np.concatenate([good, late, early, lost]), roots, "src")
+        bind(np.concatenate([good, *(row((5, 10), **columns) for columns in wrong)]), roots, "src")
     assert len(e.value.violations) == 3
-
-
-def test_a_short_wire_buffer_and_a_wrong_side_are_refused():
-    roots = [torch.zeros(100, dtype=torch.uint8)]
-    rows = bind(row((5, 10)), roots, "src")
+    rows = bind(good, roots, "src")
     with pytest.raises(ValueError, match="99 bytes"):
         rows.pack(torch.empty(99, dtype=torch.uint8))
     with pytest.raises(TypeError):
