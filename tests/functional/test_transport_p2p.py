@@ -23,7 +23,7 @@ from xfer.kernels.changes import unit_of
 from xfer.plan.program import Op, Program, row_wire_bytes
 from xfer.transport import peer
 from xfer.transport.changes import HeldBytes
-from xfer.transport.group import Aborted
+from xfer.transport.group import Aborted, Link
 from xfer.transport.links import open_group
 from xfer.transport.p2p import P2P
 from xfer.transport.scratch import Scratch
@@ -32,147 +32,40 @@ from xfer.transport.steps import arrivals, steps
 RANKS = 4
 
 
+def opened(n: int) -> list[Link]:
+    store, labels = memory_store(), ["trainer 0", *(f"engine 0 worker {i}" for i in range(n - 1))]
+    return all_good(run_ranks(n, lambda r: open_group(store, r, n, 20.0, labels=labels)))
+
+
 @pytest.fixture(scope="module")
 def links():
-    store = memory_store()
-    found = all_good(run_ranks(RANKS, lambda r: open_group(store, r, RANKS, 20.0)))
-    yield found
+    yield (found := opened(9))
     for link in found:
         link.close()
+
+
+SEEDS = st.integers(0, 2**32 - 1)
+CUTS = st.fixed_dictionaries(
+    dict(step_bytes=st.sampled_from([1, 64, 300, 1 << 20]), direct_bytes=st.sampled_from([1, 40, 1 << 20]))
+)
 
 
 def tensors(storages):
     return [[torch.from_numpy(r.copy()) for r in s] for s in storages]
 
 
-@settings(max_examples=EXAMPLES // 2, deadline=None)
-@given(
-    st.integers(0, 2**32 - 1),
-    st.integers(1, 4),
-    st.integers(1, 40),
-    st.sampled_from([1, 64, 300, 1 << 20]),
-    st.sampled_from([1, 40, 1 << 20]),
-)
-def test_any_programs_finish_and_equal_the_element_loop(links, seed, waves, rows, step_bytes, direct_bytes):
-    """Sends, receives, both ways at once, local rows, fills, casts; run twice with changed sources."""
-    rng = np.random.default_rng(seed)
-    programs, storages = random_world(rng, RANKS, waves, rows)
-    roots = tensors(storages)
-    runs = [
-        P2P(links[r], programs[r], roots[r], step_bytes=step_bytes, direct_bytes=direct_bytes) for r in range(RANKS)
-    ]
-    for again in range(2):
-        for r, p in enumerate(programs if again else ()):
-            fresh = fresh_sources(rng, p.rows[p.rows["src"] == r], [t.numpy() for t in roots[r]])
-            for t, new in zip(roots[r], fresh):
-                t.copy_(torch.from_numpy(new))
-        storages = [[r.numpy().copy() for r in s] for s in roots]
-        want = apply_world(programs, storages)
-        stats = all_good(run_ranks(RANKS, lambda r: runs[r].run(soon())))
-        for r in range(RANKS):
-            for got, w in zip(roots[r], want[r]):
-                assert np.array_equal(got.numpy(), w)
-    for r, p in enumerate(programs):
-        moved = p.rows[(p.rows["src"] != p.rows["dst"]) & (p.rows["op"] != Op.FILL)]
-        assert stats[r].bytes_out == row_wire_bytes(moved[moved["src"] == r]).sum()
-        assert stats[r].bytes_in == row_wire_bytes(moved[moved["dst"] == r]).sum()
-        assert sum(x.bytes_in for x in stats[r].peers) == stats[r].bytes_in
+def are(roots, want) -> bool:
+    """Whether storages of ranks hold these bytes."""
+    return all(np.array_equal(t.numpy(), w) for some, wanted in zip(roots, want) for t, w in zip(some, wanted))
 
 
-@settings(max_examples=EXAMPLES // 2, deadline=None)
-@given(
-    st.integers(0, 2**32 - 1),
-    st.integers(1, 40),
-    st.sampled_from([1, 64, 300, 1 << 20]),
-    st.sampled_from([1, 40, 1 << 20]),
-    st.sampled_from([0.0, 0.02, 0.3, 1.0]),
-    st.sets(st.integers(0, RANKS - 1)),
-    st.booleans(),
-)
-def test_a_run_by_changes_leaves_what_a_whole_one_leaves(
-    links, seed, rows, step_bytes, direct_bytes, share, forgot, staged
-):
-    """Any share of the elements changed; some sources have no copies of what they sent before, and send all bytes. Also by way of
-    scratch: unless all bytes have come there, the receiver must have those of the base."""
-    rng = np.random.default_rng(seed)
-    programs, storages = random_world(rng, RANKS, 3, rows)
-    roots = tensors(storages)
-    cut = dict(step_bytes=step_bytes, direct_bytes=direct_bytes)
-    runs = [P2P(links[r], programs[r], roots[r], **cut) for r in range(RANKS)]
-    whole = all_good(run_ranks(RANKS, lambda r: runs[r].run(soon())))
-    before = [[t.clone() for t in some] for some in roots]
-    for r, p in enumerate(programs):
-        change(rng, p.rows[(p.rows["src"] == r) & (p.rows["op"] != Op.FILL)], [t.numpy() for t in roots[r]], share)
-    want = apply_world(programs, [[t.numpy().copy() for t in some] for some in roots])
-    bases = [HeldBytes(5, 77, None if r in forgot else before[r]) for r in range(RANKS)]
-    if staged:
-        scratch = [Scratch(programs[r], roots[r], 1 << 40, "", None) for r in range(RANKS)]
-        runs = [P2P(links[r], programs[r], s.roots, src_roots=s.live, scratch=s, **cut) for r, s in enumerate(scratch)]
-    stats = all_good(run_ranks(RANKS, lambda r: runs[r].run(soon(), base=bases[r])))
-    for r, p in enumerate(programs):
-        if staged:
-            held = runs[r].held(scratch[r], p.rows[:0], None)
-            assert held.needs_base == (stats[r].bytes_in < whole[r].bytes_in)
-            held.apply(soon(), "")
-        for got, w in zip(roots[r], want[r]):
-            assert np.array_equal(got.numpy(), w)
-        assert stats[r].bytes_out <= whole[r].bytes_out
-        if r in forgot:
-            assert stats[r].bytes_out == whole[r].bytes_out
-        elif not share:
-            parts = [part for step in steps(p, step_bytes, 1 << 62) for part in step.sends]
-            assert stats[r].bytes_out == sum(part.nbytes for part in parts if not unit_of(part.rows))
-
-
-@pytest.fixture(scope="module")
-def many():
-    store = memory_store()
-    found = all_good(run_ranks(9, lambda r: open_group(store, r, 9, 20.0)))
-    yield found
-    for link in found:
-        link.close()
-
-
-@settings(quick)
-@given(
-    plan_worlds.worlds(relay=True),
-    st.sampled_from([1, 64, 300, 1 << 20]),
-    st.sampled_from([1, 40, 1 << 20]),
-    st.sampled_from([0.02, 1.0]),
-    st.integers(0, 2**32 - 1),
-)
-def test_workers_hand_on_what_they_have_received(many, world, step_bytes, direct_bytes, share, seed):
-    """Also in a run by changes, in which a worker receives only these, and hands on all bytes."""
-    sides, plan = [*world.trainers, *world.workers], world.plan()
-    inventories = [*world.sources(), *world.destinations()]
-    roots = [[torch.from_numpy(s.storage[r.name]) for r in i.roots] for s, i in zip(sides, inventories)]
-    cut = dict(step_bytes=step_bytes, direct_bytes=direct_bytes)
-    runs = [P2P(many[r], plan.program(r), some, **cut) for r, some in enumerate(roots)]
-    rng = np.random.default_rng(seed)
-    for base in (None, HeldBytes(5, 77)):
-        before = [[t.clone() for t in some] for some in roots]
-        bases = [base and replace(base, before=b if r < plan.trainers else None) for r, b in enumerate(before)]
-        for value in world.values.values() if base else ():
-            new = np.roll(value, 1, axis=0)
-            value[:] = np.where(rng.random((len(value), 1)) < share, new, value)
-        world.load_trainers()
-        want = [world.expected(w) for w in world.workers]
-        all_good(run_ranks(len(runs), lambda r: runs[r].run(soon(), base=bases[r])))  # noqa: B023
-        for side, expected in zip(world.workers, want):
-            assert all(np.array_equal(side.storage[root], expected[root]) for root in expected)
-
-
-@pytest.mark.parametrize("source", [HeldBytes(6, 77, []), HeldBytes(5, 78, [])])
-def test_changes_of_another_refit_or_plan_are_refused_before_a_byte_is_written(source):
-    links = pair_links()
-    p, got = long_pair(links)
-    ends = run_ranks(2, lambda r: p[r].run(soon(), base=HeldBytes(5, 77) if r else replace(source, before=None)))
-    assert isinstance(ends[1], PlanMismatch) and "trainer 0: changes since refit" in str(ends[1])
-    assert not got.any() and [isinstance(e, Exception) for e in ends] == [True, True]
+def run_all(runs: list[P2P], **of_rank) -> list:
+    """What all ranks' runs return. of_rank: arguments, by rank."""
+    return all_good(run_ranks(len(runs), lambda r: runs[r].run(soon(), **{k: v[r] for k, v in of_rank.items()})))
 
 
 class Watched:
-    """When a step is said to have arrived, its boxes hold what the run leaves there."""
+    """When a step is said to have arrived, its boxes hold what the run leaves there: relays let others read it (relay_place.py)."""
 
     def __init__(self, rows: np.ndarray, roots: list[torch.Tensor], want: list[np.ndarray]):
         self.rows, self.roots, self.want, self.told = rows, [t.numpy() for t in roots], want, []
@@ -187,24 +80,101 @@ class Watched:
         pass
 
 
-@settings(max_examples=EXAMPLES // 4, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 64, 300]), st.sampled_from([1, 40, 1 << 20]))
-def test_what_a_step_brings_is_in_place_when_it_is_told(links, seed, step_bytes, direct_bytes):
-    """Relays let others read it then (relay_place.py)."""
-    programs, storages = random_world(np.random.default_rng(seed), RANKS, 3, 30)
-    roots, want = tensors(storages), apply_world(programs, storages)
-    rows = [arrivals(p, step_bytes) for p in programs]
-    watched = [Watched(rows[r], roots[r], want[r]) for r in range(RANKS)]
-    cut = dict(step_bytes=step_bytes, direct_bytes=direct_bytes)
-    runs = [P2P(links[r], programs[r], roots[r], **cut) for r in range(RANKS)]
-    stats = all_good(run_ranks(RANKS, lambda r: runs[r].run(soon(), watch=watched[r])))
-    for r in range(RANKS):
-        assert watched[r].told == list(range(len(steps(programs[r], **cut))))
-        assert row_wire_bytes(rows[r]).sum() == stats[r].bytes_in and set(rows[r]["wave"]) <= set(watched[r].told)
+@settings(max_examples=EXAMPLES // 2, deadline=None)
+@given(SEEDS, st.integers(1, 4), st.integers(1, 40), CUTS)
+def test_any_programs_finish_and_equal_the_element_loop(links, seed, waves, rows, cut):
+    """Sends, receives, both ways at once, local rows, fills, casts; run twice with changed sources. What a step brings is in place when
+    it is told."""
+    rng = np.random.default_rng(seed)
+    programs, storages = random_world(rng, RANKS, waves, rows)
+    roots = tensors(storages)
+    runs = [P2P(links[r], p, roots[r], **cut) for r, p in enumerate(programs)]
+    for again in range(2):
+        for r, p in enumerate(programs if again else ()):
+            fresh = fresh_sources(rng, p.rows[p.rows["src"] == r], [t.numpy() for t in roots[r]])
+            for t, new in zip(roots[r], fresh):
+                t.copy_(torch.from_numpy(new))
+        want = apply_world(programs, [[r.numpy().copy() for r in s] for s in roots])
+        watch = [Watched(arrivals(p, cut["step_bytes"]), roots[r], want[r]) for r, p in enumerate(programs)]
+        stats = run_all(runs, watch=watch)
+        assert are(roots, want)
+    for r, p in enumerate(programs):
+        moved = p.rows[(p.rows["src"] != p.rows["dst"]) & (p.rows["op"] != Op.FILL)]
+        assert stats[r].bytes_out == row_wire_bytes(moved[moved["src"] == r]).sum()
+        assert (
+            stats[r].bytes_in == row_wire_bytes(moved[moved["dst"] == r]).sum() == row_wire_bytes(watch[r].rows).sum()
+        )
+        assert sum(x.bytes_in for x in stats[r].peers) == stats[r].bytes_in
+        assert watch[r].told == list(range(len(steps(p, **cut)))) and set(watch[r].rows["wave"]) <= set(watch[r].told)
+
+
+@settings(max_examples=EXAMPLES // 2, deadline=None)
+@given(
+    SEEDS, st.integers(1, 40), CUTS, st.sampled_from([0.0, 0.02, 0.3, 1.0]), st.sets(st.integers(0, RANKS - 1)), st.booleans()
+)  # fmt: skip
+def test_a_run_by_changes_leaves_what_a_whole_one_leaves(links, seed, rows, cut, share, forgot, staged):
+    """Any share of the elements changed; some sources have no copies of what they sent before, and send all bytes. Also by way of
+    scratch: unless all bytes have come there, the receiver must have those of the base."""
+    rng = np.random.default_rng(seed)
+    programs, storages = random_world(rng, RANKS, 3, rows)
+    roots = tensors(storages)
+    runs = [P2P(links[r], p, roots[r], **cut) for r, p in enumerate(programs)]
+    whole = run_all(runs)
+    before = [[t.clone() for t in some] for some in roots]
+    for r, p in enumerate(programs):
+        change(rng, p.rows[(p.rows["src"] == r) & (p.rows["op"] != Op.FILL)], [t.numpy() for t in roots[r]], share)
+    want = apply_world(programs, [[t.numpy().copy() for t in some] for some in roots])
+    bases = [HeldBytes(5, 77, None if r in forgot else before[r]) for r in range(RANKS)]
+    if staged:
+        scratch = [Scratch(programs[r], roots[r], 1 << 40, "", None) for r in range(RANKS)]
+        runs = [P2P(links[r], programs[r], s.roots, src_roots=s.live, scratch=s, **cut) for r, s in enumerate(scratch)]
+    stats = run_all(runs, base=bases)
+    for r, p in enumerate(programs):
+        if staged:
+            held = runs[r].held(scratch[r], p.rows[:0], None)
+            assert held.needs_base == (stats[r].bytes_in < whole[r].bytes_in)
+            held.apply(soon(), "")
+        assert stats[r].bytes_out <= whole[r].bytes_out
+        if r in forgot:
+            assert stats[r].bytes_out == whole[r].bytes_out
+        elif not share:
+            parts = [part for step in steps(p, cut["step_bytes"], 1 << 62) for part in step.sends]
+            assert stats[r].bytes_out == sum(part.nbytes for part in parts if not unit_of(part.rows))
+    assert are(roots, want)
+
+
+@settings(quick)
+@given(plan_worlds.worlds(relay=True), CUTS, st.sampled_from([0.02, 1.0]), SEEDS)
+def test_workers_hand_on_what_they_have_received(links, world, cut, share, seed):
+    """Also in a run by changes, in which a worker receives only these, and hands on all bytes."""
+    sides, plan = [*world.trainers, *world.workers], world.plan()
+    inventories = [*world.sources(), *world.destinations()]
+    roots = [[torch.from_numpy(s.storage[r.name]) for r in i.roots] for s, i in zip(sides, inventories)]
+    runs = [P2P(links[r], plan.program(r), some, **cut) for r, some in enumerate(roots)]
+    rng = np.random.default_rng(seed)
+    for base in (None, HeldBytes(5, 77)):
+        before = [[t.clone() for t in some] for some in roots]
+        bases = [base and replace(base, before=b if r < plan.trainers else None) for r, b in enumerate(before)]
+        for value in world.values.values() if base else ():
+            new = np.roll(value, 1, axis=0)
+            value[:] = np.where(rng.random((len(value), 1)) < share, new, value)
+        world.load_trainers()
+        want = [world.expected(w) for w in world.workers]
+        run_all(runs, base=bases)
+        for side, expected in zip(world.workers, want):
+            assert all(np.array_equal(side.storage[root], expected[root]) for root in expected)
+
+
+@pytest.mark.parametrize("source", [HeldBytes(6, 77, []), HeldBytes(5, 78, [])])
+def test_changes_of_another_refit_or_plan_are_refused_before_a_byte_is_written(source):
+    p, got = long_pair(opened(2))
+    ends = run_ranks(2, lambda r: p[r].run(soon(), base=HeldBytes(5, 77) if r else replace(source, before=None)))
+    assert isinstance(ends[1], PlanMismatch) and "trainer 0: changes since refit" in str(ends[1])
+    assert not got.any() and [isinstance(e, Exception) for e in ends] == [True, True]
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.integers(1, 400), st.integers(1, 200), st.booleans())
+@given(SEEDS, st.integers(1, 400), st.integers(1, 200), st.booleans())
 def test_both_ends_of_a_message_cut_it_alike_and_within_bounds(seed, step_bytes, direct_bytes, pulls):
     """Nothing but the bytes of its rows travels, also where destinations pull some rows themselves."""
     rng = np.random.default_rng(seed)
@@ -235,11 +205,6 @@ def test_both_ends_of_a_message_cut_it_alike_and_within_bounds(seed, step_bytes,
                 assert part.nbytes <= max(step_bytes, 8)
 
 
-def pair_links():
-    store = memory_store()
-    return all_good(run_ranks(2, lambda r: open_group(store, r, 2, 20.0, labels=("trainer 0", "engine 0 worker 0"))))
-
-
 def long_pair(links, value: int = 7, **how) -> tuple[list[P2P], torch.Tensor]:
     """64 rows of 16 KiB from rank 0, full of `value`, to rank 1, whose storage comes back."""
     size = 1 << 14
@@ -250,30 +215,24 @@ def long_pair(links, value: int = 7, **how) -> tuple[list[P2P], torch.Tensor]:
 
 
 def test_long_dense_rows_touch_no_buffer_and_short_ones_a_bounded_one():
-    links = pair_links()
+    links = opened(2)
     for direct, extra in ((1 << 10, 0), (1 << 20, 2 * (1 << 14))):
         p, got = long_pair(links, direct_bytes=direct)
         assert [x.extra_bytes for x in p] == [extra, extra]
-        all_good(run_ranks(2, lambda r, p=p: p[r].run(soon())))
+        run_all(p)
         assert (got == 7).all()
 
 
 def test_a_warm_run_allocates_nothing():
-    links = pair_links()
     programs, storages = random_world(np.random.default_rng(3), 2, 3, 60)
-    roots = tensors(storages)
-    p = [P2P(links[r], programs[r], roots[r], step_bytes=256) for r in range(2)]
-
-    def both():
-        all_good(run_ranks(2, lambda r: p[r].run(soon())))
-
-    both()
-    assert not [n for n in allocations(both) if n > 0] and allocations(lambda: torch.empty(100))
+    p = [P2P(link, *of_rank, step_bytes=256) for link, *of_rank in zip(opened(2), programs, tensors(storages))]
+    run_all(p)
+    assert not [n for n in allocations(lambda: run_all(p)) if n > 0] and allocations(lambda: torch.empty(100))
 
 
 @pytest.mark.parametrize("how", ["cancelled", "a hook that fails"])
 def test_a_run_that_ends_early_frees_its_peer_and_writes_nothing_more(how):
-    p, got = long_pair(pair_links())
+    p, got = long_pair(opened(2))
     seen, fails = [], how != "cancelled"
 
     def hook(wave, nbytes):
@@ -295,6 +254,5 @@ def test_a_run_that_ends_early_frees_its_peer_and_writes_nothing_more(how):
 
 
 def test_another_ranks_program_is_refused():
-    links = pair_links()
     with pytest.raises(PlanMismatch, match="engine 0 worker 0"):
-        P2P(links[1], Program(0, 1, row((8,), dst=1)), [torch.zeros(64, dtype=torch.uint8)])
+        P2P(opened(2)[1], Program(0, 1, row((8,), dst=1)), [torch.zeros(64, dtype=torch.uint8)])
