@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shlex
@@ -10,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
@@ -39,32 +39,28 @@ def xfer(*arguments: str):
 
 
 def test_doctor_meets_as_its_options_say(monkeypatch):
-    met = []
-    monkeypatch.setattr(meeting, "attend", lambda terms, facts: met.append(terms) or Checkup((facts,)))
+    attend = Mock(side_effect=lambda terms, facts: Checkup((facts,)))
+    monkeypatch.setattr(meeting, "attend", attend)
     xfer("doctor", "--rendezvous", WHERE, "--size", "3", "--timeout", "7", "--seconds", "0.2", "--listen")
-    assert met == [meeting.Terms(WHERE, "a token for tests", 3, 7.0, 0.2, True)]
+    assert attend.call_args.args[0] == meeting.Terms(WHERE, "a token for tests", 3, 7.0, 0.2, True)
 
 
 def test_plan_traces_and_plans_as_its_options_say(monkeypatch):
-    given, made = {}, SimpleNamespace(catalog=None, ranks=())
-
-    def planned(*_, **options):
-        given.update(options)
-        raise XferError("far enough")
-
-    def traced(told, frameworks, cache, count, jobs):
-        given.update(cache=cache, jobs=jobs)
-        return made, made
-
-    monkeypatch.setattr(processes, "look", lambda pythons: given.update(pythons) or ({}, {}))
-    monkeypatch.setattr(plan, "both", lambda *_: {})
-    monkeypatch.setattr(plan, "traced", traced)
-    monkeypatch.setattr(planner, "plan_replicas", planned)
+    plans, traced = (
+        Mock(side_effect=XferError("far enough")),
+        Mock(return_value=[SimpleNamespace(catalog=None, ranks=())] * 2),
+    )
+    looked = Mock(return_value=({}, {}))
+    for module, name, double in (
+        (processes, "look", looked), (plan, "both", lambda *_: {}), (plan, "traced", traced), (planner, "plan_replicas", plans)
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, double)
     pythons = "--trainer-python", "a", "--engine-python", "b"
     done = xfer(*PLAN, "--relay", "--bucket-mib", "32", "--jobs", "3", "--cache", "folder", *pythons)
     assert done.exit_code == 1 and "far enough" in done.output
-    assert (given["trainer"], given["engine"], given["cache"], given["jobs"]) == ("a", "b", "folder", 3)
-    assert given["relay"] is True and given["bucket_bytes"] == 32 << 20
+    assert looked.call_args.args == ({"trainer": "a", "engine": "b"},)
+    assert traced.call_args.args[2] == "folder" and traced.call_args.args[4] == 3
+    assert plans.call_args.kwargs["relay"] is True and plans.call_args.kwargs["bucket_bytes"] == 32 << 20
 
 
 @pytest.mark.parametrize(
@@ -82,37 +78,19 @@ def test_a_command_without_torch_says_in_one_line_what_to_install(words):
     assert "needs torch" in done.stderr and "pip install torch" in done.stderr
 
 
-class Client:
-    """A rendezvous client that answers with `reply` or raises `end`."""
-
-    def __init__(self, reply=None, end=None):
-        self.reply, self.end, self.closed = reply, end, False
-
-    def __call__(self, *a, **k):
-        return self
-
-    def send(self, message):
-        pass
-
-    def take(self, *a):
-        if self.end is not None:
-            raise self.end
-        return self.reply
-
-    def close(self):
-        self.closed = True
-
-
-def status(monkeypatch, *options: str, **client):
-    monkeypatch.setattr(rendezvous, "RendezvousClient", made := Client(**client))
-    return xfer("status", WHERE, *options), made
+def status(monkeypatch, *options: str, reply=None, end: BaseException | None = None):
+    """`xfer status` of a rendezvous that answers with `reply`, or where `end` is raised."""
+    client = Mock(**{"take.side_effect": end, "take.return_value": reply})
+    monkeypatch.setattr(rendezvous, "RendezvousClient", lambda *a, **k: client)
+    done = xfer("status", WHERE, *options)
+    assert client.close.called or not client.take.called
+    return done
 
 
 def test_status_prints_what_it_is_told_to_the_letter(monkeypatch):
     reply = m.StatusReply(0, ODD, (ODD,), (m.PartyStatus(ODD, ODD, ODD),), ())
-    done, client = status(monkeypatch, reply=reply)
-    assert done.output.count(ODD) == 5 and client.closed
-    done, _ = status(monkeypatch, end=HandshakeError(ODD, [ODD], where="rendezvous"))
+    assert status(monkeypatch, reply=reply).output.count(ODD) == 5
+    done = status(monkeypatch, end=HandshakeError(ODD, [ODD], where="rendezvous"))
     assert done.exit_code == 1 and f"[rendezvous] {ODD}" in done.output and f"- {ODD}" in done.output
 
 
@@ -124,22 +102,15 @@ def test_status_as_data_has_all_that_is_printed(monkeypatch, tmp_path):
         "processes": [dict(label="trainer 0", host=ODD, phase="moving", wave=1, bytes_done=2, bytes_planned=3)],
         "versions": [{"replica": 0, "version": "v"}, {"replica": 1, "version": 5}],
     }  # fmt: skip
-    done, _ = status(monkeypatch, "--json", "-", reply=reply)
+    done = status(monkeypatch, "--json", "-", reply=reply)
     assert done.exit_code == 0 and json.loads(done.output) == {"status": expected}
-    done, _ = status(monkeypatch, "--json", str(tmp_path / "x"), reply=reply)
+    done = status(monkeypatch, "--json", str(tmp_path / "x"), reply=reply)
     assert done.output == "" and json.loads((tmp_path / "x").read_text()) == {"status": expected}
-    done, _ = status(monkeypatch, "--json", "/no/such/folder/x", end=AssertionError("it was called"))
-    assert done.exit_code == 2 and "there is no folder" in done.output
 
 
 def test_status_can_be_interrupted_at_any_time(monkeypatch):
-    done, client = status(monkeypatch, "--watch", "1", end=KeyboardInterrupt())
-    assert done.exit_code == 0 and client.closed
-
-    def interrupted(*a, **k):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(rendezvous, "RendezvousClient", interrupted)
+    assert status(monkeypatch, "--watch", "1", end=KeyboardInterrupt()).exit_code == 0
+    monkeypatch.setattr(rendezvous, "RendezvousClient", Mock(side_effect=KeyboardInterrupt))
     assert xfer("status", WHERE).exit_code == 130
 
 
@@ -159,14 +130,11 @@ def test_the_command_is_a_module_and_says_its_version():
     assert done.returncode == 0 and done.stdout.startswith("xfer 0."), done.stderr
 
 
-# ---- xfer doctor
-
-
 def test_doctor_exits_with_1_if_there_are_problems_and_writes_its_json(monkeypatch, tmp_path):
-    own = Resolved(ODD, ("10.0.0.1",))
-    sick = HostFacts(ODD, "i", ODD, "m", 1, own, interfaces=(Interface("eth0", ("10.0.0.1",), running=False),))
-    for facts, code in ((sick, 1), (dataclasses.replace(sick, interfaces=(Interface("eth0", ("10.0.0.1",)),)), 0)):
-        monkeypatch.setattr(look, "look", lambda *a, facts=facts: facts)
+    for code, running in ((1, False), (0, True)):
+        there = (Interface("eth0", ("10.0.0.1",), running=running),)
+        facts = HostFacts(ODD, "i", ODD, "m", 1, Resolved(ODD, ("10.0.0.1",)), interfaces=there)
+        monkeypatch.setattr(look, "look", Mock(return_value=facts))
         done = xfer("doctor", "--json", str(tmp_path / "x.json"))
         assert done.exit_code == code and ODD in done.output, done.output
         assert json.loads((tmp_path / "x.json").read_text())["doctor"]["problems"] == code
@@ -192,7 +160,7 @@ PLAN = ("plan", "--trainer", f"{CONFIG} world=2", "--engine", "tp=2")
         ("at least 8 characters", ("doctor", "--rendezvous", WHERE, "--token", "short")),
         ("--timeout=nan", ("doctor", "--rendezvous", WHERE, "--timeout", "nan")),
         ("--listen goes with --rendezvous", ("doctor", "--listen")),
-        ("there is no folder", ("doctor", "--json", "/no/such/folder/x.json")),
+        *(("there is no folder", (*call, "--json", "/no/such/folder/x")) for call in (("doctor",), ("status", WHERE))),
         ("--size", ("doctor", "--size", "0")),
         (f'is a model\'s config; give it as --trainer "{CONFIG} world=', ("plan", CONFIG)),
         *((p[:30], ("plan", "--trainer", f"{p} world=2", "--engine", "tp=2")) for p in NOWHERE),
@@ -208,8 +176,8 @@ PLAN = ("plan", "--trainer", f"{CONFIG} world=2", "--engine", "tp=2")
 )  # fmt: skip
 def test_a_call_that_cannot_work_is_refused_before_anything_is_done(tmp_path, monkeypatch, said, call):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(look, "look", lambda *a: pytest.fail("it looked"))
-    monkeypatch.setattr(rendezvous, "RendezvousClient", lambda *a, **k: pytest.fail("it called"))
+    monkeypatch.setattr(look, "look", Mock(side_effect=AssertionError("it looked")))
+    monkeypatch.setattr(rendezvous, "RendezvousClient", Mock(side_effect=AssertionError("it called")))
     done = xfer(*call)
     assert done.exit_code == 2 and said in " ".join(done.output.split()), done.output
 
