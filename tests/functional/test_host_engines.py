@@ -22,20 +22,17 @@ LATE = ("DeadlineExceeded", "PeerLost")
 GPU = [pytest.mark.gpu, pytest.mark.skipif(gpus() < 1, reason="needs a GPU")]
 WAYS = {"gloo": (GlooBench, {}), "nccl": (NcclBench, {}), "gloo, IPv6": (GlooBench, dict(ipv6=True))}
 WAYS |= {"nccl, IPv6": (NcclBench, dict(ipv6=True)), "nixl": (NixlBench, {})}
+MARKS = {n: GPU if kind is NcclBench else pytest.mark.slow for n, (kind, _) in WAYS.items()}
 
 
-def ways(*names: str):
-    marks = {GlooBench: pytest.mark.slow, NixlBench: pytest.mark.slow, NcclBench: GPU}
-    return [pytest.param(n, marks=marks[WAYS[n][0]]) for n in names]
-
-
-@pytest.fixture(scope="module", params=ways(*WAYS))
+@pytest.fixture(scope="module", params=[pytest.param(n, marks=m) for n, m in MARKS.items()])
 def bench(request, tmp_path_factory):
     if why := missing():
         pytest.skip(why)
     kind, network = WAYS[request.param]
-    with kind(tmp_path_factory.mktemp("bench"), **network) as b:
-        yield b
+    made = kind(tmp_path_factory.mktemp("bench"), **network)
+    yield made
+    made.end()
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ are fewer. Hosts have names and process ids of their own, so neither xfer nor NC
 from __future__ import annotations
 
 import math
+import tempfile
 from pathlib import Path
 
 from examples.common import toy
@@ -29,37 +30,30 @@ NOWHERE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 class Bench:
-    """`network`: more arguments of `Cluster`. After a test that fails, `whole` is False and `ensure` starts everything anew."""
+    """`network`: more arguments of `Cluster`. After a test that fails, `whole` is False and `ensure` starts everything anew.
 
-    transports: set[str]
-    """Routes of a refit's bytes."""
-    config: dict
+    A kind says: `config`; `transports`, the routes of a refit's bytes; `_begin`, which starts the `job`, the engines (`made`) and the
+    `trainers`, which have weights, and names the file of `faults`; `_engine`, which begins to start engine i with these variables; `held`,
+    digests of all parameters of engine i and what it answers; `holds`, whether engine i is, to the bit, what vLLM's own loader makes of the
+    weights of a seed.
+    """
 
     def __init__(self, work: Path, **network):
-        self.work, self.network, self.starts = Path(work), network, 0
+        self.work, self.network = work, network
         self.nbytes = sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in toy.specs(self.config))
         self.cluster: Cluster | None = None
         self.whole, self.seed = False, 1
 
-    def __enter__(self) -> Bench:
-        return self
-
-    def __exit__(self, *exc) -> None:
-        self._end()
-
     def ensure(self) -> None:
         if not self.whole:
-            self._end()
+            self.end()
             self.cluster = Cluster(4, mbit=self.nbytes * 8 / SECONDS / 1e6, **self.network).__enter__()
-            self.starts += 1
-            folder = self.work / str(self.starts)
-            folder.mkdir(parents=True)
-            self._begin(folder)
+            self._begin(Path(tempfile.mkdtemp(dir=self.work)))
             self.connected(self.meet())
             self.right(1)
             self.whole = True
 
-    def _end(self) -> None:
+    def end(self) -> None:
         if self.cluster is not None:
             self.job.__exit__()
             self.cluster.__exit__()
@@ -72,37 +66,9 @@ class Bench:
 
     def env_of(self, host: int) -> dict[str, str]:
         """Variables of a rank on this host. Nothing of NCCL but its sockets can be taken by mistake."""
-        name = {"NCCL_HOSTID": f"h{host}", "NCCL_MNNVL_ENABLE": "0", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
-        net = {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", "NCCL_NET_PLUGIN": "none"}
-        family = {"NCCL_SOCKET_FAMILY": "AF_INET6" if self.cluster.ipv6 else "AF_INET"}
-        return {**name, **net, **family}
-
-    # ---- what the kinds of engines do in their own way
-
-    job: gpu_job.Job | refit_job.Job
-    made: list
-    """The engines, as of `job`."""
-    faults: Path
-
-    def _begin(self, folder: Path) -> None:
-        """Starts the job, the engines and the trainers, which have weights."""
-        raise NotImplementedError
-
-    def _engine(self, i: int, **env: str):
-        """Begins to start engine i, with these variables."""
-        raise NotImplementedError
-
-    def held(self, i: int):
-        """Digests of all parameters of engine i, and what it answers."""
-        raise NotImplementedError
-
-    def holds(self, i: int, seed: int) -> bool:
-        """Whether engine i is, to the bit, what vLLM's own loader makes of these weights."""
-        raise NotImplementedError
-
-    @property
-    def trainers(self) -> list[Child]:
-        raise NotImplementedError
+        off = {"NCCL_MNNVL_ENABLE": "0", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+        net = {"NCCL_HOSTID": f"h{host}", "NCCL_NET": "Socket", "NCCL_NET_PLUGIN": "none"}
+        return off | net | {"NCCL_SOCKET_FAMILY": "AF_INET6" if self.cluster.ipv6 else "AF_INET"}
 
     # ---- starting
 
@@ -238,13 +204,8 @@ class NcclBench(Bench):
 
     transports = {"nccl"}
     config = gpu_job.config(
-        "qwen3",
-        hidden_size=1024,
-        intermediate_size=4096,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        vocab_size=8000,
-    )
+        "qwen3", hidden_size=1024, intermediate_size=4096, num_attention_heads=16, num_key_value_heads=8, vocab_size=8000
+    )  # fmt: skip
 
     def _gpu(self, host: int) -> int:
         """Engines begin at the first, trainers at the last."""

@@ -29,11 +29,11 @@ class Copy(ToySource):
         return 0, n
 
 
-def _trainer(conn, rank: int, world: int, env: dict, source=ToySource) -> None:
+def _trainer(conn, rank: int, world: int, env: dict, source=ToySource, shapes=BYTES) -> None:
     os.environ.update(env)
     if factor := int(env.get(FASTER, 0)):
         channel.ALIVE = {k: v if k == "TCP_KEEPCNT" else v // factor for k, v in channel.ALIVE.items()}
-    source = source(rank, world, BYTES)
+    source = source(rank, world, shapes)
 
     def made(rendezvous: str, **args):
         direct = dict(relay=RELAY in os.environ, rdma=RDMA in os.environ)
@@ -42,14 +42,16 @@ def _trainer(conn, rank: int, world: int, env: dict, source=ToySource) -> None:
     _serve_trainer(conn, made, set=source.set, change=source.turn)
 
 
-def _taker(rank: int, world: int) -> ToyTaker:
-    return ToyTaker(rank, world, BYTES)
+def mains(source=ToySource, shapes: dict[str, tuple[int, ...]] = BYTES) -> tuple:
+    """Main functions of trainers with such a source, of workers, and of controllers."""
+    trainer = functools.partial(_trainer, source=source, shapes=shapes)
+    return trainer, functools.partial(_worker, make=functools.partial(ToyTaker, shapes=shapes)), _controller
 
 
 class HostWorld(ProcessWorld):
     """See ProcessWorld. The cluster has to hold all ranks. faster: see FASTER."""
 
-    mains = (_trainer, functools.partial(_worker, make=_taker), _controller)
+    mains = mains()
     address = "h0"
 
     def __init__(self, cluster: Cluster, folder: Path, *, faster: int = 0, **how):
