@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -22,8 +21,9 @@ from examples.common.ports import free_port
 from tests.support import forge
 from tests.support.hosts import Cluster, Host, missing
 from tests.support.proc import PATIENCE, ROOT, environment
+from tests.support.world import until_true
 from xfer.cli.doctor import visits
-from xfer.cli.doctor.facts import Checkup
+from xfer.cli.doctor.facts import Checkup, HostFacts, NetworkPath
 from xfer.cli.doctor.look import look
 from xfer.cli.doctor.meeting import Begin, Join, Leader, Result, Terms, attend
 from xfer.cli.doctor.visits import open_door, visit
@@ -38,22 +38,15 @@ LIMIT_S = 60 * PATIENCE
 
 
 class Doctor:
-    """A process of `xfer doctor`, on an emulated host if one is given. `end` gives its exit code and its JSON.
+    """A process of `xfer doctor`, on an emulated host if one is given. `end` gives its exit code and its JSON."""
 
-    prefix: a command that runs it, which cannot be forked.
-    """
-
-    def __init__(self, *options: str, host: Host | None = None, prefix: tuple[str, ...] = (), **env: str):
+    def __init__(self, *options: str, host: Host | None = None, **env: str):
         self.folder = tempfile.TemporaryDirectory()
         self.json, self.said = Path(self.folder.name, "json"), Path(self.folder.name, "said")
         run = ["-m", "xfer", "doctor", "--json", str(self.json), "--seconds", "0.1", *options]
-        env = environment(**{"XFER_TOKEN": TOKEN, **env})
         with open(self.said, "w") as out:
-            if prefix:
-                command = host.command(*prefix, sys.executable, *run)
-                self.process = subprocess.Popen(command, env=env, stdout=out, stderr=out)
-            else:
-                self.process = forge.start(sys.executable, run, env, ROOT, out, out, host)
+            own = environment(**{"XFER_TOKEN": TOKEN, **env})
+            self.process = forge.start(sys.executable, run, own, ROOT, out, out, host)
 
     def end(self) -> tuple[int, dict]:
         try:
@@ -92,15 +85,6 @@ def test_three_processes_measure_every_pair_and_all_print_what_differs():
     assert {(m["source"], m["destination"]) for m in first["memory"]} == pairs.keys()
 
 
-def test_a_wrong_token_is_told_at_once_and_disturbs_nobody():
-    terms = Terms(here(), TOKEN, 2, LIMIT_S, 0)
-    first = start(terms)
-    wait_for_listener(terms.rendezvous)
-    code, report = Doctor("--rendezvous", terms.rendezvous, XFER_TOKEN="another token").end()
-    assert code == 1 and any("different tokens" in said for _, _, said in problems(report))
-    assert both_agree(first, start(terms)).failures == ()
-
-
 def wait_for_listener(at: str) -> None:
     """Until the port is in use. A connection would count as a caller without the token."""
     until = soon()
@@ -117,7 +101,7 @@ def test_who_waits_in_vain_hears_of_callers_with_another_token():
     alone = start(terms)
     wait_for_listener(terms.rendezvous)
     with pytest.raises(HandshakeError, match="different tokens"):
-        dial_socket(terms.rendezvous, "another token", 10 * PATIENCE)
+        attend(replace(terms, token="another token"), look())
     checkup = alone.result(LIMIT_S)
     missing, rejected = (f.said for f in checkup.failures)
     assert len(checkup.hosts) == 1 and not checkup.paths
@@ -151,7 +135,7 @@ def test_two_that_see_gpus_read_each_others_memory_and_agree_on_nccl():
 
 
 def start(terms: Terms) -> Future[Checkup]:
-    return ThreadPoolExecutor(1).submit(lambda: attend(terms, look()))
+    return ThreadPoolExecutor(1).submit(attend, terms, look())
 
 
 def both_agree(first: Future[Checkup], second: Future[Checkup]) -> Checkup:
@@ -160,8 +144,12 @@ def both_agree(first: Future[Checkup], second: Future[Checkup]) -> Checkup:
     return a
 
 
-def join(terms: Terms) -> Line:
-    return Line(dial_socket(terms.rendezvous, TOKEN, 10 * PATIENCE), "the leader")
+def join(terms: Terms, size: int = 0) -> Line:
+    """A member, which says that it has come where `size` are expected."""
+    line = Line(dial_socket(terms.rendezvous, TOKEN, 10 * PATIENCE), "the leader")
+    if size:
+        line.send(Join(look(), size, {}), soon())
+    return line
 
 
 def soon() -> float:
@@ -170,8 +158,7 @@ def soon() -> float:
 
 def test_a_member_that_leaves_is_named_and_the_others_measure():
     terms = Terms(here(), TOKEN, 3, 20 * PATIENCE, 0.05)
-    two, leaver = [start(terms) for _ in range(2)], join(terms)
-    leaver.send(Join(look(), 3, {}), soon())
+    two, leaver = [start(terms) for _ in range(2)], join(terms, 3)
     leaver.take(soon(), Begin)
     leaver.close()
     first = both_agree(*two)
@@ -186,20 +173,22 @@ def test_a_member_that_leaves_is_named_and_the_others_measure():
 def test_one_that_comes_when_all_have_come_is_told_so():
     terms = Terms(here(), TOKEN, 2, 20 * PATIENCE, 0)
     leader = Leader(listen(terms.rendezvous, TOKEN), terms)
-    first, second, late = (join(terms) for _ in range(3))
-    for line in (first, second):
-        line.send(Join(look(), 2, {}), soon())
+    late, first, second = join(terms), join(terms, 2), join(terms, 2)
     first.take(soon(), Begin)
     late.send(Join(look(), 2, {}), soon())
-    until = soon()
-    while leader._callers._came.empty():
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    until_true(lambda: not leader._callers._came.empty(), 20 * PATIENCE)
     first.close()
     second.close()
     checkup = late.take(soon(), Result).checkup
     assert [f.said for f in checkup.failures] == ["all 2 processes of --size had come before this one"]
     leader.close()
+
+
+def visited(identity: str, meant: HostFacts, seconds: float, labels: dict[str, str] | None = None) -> list[NetworkPath]:
+    """What a visit to `meant` finds where a process of this identity answers."""
+    door, port = open_door(identity, TOKEN)
+    with contextlib.closing(door):
+        return list(visit(look(), replace(meant, port=port), "", TOKEN, seconds, labels or {}))
 
 
 def test_a_visited_process_that_reads_and_never_answers_ends_a_visit_in_time(monkeypatch):
@@ -209,12 +198,8 @@ def test_a_visited_process_that_reads_and_never_answers_ends_a_visit_in_time(mon
 
     monkeypatch.setattr(visits, "_count", swallow)
     monkeypatch.setattr(visits, "STREAM_S", 0.2)
-    door, port = open_door("b", TOKEN)
     began = time.monotonic()
-    try:
-        found = list(visit(look(), replace(look(), identity="b", port=port), "", TOKEN, 0.1, {}))
-    finally:
-        door.close()
+    found = visited("b", replace(look(), identity="b"), 0.1)
     why = f"a stream of bytes does not: nothing within {visits.WARM_S + 0.1 + 0.2:g} s"
     assert found and all(why in p.error for p in found)
     assert all(p.round_trip_s for p in found) and time.monotonic() - began < 20 * PATIENCE
@@ -235,24 +220,15 @@ def test_what_a_proven_caller_sends_is_decoded_or_refused(sent):
 
 def test_another_process_at_an_address_is_told_from_the_one_that_is_meant():
     """As where two machines have one address, or a name is that of this machine everywhere."""
-    door, port = open_door("c's identity", TOKEN)
-    try:
-        meant = replace(look(), label="b", identity="b's identity", port=port)
-        found = list(visit(look(), meant, "", TOKEN, 0, {"c's identity": "c"}))
-    finally:
-        door.close()
+    found = visited("c's identity", replace(look(), label="b", identity="b's identity"), 0, {"c's identity": "c"})
     assert found and all(p.error == "c answers there, not b" for p in found)
 
 
 def test_a_session_at_that_address_is_told_from_a_doctor():
     at = here()
-    server = Server(at, TOKEN, Options(trainers=1, replicas=1, deadline_s=60.0, bucket_bytes=1 << 20))
-    try:
-        with pytest.raises(PeerLost) as e:
-            attend(Terms(at, TOKEN, 2, 10 * PATIENCE, 0), look())
-        assert "is a session running at this address?" in str(e.value)
-    finally:
-        server.close()
+    options = Options(trainers=1, replicas=1, deadline_s=60.0, bucket_bytes=1 << 20)
+    with contextlib.closing(Server(at, TOKEN, options)), pytest.raises(PeerLost, match="is a session running at this"):
+        attend(Terms(at, TOKEN, 2, 10 * PATIENCE, 0), look())
 
 
 # ---- on emulated hosts
@@ -270,20 +246,25 @@ def cluster() -> Iterator[Cluster]:
         yield c
 
 
-def on_hosts(
-    hosts: list[Host], envs=(), prefix: tuple[str, ...] = (), at: str = "h0", *more: str
-) -> list[tuple[int, dict]]:
-    """A doctor on each host. envs: their variables. prefix: a command that runs the last one."""
+def on_hosts(hosts: list[Host], *more: str, envs=({}, {}, {}), at: str = "h0") -> list[tuple[int, dict]]:
+    """A doctor on each host. envs: their variables."""
     options = "--rendezvous", f"tcp://{at}:29600", "--size", str(len(hosts)), "--timeout", str(LIMIT_S / 2), *more
-    started = []
-    for h, env in zip_longest(hosts, envs, fillvalue={}):
-        started.append(Doctor(*options, host=h, prefix=prefix if h is hosts[-1] else (), **env))
-    return [d.end() for d in started]
+    return [d.end() for d in [Doctor(*options, host=h, **env) for h, env in zip(hosts, envs)]]
+
+
+@contextlib.contextmanager
+def changed(host: Host, change: str, back: str) -> Iterator[None]:
+    """A host of other tests, changed by a command."""
+    subprocess.run(host.command("sh", "-c", change), check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(host.command("sh", "-c", back), check=True)
 
 
 def test_emulated_hosts_that_are_sound_have_no_problem_and_reach_their_rate(cluster):
     hosts = cluster.hosts
-    (code, report), *others = on_hosts(hosts, (), (), "h0", "--seconds", "0.5")
+    (code, report), *others = on_hosts(hosts, "--seconds", "0.5")
     assert others == [(code, report)] * 2 and code == 0, problems(report)
     at = {h.name: h.address for h in hosts}
     assert {(p["source"], p["destination"], p["address"]) for p in report["paths"]} == {
@@ -294,13 +275,14 @@ def test_emulated_hosts_that_are_sound_have_no_problem_and_reach_their_rate(clus
 
 
 def test_a_host_name_that_resolves_to_loopback_is_found_and_the_right_interface_advised(cluster, tmp_path):
-    (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 h1\n{cluster.hosts[0].address} h0\n")
-    mounts = f'umount /etc/hosts && mount --bind {tmp_path}/hosts /etc/hosts && exec "$0" "$@"'
-    wrong = ("unshare", "--mount", "sh", "-c", mounts)
-    (code, report), _ = on_hosts(cluster.hosts[:2], prefix=wrong)
-    assert code == 1 and {topic for topic, _, _ in problems(report)} == {"host name", "reachability"}, report[
-        "findings"
-    ]
+    first, last = cluster.hosts[:2]
+    known = "".join(f"{h.address} {h.name}\n" for h in cluster.hosts)
+    (tmp_path / "right").write_text(f"127.0.0.1 localhost\n{known}")
+    (tmp_path / "wrong").write_text(f"127.0.0.1 localhost\n127.0.1.1 h1\n{first.address} h0\n")
+    mounts = [f"umount /etc/hosts && mount --bind {tmp_path}/{name} /etc/hosts" for name in ("wrong", "right")]
+    with changed(last, *mounts):
+        (code, report), _ = on_hosts([first, last])
+    assert code == 1 and {topic for topic, *_ in problems(report)} == {"host name", "reachability"}, report["findings"]
     (name,) = (f for f in report["findings"] if f["topic"] == "host name" and f["level"] == "problem")
     assert name["where"] == "h1" and "127.0.1.1" in name["said"]
     (path,) = (f for f in report["findings"] if f["topic"] == "reachability")
@@ -310,12 +292,8 @@ def test_a_host_name_that_resolves_to_loopback_is_found_and_the_right_interface_
 def test_a_path_that_goes_in_one_direction_only_is_found(cluster):
     """Host 0 listens on nic1, to whose network host 2 has no route."""
     first, last = cluster.hosts[0], cluster.hosts[2]
-    network = ["route", "10.2.0.0/16", "dev", "nic1"]
-    subprocess.run(last.command("ip", network[0], "del", *network[1:]), check=True)
-    try:
-        (code, report), _ = on_hosts([first, last], ({"GLOO_SOCKET_IFNAME": "nic1"}, {"GLOO_SOCKET_IFNAME": "nic0"}))
-    finally:
-        subprocess.run(last.command("ip", network[0], "add", *network[1:]), check=True)
+    with changed(last, "ip route del 10.2.0.0/16 dev nic1", "ip route add 10.2.0.0/16 dev nic1"):
+        (code, report), _ = on_hosts([first, last], envs=[{"GLOO_SOCKET_IFNAME": f"nic{i}"} for i in (1, 0)])
     (path,) = problems(report)
     assert code == 1 and path[:2] == ("reachability", "h2 -> h0") and "the other direction works" in path[2], report
     (good,) = (p for p in report["paths"] if p["source"] == "h0")
@@ -334,5 +312,5 @@ def test_a_slow_host_is_named_by_its_paths(cluster):
 
 def test_a_rendezvous_that_each_host_takes_for_itself_is_told_by_both(cluster):
     """Each listens, and none comes: the classical result of a name that is loopback everywhere."""
-    for code, report in on_hosts(cluster.hosts[:2], (), (), "localhost", "--timeout", "3"):
+    for code, report in on_hosts(cluster.hosts[:2], "--timeout", "3", at="localhost"):
         assert code == 1 and {"meeting", "rendezvous"} <= {topic for topic, _, _ in problems(report)}

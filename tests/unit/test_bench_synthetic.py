@@ -12,14 +12,7 @@ from xfer.trace.fragment import Fill, Fragment, Root, Span, TensorSpec
 
 CPU = torch.device("cpu")
 NAMES = [f"layers.0.experts.{i}.w" for i in range(2)]
-CATALOG = Catalog(
-    tuple(
-        sorted(
-            [TensorSpec("norm", (6,), "float32"), *(TensorSpec(n, (4, 6), "bfloat16") for n in NAMES)],
-            key=lambda s: s.name,
-        )
-    )
-)
+CATALOG = Catalog((*(TensorSpec(n, (4, 6), "bfloat16") for n in NAMES), TensorSpec("norm", (6,), "float32")))
 
 
 def trainer(rank: int) -> SyntheticTrainer:
@@ -49,18 +42,16 @@ def received(seed: int) -> SyntheticWorker:
     for t in trainers:
         t.train(seed)
     (group,) = (s for s in taker.layout.specs.values() if len(s.shape) == 3)
-    whole = torch.zeros(group.shape, dtype=torch.int16)
-    norms = set()
+    whole, norms = torch.zeros(group.shape, dtype=torch.int16), []
     for t in trainers:
         for f in t.layout.fragments:
             if f.tensor == group.name:
                 whole[f.index] = t.layout.region(f)
             else:
-                norms.add(t.layout.region(f).numpy().tobytes())
-    (norm,) = norms  # both hold it, bit for bit
-    values = {group.name: whole.view(torch.bfloat16), "norm": torch.frombuffer(bytearray(norm), dtype=torch.float32)}
+                norms.append(t.layout.region(f))
+    assert torch.equal(*norms), "both hold it, bit for bit"
     taker.begin(())
-    taker.load(list(values.items()))
+    taker.load([(group.name, whole.view(torch.bfloat16)), ("norm", norms[0].view(torch.float32))])
     return taker
 
 

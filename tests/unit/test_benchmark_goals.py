@@ -51,15 +51,8 @@ OVERLAP = {
 LAYERWISE = [
     {"ranks": 2, "overlap": OVERLAP, "exact": [{"model": "fp32", "steps": 50, "ways": ["a", "b"], "differ": ["b"]}]}
 ]
-RELAY = {
-    "floor": 10.0,
-    "peer": 10.5,
-    "p2p": 180.0,
-    "nccl": 170.0,
-    "one destination pulls": 155.0,
-    "relay, 64 parts": 181.0,
-    "relay, 128 parts": 169.0,
-}
+RELAY = dict(floor=10.0, peer=10.5, p2p=180.0, nccl=170.0)
+RELAY |= {"one destination pulls": 155.0, "relay, 64 parts": 181.0, "relay, 128 parts": 169.0}
 CHAIN = {"one replica": 20.0, "relay chain": 24.0}
 
 

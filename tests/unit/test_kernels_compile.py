@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from itertools import product
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -34,16 +35,9 @@ def compiled(monkeypatch) -> set[str]:
 
     from xfer.kernels import marks_triton
 
-    class NoDevice:
-        def get_current_target(self):
-            return GPUTarget("cuda", 90, 32)
-
-        def get_current_device(self):
-            return 0
-
-        def get_current_stream(self, device=None):
-            return 0
-
+    no_device = Mock(
+        **{"get_current_target.return_value": GPUTarget("cuda", 90, 32), "get_current_device.return_value": 0}
+    )
     if not isinstance(marks_triton._compare, JITFunction):
         pytest.skip("Triton's interpreter compiles nothing")
     run, names = JITFunction.run, set()
@@ -53,7 +47,7 @@ def compiled(monkeypatch) -> set[str]:
         names.add(self.__name__)
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
-    monkeypatch.setattr(driver, "_active", NoDevice())
+    monkeypatch.setattr(driver, "_active", no_device)
     return names
 
 

@@ -99,8 +99,7 @@ def test_granules_that_differ_are_marked_and_copied(kind, seed, sizes, share, sp
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.02, 0.5]), st.sampled_from([0, 2, 16]), st.booleans())
 def test_a_copy_of_what_is_marked_leaves_a_destination_as_a_copy_of_everything(seed, share, spare, every):
-    """Of random rows, conversions among them; also by way of scratch. The kernel tells how much it moved: nothing if nothing is marked, and
-    all bytes of rows that are no conversions if everything is."""
+    """Conversions among them; also by way of scratch. The kernel tells how much it moved."""
     rng = np.random.default_rng(seed)
     rows, src, dst = random_rows(rng)
     rows = rows[rows["op"] != Op.FILL]

@@ -47,8 +47,7 @@ makers = pytest.mark.parametrize(
 
 
 def hard_weight(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
-    """float32 with what rounding can go wrong on: all magnitudes, zeros of both signs, subnormals, ties, and in some weights NaN and
-    infinities."""
+    """float32: all magnitudes, zeros of both signs, subnormals, ties, and in some weights NaN and infinities."""
     w = rng.standard_normal((rows, columns)).astype(np.float32)
     kind = rng.integers(6)
     with np.errstate(over="ignore", under="ignore"):

@@ -180,8 +180,7 @@ def test_tiles_cover_each_byte_once_and_groups_take_turns(seed, size):
 
 
 def test_destinations_that_begin_with_different_sources_never_meet():
-    """Four destinations of four equal sources: at every moment each source is read by one of them. A source on the destination's
-    own GPU is read evenly all the time."""
+    """Four of four equal sources. A source on the destination's own GPU is read evenly all the time."""
     n, count = 60 * (64 << 10), 4
     rows = np.concatenate([row((n,), src_dtype="uint8", src_root=k, dst_root=k) for k in range(count)])
     aligned = End([16] * count)
@@ -201,8 +200,7 @@ def test_destinations_that_begin_with_different_sources_never_meet():
 @settings(max_examples=EXAMPLES // 2, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 8), st.booleans(), st.booleans(), st.sampled_from([5, 1 << 15]))
 def test_checksums_equal_the_twins_number(seed, parts, narrow, groups, tile):
-    """Any cut, strides back and forth, odd offsets, conversions; or columns of a matrix, cut between groups or anywhere, wherever in
-    their storage they begin. Rows in two sets; tables of small tiles too."""
+    """Any cut in any layout, or columns of a matrix, cut between groups or anywhere. Rows are in two sets."""
     rng = np.random.default_rng(seed)
     high, spare, at = int(rng.integers(1, 5)), int(rng.choice([0, 2, 16, 64])), int(rng.choice([8, 16, 17]))
     value = torch.empty(high, 48, dtype=random_tensor(rng).dtype) if groups else random_tensor(rng)
@@ -234,8 +232,7 @@ def lent(rows, roots, shapes, tile: int | None = None):
 @settings(max_examples=EXAMPLES // 4, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from(["uint8", "bfloat16", "float32"]), st.sampled_from([1, 5, 256]))
 def test_copies_that_sum_leave_the_same_bytes_and_the_same_number(seed, dtype, behind):
-    """Copies cut by columns or not, sums by rows, whatever units the copies move and wherever a storage begins; what no copy writes
-    counts too. Sums come right behind what they need or after everything, and some need more copies than this kernel waits for."""
+    """Sums come right behind what they need or after everything; some need more copies than this kernel waits for."""
     from xfer.kernels import summed_copies as summed
 
     rng = np.random.default_rng(seed)

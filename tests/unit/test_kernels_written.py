@@ -26,12 +26,7 @@ from xfer.trainers.marked_writes import mark_writes
 
 
 class Params:
-    """Storages with 16-bit tensors inside, and an optimizer's fp32 masters of these.
-
-    Args:
-        seed: Of everything.
-        device: Where all lies.
-    """
+    """Storages with 16-bit tensors inside, and an optimizer's fp32 masters of these."""
 
     def __init__(self, seed: int, device: str = "cpu"):
         self.rng = rng = np.random.default_rng(seed)

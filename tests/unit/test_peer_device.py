@@ -30,8 +30,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.mark.parametrize("expandable", [True, False, None], ids=["expandable", "other", "no snapshot"])
 def test_what_a_source_says_of_memory_that_has_no_handle(expandable):
-    """torch is asked once for a snapshot, whatever the number of storages, and not where all have handles. cudaMallocAsync and
-    pluggable allocators have none."""
+    """cudaMallocAsync and pluggable allocators have none. torch is asked once for a snapshot."""
     roots, asked = [torch.zeros(64, dtype=torch.uint8) for _ in range(5)], []
 
     def allocation(pointer: int) -> cuda_driver.Allocation:
@@ -126,8 +125,7 @@ def device(monkeypatch):
 
 
 def test_a_pull_begins_behind_what_stopped_the_one_before(device, monkeypatch):
-    """Another stream writes the word that stops a pull. If it came to the next pull, that one would end without its bytes and without
-    an error. Nor may anything else have the word's memory by then."""
+    """Another stream writes the word that stops a pull. In the next pull it would end that without its bytes and without an error."""
     for name, make in dict(zeros=torch.zeros, ones=torch.ones).items():
         monkeypatch.setattr(torch, name, lambda n, dtype, make=make, **where: make(n, dtype=dtype))
     used = []

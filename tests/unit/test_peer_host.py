@@ -65,8 +65,7 @@ def pull_programs(kind, seed, shortest, runs, batch):
 
 
 def pull_what_is_marked(kind, seed, share, shortest, runs, late):
-    """It reads nothing if nothing has changed, and everything if the marks are of another refit than the destination holds. What it
-    reads into scratch, and applies from there, is the same."""
+    """It reads nothing if nothing has changed, and everything if the marks are of another refit than the destination holds."""
     rng = np.random.default_rng(seed)
     rows, src, dst = random_rows(rng)
     with patch.multiple(peer_host, RUNS=runs, PAYS=1.0), patch.object(kind, "SHORTEST", shortest):
