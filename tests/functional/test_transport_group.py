@@ -259,8 +259,7 @@ class Grouped:
 
 @pytest.mark.parametrize("raises", ["the communicator's own error", "an abort from another thread"])
 def test_what_ends_a_post_leaves_no_group_of_this_thread_open(raises, monkeypatch):
-    """Or messages over the next communicator would be reported as moved and never be launched. An abort lets a post end; one that
-    does not end is aborted all the same."""
+    """Or messages over the next communicator would be reported as moved and never be launched."""
 
     monkeypatch.setattr("xfer.transport.nccl.POSTED_S", 0.2)
     pg, word = Grouped(), torch.zeros(8, dtype=torch.uint8)
