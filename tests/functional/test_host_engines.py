@@ -100,8 +100,7 @@ def test_a_trainer_that_is_stopped_in_mid_transfer_is_named_in_time_and_goes_on(
 
 
 def test_an_engine_that_listens_where_nobody_reaches_it_fails_alone_in_time(b):
-    """At its loopback interface. Over gloo it is right all the same if it is the one that dials, which the ports decide. With the right
-    interface it is refitted. Trainers do not wait for it when they connect: over NCCL its link is opened there."""
+    """Over gloo it is right all the same if it is the one that dials. Trainers do not wait for it when they connect."""
     of_ipv4(b)
     b.whole = False
     b.replace_engine(1, **NOWHERE)

@@ -1,13 +1,7 @@
 """Hosts on one machine: namespaces with a name, processes and network interfaces of their own, on emulated switches (docs/hosts.md).
 
-A NIC is a veth pair, shaped at both ends: what leaves the host, and what the switch sends to it. Each rail is a network and a switch of
-its own. gloo listens at the NIC that `env` names, but connects by the kernel's routes: the bytes of two ranks travel on the rail of the
-one that was connected to. Where each rank's bytes must use its own NIC, as NCCL's do, ranks are `apart`: all NICs hang on one switch,
-and each rank of a host sees only its own (`Host.rank`). All else they share, and hosts share all files, those of /dev/shm too.
-
 A host is a process that waits for this one's end of a pipe to close. It is process 1 of its host, so the kernel ends all processes of
-the host with it, and the namespaces after them: nothing is left to clean up, however this process ends. Needs root, iproute2 and
-util-linux.
+the host with it, and the namespaces after them. Hosts share all files, those of /dev/shm too. Needs root, iproute2 and util-linux.
 """
 
 from __future__ import annotations
@@ -137,9 +131,11 @@ class Host:
 
 
 class Cluster:
-    """`hosts` of `ranks` each with a NIC of `mbit` Mbit/s each way; `rails` or `apart`: a NIC of that rate for each rank. `ipv6`: all
-    addresses, instead of IPv4. `buffer_s`: how much a NIC holds back. `tcp`: the congestion control. Of those that a kernel lets every
-    namespace choose, Reno fills a link that many connections share. (BBR reaches 70 % where four hosts send to four.)"""
+    """`hosts` of `ranks` each with a NIC of `mbit` Mbit/s each way: a veth pair, shaped at both ends. `rails`: a NIC of that rate for each
+    rank, in a network of its own; gloo listens at the NIC that `env` names, but connects by the kernel's routes, so bytes of two ranks
+    travel on the rail of the one that was connected to. `apart`: a NIC for each rank, which sees only its own, as NCCL's bytes use it; all
+    on one switch. `ipv6`: all addresses, instead of IPv4. `buffer_s`: how much a NIC holds back. `tcp`: the congestion control. Of those
+    that a kernel lets every namespace choose, Reno fills a link that many connections share. (BBR reaches 70 % where four send to four.)"""
 
     def __init__(
         self, hosts: int, ranks: int = 1, *, mbit: float, rails=False, apart=False, tcp="reno", ipv6=False, buffer_s=BUFFER_S
@@ -207,8 +203,7 @@ class Cluster:
             self.slow(h, 1.0)
 
     def _keep(self, commands: Iterable[list[str]]) -> list[int]:
-        """Starts processes in namespaces of their own, and waits until their loopback interfaces are up; their process ids. The last word
-        of a command is what its shell does first."""
+        """Starts processes in namespaces of their own; their process ids. The last word of a command is what its shell does first."""
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         up = f"echo {self._tcp} > /proc/sys/net/ipv4/tcp_congestion_control && ip link set lo up && echo up && exec cat"
         begun = [subprocess.Popen([*c[:-1], f"{c[-1]} && {up}"], start_new_session=True, **pipes) for c in commands]
