@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -76,24 +77,21 @@ class Middle:
     """A gate after whose first wave a pull is held; `gate` is that of the caller."""
 
     def __init__(self, pull: Pull, gate):
-        self.pull, self.gate, self.first = pull, gate, None
+        self.pull, self.gate, self.first = pull, gate or Mock(), None
 
     def before(self, wave, stream) -> None:
         self.first = wave if self.first is None else self.first
-        if self.gate is not None:
-            self.gate.before(wave, stream)
+        self.gate.before(wave, stream)
 
     def after(self, wave, stream) -> None:
-        if self.gate is not None:
-            self.gate.after(wave, stream)
+        self.gate.after(wave, stream)
         if wave == self.first:
             Hold.reached.set()
             while Hold.held.is_set() and (Hold.deaf or not self.pull._stopped):
                 time.sleep(0.001)
 
     def open(self) -> None:
-        if self.gate is not None:
-            self.gate.open()
+        self.gate.open()
 
 
 class Pull(peer_host.Pull):
