@@ -124,7 +124,8 @@ class FakeActor:
 
 @contextmanager
 def http_engine(core, **how):
-    routes = {"/pause": "pause_generation", "/resume": "resume_generation"}
+    """Each request has the headers that the handle was given."""
+    routes, heads, key = {"/pause": "pause_generation", "/resume": "resume_generation"}, [], "Bearer of this test"
 
     def answer(method, url, body):
         path, _, query = url.partition("?")
@@ -139,8 +140,9 @@ def http_engine(core, **how):
             return 500, {"error": str(e)}
         return 200, {"is_paused": value} if path == "/is_paused" else {"success": True}
 
-    with serving(answer) as (url,):
-        yield HttpEngine(url, **how)
+    with serving(answer, heads=heads) as (url,):
+        yield handle_for(url, headers={"Authorization": key}, **how)
+    assert {h["Authorization"] for h in heads} == {key}
 
 
 @contextmanager
@@ -173,7 +175,7 @@ def handle_of(kind, **how):
         yield CallableEngine(FakeActor(core)), core
 
 
-def update_ahead(handle, core, reset=True):
+def update_ahead(handle, core):
     """As a controller does, up to the end of `update`, which is known before it has returned."""
     hang = core.block["update_weights"] = threading.Event()
     handle.pause(T)
@@ -182,12 +184,12 @@ def update_ahead(handle, core, reset=True):
     updating = threading.Thread(target=handle.update, args=({"attempt": 1}, T))
     updating.start()
     until_true(lambda: core.calls[-1] == "update_weights")
-    handle.finish_ahead(reset)
+    handle.finish_ahead(not handle.keeps_caches)
     hang.set()
     updating.join(T)
 
 
-def refit(h, version="v1", core=None):
+def refit(h, version, core=None):
     """core: send ahead what is known to follow."""
     if core is None:
         h.pause(T)
@@ -197,54 +199,21 @@ def refit(h, version="v1", core=None):
     else:
         update_ahead(h, core)
     h.finish(version, T)
-    h.reset_caches(T)
+    if not h.keeps_caches:
+        h.reset_caches(T)
     h.resume(T)
-
-
-@pytest.mark.parametrize("kind", ["offline", "async", "http"])
-def test_caches_that_are_kept_are_dropped_by_no_call_of_a_refit(kind):
-    with handle_of(kind, pause_mode="keep_cache") as (handle, core):
-        assert handle.keeps_caches
-        update_ahead(handle, core, reset=False)
-        handle.finish("v1", T)
-        handle.resume(T)
-        said = str(core.log)
-        assert core.version == "v1" and "reset" not in said and "keep_cache" not in said
-        assert kind == "offline" or re.search("pause_generation.*keep.*false", said, re.I), said
 
 
 CACHES = ("reset_prefix_cache", "reset_encoder_cache")
 """Not that of processed images, which holds nothing that weights computed: a request on its way counts on it."""
-WEIGHTS = ("start_weight_update", "update_weights", "finish_weight_update")
-FAILURES = (
-    "start fails",
-    "finish fails",
-    "update fails",
-    "pause is late",
-    "start is late",
-    "update is late",
-    "torn",
-    "torn ahead",
-)
+LATE = {
+    "pause is late": ("pause_generation", lambda handle, seconds: handle.pause(seconds)),
+    "start is late": ("start_weight_update", lambda handle, seconds: handle.start_update(seconds)),
+    "update is late": ("update_weights", lambda handle, seconds: handle.update({}, seconds)),
+}
+FAILURES = ("start fails", "finish fails", "update fails", *LATE, "torn", "torn ahead")
 PAUSES = ("their pause", "their resume", "their resume in a refit", "a pause of a dead controller")
 STEPS = (*FAILURES, *PAUSES, "no session", "commit", "commit ahead")
-LATE_S = 0.02
-
-
-def test_a_server_gets_the_headers_in_each_request_and_the_mode_in_each_pause():
-    asked, heads = [], []
-
-    def answer(method, path, body):
-        asked.append(path)
-        return 200, {"world_size": 1}
-
-    with serving(answer, heads=heads) as (url,):
-        handle = handle_for(url, headers={"Authorization": "Bearer of this test"}, pause_mode="wait")
-        assert handle.workers(T) == 1
-        handle.init({}, T)
-        refit(handle)
-    assert [path for path in asked if path.startswith("/pause")] == ["/pause?mode=wait&clear_cache=false"]
-    assert len(asked) > 6 and [h["Authorization"] for h in heads] == ["Bearer of this test"] * len(asked)
 
 
 def fails(handle, core, how):
@@ -266,7 +235,8 @@ def fails(handle, core, how):
         handle.update({}, T)
     elif how == "torn ahead":
         update_ahead(handle, core)
-        until_true(lambda: not handle.in_order or core.calls[-1] == "reset_prefix_cache")
+        last = "finish_weight_update" if handle.keeps_caches else "reset_prefix_cache"
+        until_true(lambda: not handle.in_order or core.calls[-1] == last)
     else:
         if how == "update is late":
             handle.start_update(T)
@@ -274,17 +244,13 @@ def fails(handle, core, how):
             handle.ask_paused(T)
         else:
             handle.finish(None, T)
-        call, late = {
-            "pause is late": ("pause_generation", handle.pause),
-            "start is late": ("start_weight_update", handle.start_update),
-            "update is late": ("update_weights", lambda seconds: handle.update({}, seconds)),
-        }[how]
+        call, late = LATE[how]
         hang = core.block[call] = threading.Event()
         with pytest.raises(DeadlineExceeded, match="did not answer"):
-            late(LATE_S)
+            late(handle, 0.02)
         until_true(lambda: core.calls[-1] == call)
         with pytest.raises(DeadlineExceeded, match="earlier call"):
-            handle.set_version("too early", LATE_S)
+            handle.set_version("too early", 0.02)
         assert core.calls[-1] == call  # nothing was sent behind it
         hang.set()
         until_true(handle._outstanding.future.done)
@@ -293,46 +259,61 @@ def fails(handle, core, how):
     assert core.version not in ("lost", "too early")
 
 
-def commits(handle, core, version, ahead, paused):
+def commits(handle, core, version, ahead, mode, paused):
     """Make a refit that ends. `paused`: whether the engine's owner has paused it."""
+    caches = () if handle.keeps_caches else CACHES
     handle.ask_paused(T)
     began = len(core.log)
     refit(handle, version, core if ahead else None)
     handle.resume(T)  # once too often
     calls = core.calls[began:]
     assert core.version == version and not core.active and not handle.session_open
-    assert all(calls.count(c) == 1 for c in ("update_weights", *CACHES)), calls
+    assert all(calls.count(c) == 1 for c in ("update_weights", *caches)), calls
     # The first one may have closed an older session.
     finished = len(calls) - 1 - calls[::-1].index("finish_weight_update")
-    last = [calls.index("update_weights"), finished, *map(calls.index, CACHES)]
-    assert last == sorted(last) and core.calls[-1] in ("is_paused", "resume_generation", CACHES[1]), calls
+    last = [calls.index("update_weights"), finished, *map(calls.index, caches)]
+    assert last == sorted(last) and core.calls[-1] in (
+        "is_paused",
+        "resume_generation",
+        "update_weight_version",
+        CACHES[1],
+    ), calls
     assert calls.index("start_weight_update") < last[0] and core.paused == paused
     if isinstance(handle, OfflineLLM):  # its pause is the gate, which nobody else has
         assert not {"pause_generation", "resume_generation"} & {*calls}
     else:
         assert "is_paused" not in calls[: calls.index("pause_generation")], "asked after the engine had been asked"
         assert calls.count("resume_generation") == (not paused)
-    if not isinstance(handle, CallableEngine):  # the object behind it forwards the call without arguments
-        said = str(core.log[began + calls.index("reset_prefix_cache")]).replace("'", "").lower()
-        assert "reset_running_requests, true" in said or "reset_running_requests=true" in said
+    said = [str(call).replace("'", "").lower() for call in core.log[began:]]
+    assert caches or not [x for x in said if "reset" in x or "keep_cache" in x]
+    if isinstance(handle, CallableEngine):  # the object behind it forwards calls without arguments
+        return
+    for call in said:
+        asked = re.findall("pause_generation.*?(keep|wait).*false", call)
+        assert not call.startswith("(pause_generation") or asked == [mode.removesuffix("_cache")], call
+        assert "reset_prefix" not in call or re.search("reset_running_requests(=|, )true", call), call
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@given(st.booleans(), st.lists(st.sampled_from(STEPS), max_size=5))
+@given(st.booleans(), st.lists(st.sampled_from(STEPS), max_size=5), st.sampled_from(["keep", "wait", "keep_cache"]))
 @settings(max_examples=40, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
-@example(True, [])
-@example(False, ["pause is late"])  # pause mode "wait" and a long request: it ends after the refit has given up
-@example(False, ["their pause", "torn", "their resume"])
-@example(False, ["their resume in a refit", "their pause", "a pause of a dead controller"])
-@example(False, ["torn ahead"])  # a cache that was dropped before the next weights came would be served with them
-@example(False, ["start is late"])
-@example(False, ["start fails"])
-@example(False, ["finish fails", "update fails"])
-def test_whatever_failed_before_the_next_refit_commits(kind, left_open, steps):
+@example(True, [], "keep")
+@example(False, ["pause is late"], "keep")  # pause mode "wait" and a long request: it ends after the refit has given up
+@example(False, ["their pause", "torn", "their resume"], "keep")
+@example(False, ["their resume in a refit", "their pause", "a pause of a dead controller"], "keep")
+@example(
+    False, ["torn ahead"], "keep"
+)  # a cache that was dropped before the next weights came would be served with them
+@example(False, ["start is late"], "keep")
+@example(False, ["start fails"], "keep")
+@example(False, ["finish fails", "update fails"], "keep")
+def test_whatever_failed_before_the_next_refit_commits(kind, left_open, steps, mode):
     """No call is sent that vLLM refuses: with several workers, later replies would be out of step. A handle ends its own pauses and
     no others: vLLM's sleep is a pause too, and data-parallel ranks can hang when an engine that is not paused is resumed
     (tests/functional/test_refit_serving.py). `left_open`: an earlier controller left an update active."""
-    with handle_of(kind) as (handle, core):
+    mode = mode.replace("wait", "keep") if kind == "offline" else mode  # an LLM's requests wait between its steps
+    with handle_of(kind, pause_mode=mode) as (handle, core):
+        assert handle.keeps_caches == (mode == "keep_cache" and kind != "actor")
         assert isinstance(handle, EngineHandle) and handle.workers(T) == 2 and handle_for(handle) is handle
         handle.init({"replica": 0}, T)
         handle.resume(T)
@@ -343,7 +324,7 @@ def test_whatever_failed_before_the_next_refit_commits(kind, left_open, steps):
             handle.assume_open_session()
         for n, step in enumerate([*steps, "commit", "commit ahead", "commit"]):
             if "commit" in step:
-                commits(handle, core, f"v{n}", step == "commit ahead", theirs)
+                commits(handle, core, f"v{n}", step == "commit ahead", mode, theirs)
             elif step == "no session" and not (core.active or handle.session_open):
                 with pytest.raises(XferError, match="start_update"):
                     handle.update({}, T)
@@ -458,35 +439,40 @@ def test_an_async_engine_is_paused_by_its_core_which_does_not_sleep():
         engine.engine_core = SimpleNamespace(pause_scheduler_async=pause_scheduler_async)
         with running_loop() as loop:
             handle = AsyncEngine(engine, loop, pause_mode="wait")
-            refit(handle)
+            refit(handle, "v1")
         assert core.log[:2] == [("is_paused",), (called, "wait", False)] and not handle.in_order
 
 
-def test_an_offline_refit_and_the_owner_wait_for_each_other_unless_a_worker_hangs():
+@pytest.mark.parametrize("again", [False, True], ids=["one handle", "a later handle"])
+def test_an_offline_refit_and_the_owner_wait_for_each_other_unless_a_worker_hangs(again):
+    """A controller may be closed, and its LLM served again, while another thread of the owner generates."""
     core = FakeVllm()
-    handle = OfflineLLM(FakeLLM(core))
+    llm = FakeLLM(core)
+    earlier = handle = OfflineLLM(llm)
+    if again:
+        handle = OfflineLLM(llm)
     inside, leave = threading.Event(), threading.Event()
 
-    def hold(inside=None, leave=None):
-        with handle.hold(), handle.hold():  # re-entrant
-            if inside is not None:
-                inside.set()
-                leave.wait(10)
+    def hold():
+        with earlier.hold(), earlier.hold():  # re-entrant
+            inside.set()
+            leave.wait(10)
 
-    def owner(*args) -> threading.Thread:
-        thread = threading.Thread(target=hold, args=args, daemon=True)
+    def owner(come_in: bool) -> threading.Thread:
+        inside.clear()
+        thread = threading.Thread(target=hold, daemon=True)
         thread.start()
+        assert inside.wait(5 if come_in else 0.2) == come_in
         return thread
 
-    owner(inside, leave)
-    assert inside.wait(5)
-    with pytest.raises(DeadlineExceeded):
+    owner(True)
+    with pytest.raises(DeadlineExceeded, match="inside serving"):
         handle.pause(0.2)
     leave.set()
     handle.pause(T)  # waits for the first call too
     handle.start_update(T)
     hang = core.block["update_weights"] = threading.Event()
-    waiting = owner()
+    waiting = owner(False)
     with pytest.raises(DeadlineExceeded):
         handle.update({}, 0.1)
     assert waiting.is_alive()
@@ -497,32 +483,10 @@ def test_an_offline_refit_and_the_owner_wait_for_each_other_unless_a_worker_hang
     hang.set()  # the worker answers: the next refit keeps owners out again
     handle.finish(None, T)
     handle.pause(T)
-    waiting = owner()
-    waiting.join(0.2)
-    assert waiting.is_alive()
+    waiting = owner(False)
     handle.resume(T)
     waiting.join(T)
     assert not waiting.is_alive()
-
-
-def test_a_refit_of_a_later_handle_waits_for_an_owner_who_came_in_by_an_earlier_one():
-    """A controller may be closed, and its LLM served again, while another thread of the owner generates."""
-    llm = FakeLLM(FakeVllm())
-    earlier, later, inside, leave = OfflineLLM(llm), OfflineLLM(llm), threading.Event(), threading.Event()
-
-    def generate():
-        with earlier.hold():
-            inside.set()
-            leave.wait(10)
-
-    owner = threading.Thread(target=generate, daemon=True)
-    owner.start()
-    assert inside.wait(5)
-    with pytest.raises(DeadlineExceeded, match="inside serving"):
-        later.pause(0.2)
-    leave.set()
-    later.pause(T)
-    later.resume(T)
 
 
 @pytest.mark.parametrize("called", [False, True])
