@@ -2,7 +2,6 @@
 
 import abc
 import re
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,6 @@ from xfer.engines.live import LiveStorages
 from xfer.engines.lock import candidates
 from xfer.engines.processed import Processed, Relaid, read_processed, without_scales
 from xfer.engines.quantized import with_quantized
-from xfer.engines.relaid import makers, refuse_other_operators
 from xfer.engines.vllm_layout import EmptyIsZero
 from xfer.engines.weights import LiveWeights
 from xfer.errors import LayoutError, RebindError, Unsupported, XferError
@@ -116,8 +114,8 @@ def test_a_parameter_that_the_checkpoint_leaves_out_is_refused_by_name_unless_ke
         for name, n in (("head", 384), ("norm", 32))
     )
     layout = read(net, twin, specs("norm", "head"), keep=("no*", "head"))
-    assert {(k.root, k.stop - k.start) for k in layout.kept} == {("norm", 32), ("head", 384), ("rope", 128)}
-    assert all("request" in k.reason for k in layout.kept if k.root != "rope")
+    kept = {(k.root, k.stop - k.start, "request" in k.reason) for k in layout.kept}
+    assert kept == {("norm", 32, True), ("head", 384, True), ("rope", 128, False)}
 
 
 def test_of_a_parameter_that_is_half_sent_keep_leaves_alone_only_what_is_not():
@@ -144,18 +142,12 @@ def test_of_a_parameter_that_is_half_sent_keep_leaves_alone_only_what_is_not():
     [
         (("q",), (), True, r"q: the trainers send q, .*; did you mean qkv\? It also holds k, v\s\(XF201\)$", 0),
         (("[qv]", "qkv", "k"), (), True, r"\[qv\]: the trainers send q, .*\n.*k: the trainers send k, ", 0),
-        (
-            ("q",),
-            ("k", "v"),
-            True,
-            r"q: .*it lies in qkv, of which the trainers send a part, and .* is written\s\(XF201\)$",
-            0,
-        ),
+        (("q",), ("k", "v"), True, r"q: .*it lies in qkv, of which the trainers send a part, and .* is written\s\(XF201\)$", 0),
         (("q",), (), False, "", 1),
         (("visaul.*",), (), True, "", 1),
         (("qkv", "*norm", "draft.*", "head"), (), True, "", 0),
     ],
-)
+)  # fmt: skip
 def test_what_is_to_be_kept_under_the_checkpoints_names_is_refused_where_the_engine_has_others(
     keep, leave, whole, refused, told, caplog
 ):
@@ -270,10 +262,7 @@ def test_views_that_the_class_makes_must_share_their_storage_alive_too():
     net, given = Views(), (TensorSpec("high", (4,), "float32"), TensorSpec("low", (2, 2), "float32"))
     assert [r.name for r in read(net, twin, given).roots] in (["high"], ["low"])
     big = torch.empty(100)
-    net.low, net.high = (
-        nn.Parameter(big[10:14].view(2, 2)),
-        nn.Parameter(big[14:18]),
-    )  # moved together: still the same relation
+    net.low, net.high = nn.Parameter(big[10:14].view(2, 2)), nn.Parameter(big[14:18])  # moved together
     layout = read(net, twin, given)
     assert sorted(f.offset for f in layout.traced.fragments) == [40, 56] and layout.bytes_of(layout.footprint) == 32
     net.high = nn.Parameter(torch.empty(4))
@@ -295,6 +284,13 @@ def test_loader_arithmetic_runs_from_scratch():
     assert torch.equal(net.decay, -torch.exp(torch.tensor([0.0, 1.0, 2.0, 3.0])))
 
 
+def layer(kind: str, **attributes) -> nn.Module:
+    """A module whose quant_method is of a class of this name."""
+    made = nn.Module()
+    made.quant_method = type(kind, (), attributes)()
+    return made
+
+
 def test_processed_weights_are_refused_by_module(monkeypatch):
     """Some post-load processing keeps shapes, so methods are allowed by name and nothing else is. What other backends did to experts
     is read from their own code (tests/functional/test_engine_relaid.py)."""
@@ -306,10 +302,7 @@ def test_processed_weights_are_refused_by_module(monkeypatch):
         ("swapped", "UnquantizedFusedMoEMethod", "FLASHINFER_CUTLASS"),
         ("packed", "UnquantizedFusedMoEMethod", "CPU"),
     ):
-        net[name] = nn.Module()
-        method = net[name].quant_method = type(kind, (), {})()
-        if backend:
-            method.unquantized_backend = SimpleNamespace(name=backend)
+        net[name] = layer(kind, **{"unquantized_backend": SimpleNamespace(name=backend)} if backend else {})
     for resident, names in ((False, ["fp8", "packed"]), (True, ["fp8"])):
         monkeypatch.setattr(vllm_cpu, "_installed", resident)
         with pytest.raises(Unsupported) as error:
@@ -355,7 +348,7 @@ BLOCKS = dict(weight_block_size=[128, 128])
 )  # fmt: skip
 def test_block_fp8_is_taken_as_it_was_loaded_and_nothing_else_is(monkeypatch, kind, own, said):
     """By method, kernel and GPU: the rule by which trainers quantize, or what to do."""
-    own, net = dict(own), nn.ModuleDict({"layer": nn.Module()})
+    own = dict(own)
     monkeypatch.setattr(processed, "_requantizes", lambda: own.get("e8m0", False))
     if gpu := own.get("gpu"):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -366,7 +359,7 @@ def test_block_fp8_is_taken_as_it_was_loaded_and_nothing_else_is(monkeypatch, ki
     if "backend" in own:
         what.fp8_backend = SimpleNamespace(name=own["backend"])
     by_scheme = kind == "CompressedTensorsLinearMethod"
-    net["layer"].quant_method = type(kind, (), {} if by_scheme else vars(what))()
+    net = nn.ModuleDict({"layer": layer(kind, **{} if by_scheme else vars(what))})
     if by_scheme:
         net["layer"].scheme = what
     if isinstance(said, str):
@@ -384,10 +377,9 @@ def test_a_checkpoint_without_scales_is_refused_where_a_loader_would_keep_old_on
     """An engine that quantizes while it loads needs none."""
     net = nn.ModuleDict()
     for name, kind in (("served", "Fp8LinearMethod"), ("online", "Fp8PerBlockOnlineLinearMethod")):
-        net[name] = nn.Module()
+        net[name] = layer(kind)
         net[name].weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.float8_e4m3fn), requires_grad=False)
         net[name].register_parameter(f"weight{suffix}", nn.Parameter(torch.ones(1, 1)))
-        net[name].quant_method = type(kind, (), {})()
     (line,) = without_scales(net, ["served.weight", "online.weight"])
     assert line.startswith(f"served.weight: is FP8 with scales in weight{suffix}, and trainers send none; use connect(")
     assert without_scales(net, ["served.weight", f"served.weight{suffix}", "online.weight"]) == []
@@ -397,9 +389,9 @@ class Fp8Net(nn.Module):
     """A fused pair of matrices in FP8, of which a rank has 128 rows each, with scales beside them; and an embedding that is also
     the first matrix."""
 
-    def __init__(self, rank: int, scaled: bool = True, computes: bool = False):
+    def __init__(self, scaled: bool = True, computes: bool = False):
         super().__init__()
-        self.rank, self.scaled, self.computes = rank, scaled, computes
+        self.scaled, self.computes = scaled, computes
         self.fused = nn.Parameter(torch.zeros(256, 200, dtype=torch.float8_e4m3fn), requires_grad=False)
         self.fused_scale = nn.Parameter(torch.zeros(2, 2), requires_grad=False)
         self.embed = nn.Parameter(torch.zeros(256, 200, dtype=torch.bfloat16), requires_grad=False)
@@ -408,45 +400,25 @@ class Fp8Net(nn.Module):
         for name, t in weights:
             i = "ab".index(name[0])
             if name.endswith("_scale"):
-                if self.computes and i == 1:
-                    t = t / 2
                 if self.scaled:
-                    self.fused_scale[i : i + 1].copy_(t[self.rank : self.rank + 1])
+                    self.fused_scale[i : i + 1].copy_(t[1:2] / 2 if self.computes and i == 1 else t[1:2])
                 continue
-            self.fused[i * 128 : (i + 1) * 128].copy_(t[self.rank * 128 : (self.rank + 1) * 128])
+            self.fused[i * 128 : (i + 1) * 128].copy_(t[128:256])
             if i == 0:
                 self.embed.copy_(t)
 
-    def process_weights_after_loading(self, dtype) -> None:
-        """Make a tensor of what was loaded, as vLLM's latent attention does."""
-        scales = self.fused_scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:, :200]
-        self.made = nn.Parameter((self.fused.float() * scales).to(dtype).t(), requires_grad=False)
 
-
-PAIR = tuple(TensorSpec(n, (256, 200), "bfloat16") for n in "ab")
-
-
-def traced_fp8(made: bool = False, **options):
+def traced_fp8(**options):
     def twin():
         with torch.device("meta"):
-            return Fp8Net(1, **options)
+            return Fp8Net(**options)
 
-    first = twin()
-
-    def retrace(specs, names):
-        net = twin()
-        after = [(net, lambda: net.process_weights_after_loading(torch.bfloat16))] if made else []
-        return trace_loader(net, specs, after=after, names=names)
-
-    return with_quantized(trace_loader(first, PAIR), first, retrace, ScaleRule.IEEE)
+    pair, first = tuple(TensorSpec(n, (256, 200), "bfloat16") for n in "ab"), twin()
+    again = lambda specs, names: trace_loader(twin(), specs, names=names)  # noqa: E731
+    return with_quantized(trace_loader(first, pair), first, again, ScaleRule.IEEE)
 
 
-def test_what_a_loader_computes_of_fp8_is_computed_from_the_tensors_that_trainers_derive():
-    (recipe,) = traced_fp8(computes=True).recipes
-    assert recipe.target == "fused_scale" and recipe.sources == ("b|fp8-ieee-scales",)
-
-
-def test_what_a_loader_puts_into_fp8_is_wanted_so_and_its_scales_where_it_puts_them():
+def test_what_a_loader_puts_into_fp8_is_wanted_so_and_its_scales_where_it_puts_or_computes_them():
     """And in bf16 as well, where it puts it there too. The name of the scales is the engine's own."""
     found = {(f.tensor, f.origin, f.extent, f.root, f.offset, f.dtype) for f in traced_fp8().fragments}
     assert found == {
@@ -457,34 +429,8 @@ def test_what_a_loader_puts_into_fp8_is_wanted_so_and_its_scales_where_it_puts_t
         ("b|fp8-ieee-scales", (1, 0), (1, 2), "fused_scale", 8, "float32"),
     }
     assert traced_fp8().reads == ("a", "b")
-
-
-def test_what_a_module_makes_of_fp8_after_loading_is_a_recipe_of_the_quantized_checkpoint():
-    live, (twin, traced) = Fp8Net(1), (Fp8Net(1), traced_fp8(made=True))
-    assert makers(LiveStorages(live), twin) == []
-    live.process_weights_after_loading(torch.bfloat16)
-    assert makers(LiveStorages(live), twin) == [""]
-    drafted = LiveStorages(nn.Module(), draft=nn.ModuleDict({"net": live}))
-    assert makers(drafted, nn.ModuleDict({"net": twin}), lv.DRAFT) == ["net"] and makers(drafted, twin) == []
-    assert {f.root for f in traced.fragments} == {"embed", "fused", "fused_scale"}
-    (recipe,) = traced.recipes
-    given = {s.name: torch.rand(s.shape).to(getattr(torch, s.dtype)) for s in traced.specs if s.of}
-    assert recipe.sources == tuple(sorted(given)) and len(given) == 4
-    live.load_weights((name.replace("|fp8-ieee", "").replace("-scales", "_scale"), t) for name, t in given.items())
-    roots = {"made": torch.zeros_like(live.made)}
-    recipe.apply(given.__getitem__, roots)
-    live.process_weights_after_loading(torch.bfloat16)
-    assert torch.equal(roots["made"], live.made) and live.made.any()
-
-
-def test_operators_that_are_not_torchs_own_make_nothing_that_a_refit_runs_again():
-    (recipe,) = traced_fp8(made=True).recipes
-    refuse_other_operators([recipe], [""])
-    theirs = replace(recipe, expr=replace(recipe.expr, op="vllm.all_gather.default"))
-    refuse_other_operators([theirs], ["other"])
-    with pytest.raises(Unsupported) as error:
-        refuse_other_operators([theirs], [""], "draft.")
-    assert error.value.violations == ("draft.made: computed by vllm.all_gather.default",)
+    (recipe,) = traced_fp8(computes=True).recipes
+    assert recipe.target == "fused_scale" and recipe.sources == ("b|fp8-ieee-scales",)
 
 
 def test_a_loader_that_takes_no_scales_is_refused_by_the_names_that_it_was_offered():
@@ -515,9 +461,10 @@ def test_a_stack_of_matrices_that_is_one_tensor_of_the_checkpoint_is_refused_by_
 
 def test_one_layer_that_requantizes_makes_the_rule_for_all(monkeypatch):
     monkeypatch.setattr(processed, "_requantizes", lambda: True)
-    net = nn.ModuleDict({n: nn.Module() for n in ("a", "b", "c")})
-    for name, kernel in (("a", "TritonFp8BlockScaledMMKernel"), ("b", "DeepGemmFp8BlockScaledMMKernel")):
-        net[name].quant_method = type("Fp8LinearMethod", (), dict(BLOCKS, fp8_linear=type(kernel, (), {})()))()
+    kernels = {"a": "TritonFp8BlockScaledMMKernel", "b": "DeepGemmFp8BlockScaledMMKernel"}
+    net = nn.ModuleDict({"c": nn.Module()})
+    for name, kernel in kernels.items():
+        net[name] = layer("Fp8LinearMethod", **BLOCKS, fp8_linear=type(kernel, (), {})())
     assert read_processed(net).rule is ScaleRule.POW2
     assert read_processed(net["c"]).rule is None
 
@@ -548,9 +495,6 @@ def test_what_attention_computed_for_itself_is_refused_and_what_it_shares_is_not
     assert [v.split(":")[0] for v in error.value.violations] == ["copies"] and "sinks" in error.value.violations[0]
 
 
-# ---- identity
-
-
 def test_a_storage_that_moves_is_rebound_and_a_layout_that_changes_is_not():
     """What counts as moved and as changed is a table of test_trace_slots.py."""
     net, twin = built(tied=True)
@@ -565,9 +509,6 @@ def test_a_storage_that_moves_is_rebound_and_a_layout_that_changes_is_not():
         now.rebound()
     assert [v.split(":")[0] for v in error.value.violations] == ["extra", "inner_norm", "norm"]
     assert error.value.violations[2] == "norm: was (8,) float32 at byte 0 of norm, now (8,) float16 at byte 0 of norm"
-
-
-# ---- the lock
 
 
 def locked(net, twin, agree=lambda verdict, about: verdict):
@@ -597,6 +538,29 @@ def test_the_lock_is_found_by_trying_and_a_torn_model_answers_nan():
     weights.engage_lock()
     weights.rebind()
     assert net.norm.isnan().all()
+
+
+def test_a_lock_stays_bound_to_its_scratch_when_its_layout_is_read_or_bound_anew():
+    """A refit writes that, never the live storage."""
+    net, twin = built()
+    weights, _ = locked(net, twin)
+    assert weights.holds == "whole"
+    weights.engage_lock()
+    scratch = weights.rebind()["norm"]
+    assert weights.holds == "mix"
+    for _ in range(2):
+        layout = weights.bind(read(net, twin), LiveStorages(net))
+        assert weights.choose_lock() == "norm", "without a forward, which would answer NaN"
+        for table in (layout.tensors, weights.tensors, weights.rebind()):
+            assert table["norm"] is scratch and table["head"].data_ptr() == net.head.data_ptr()
+        assert net.norm.isnan().all() and not scratch.view(torch.float32).isnan().any()
+        net.norm = nn.Parameter(torch.ones(8))  # it moves, and is locked there
+    scratch.view(torch.float32).fill_(3.0)
+    assert weights.check() == "moved"
+    weights.rebind()
+    assert weights.check() == "same"
+    weights.release_lock()
+    assert (net.norm == 3.0).all() and weights.holds == "whole"
 
 
 def test_choosing_a_lock_restores_every_candidate_and_stops_where_all_ranks_agree():
