@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -49,10 +48,10 @@ ELSEWHERE = {
     "examples/muon_layerwise.py": "tests/functional/test_layerwise_scripts.py",
     "sglang.launch_server": "tests/support/sglang_live.py",
     "examples.grpo.ray_main": "tests/functional/test_grpo_ray.py",
-    **{
-        f"examples.integrations.{e}": "tests/functional/test_integrations.py"
-        for e in ("nemo_rl_sync", "ray_async", "skyrl_sync", "trl_grpo", "verl_sync")
-    },
+    **dict.fromkeys(
+        map("examples.integrations.{}".format, ("nemo_rl_sync", "ray_async", "skyrl_sync", "trl_grpo", "verl_sync")),
+        "tests/functional/test_integrations.py",
+    ),
     "tests.support.sglang_live": "tests/functional/test_sglang.py",
     "tests.support.house": "scripts/test.sh",
     "xfer status": "tests/functional/test_log_lines.py",
@@ -106,15 +105,14 @@ def plain(command: str) -> list[str]:
 
 HELP = "\n\n".join((plan.HELP, doctor.HELP, bench.HELP))
 HELPED = re.findall(r"(?<=Example:\[/bold\] )xfer .*|^xfer (?:doctor|bench).*", HELP, flags=re.M)
-COMMANDS = sorted(
+ALL = sorted(
     {
-        (command, plain(command)[0])
+        command
         for line in chain(HELPED, *map(shown, PAGES))
         for command in line.split(" && ")
         if not YOURS.match(command)
     }
 )
-ALL = [c for c, _ in COMMANDS]
 
 
 def starting(*words: str) -> list[list[str]]:
@@ -149,21 +147,16 @@ def test_every_command_has_a_rule():
     """A program of this repository, with a check below or a file that runs it."""
     for command in ALL:
         words = plain(command)
-        name = words[0] if not re.search(r"(^|/)(python|bash|torchrun)$", words[0]) else None
-        if words[0] == "bash":
-            name = words[1]
-        elif words[0] == "torchrun":
-            name = next(w for w in words if w.endswith(".py"))
-        elif name is None:
-            assert words[1] == "-m", command
-            continue  # modules: below
-        if name == "xfer":
-            continue
-        assert (ROOT / name).exists() and name in ELSEWHERE, command
+        program = words[0].rpartition("/")[2]
+        if program == "python":
+            assert words[1] == "-m", command  # modules: below
+        elif program != "xfer":
+            name = next(w for w in words if w.endswith(".py")) if program == "torchrun" else words[program == "bash"]
+            assert (ROOT / name).exists() and name in ELSEWHERE, command
     for name, by in ELSEWHERE.items():
         assert any(name in c for c in ALL), f"no page shows {name}"
-        run = Path(name).name if "/" in name else name.rpartition(".")[2]
-        run = f'"{run.removeprefix("xfer ")}"' if run.startswith("xfer ") else run
+        of_xfer = name.startswith("xfer ")
+        run = f'"{name[5:]}"' if of_xfer else Path(name).name if "/" in name else name.rpartition(".")[2]
         assert run in (ROOT / by).read_text(), f"{by} does not run {name}"
 
 
@@ -227,13 +220,8 @@ def test_modules_take_the_arguments_that_pages_give_them():
     text = (ROOT / RAY.replace(".", "/")).with_suffix(".py").read_text()
     assert options and [o for o in options if o not in text] == []
     done = subprocess.run(
-        [sys.executable, "-c", PARSE],
-        input=json.dumps(given),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=120 * PATIENCE,
-    )
+        [sys.executable, "-c", PARSE], input=json.dumps(given), capture_output=True, text=True, cwd=ROOT, timeout=120 * PATIENCE,
+    )  # fmt: skip
     said = [line for line in done.stdout.splitlines() if line.startswith("@")]
     assert len(given) > 30 and not done.returncode, done.stderr[-2000:]
     assert [line for line in said if not line.startswith("@ read")] == [], done.stderr[-2000:]
@@ -254,18 +242,6 @@ def test_commands_of_pytest_name_files_and_tests_that_exist(words):
 
 
 QUICK = ["xfer version", "xfer doctor", "xfer plan --help"]
-
-
-@pytest.mark.parametrize("command", QUICK)
-def test_quick_commands_run(command, tmp_path):
-    """`xfer doctor` may find problems on this machine: exit code 1."""
-    assert any(plain(c) == command.split() for c in ALL), "no page shows it"
-    words = command.split()
-    run = [sys.executable, *(words[1:] if words[0] == "python" else ["-m", *words])]
-    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=120 * PATIENCE, env={**os.environ})
-    assert done.returncode in (0, 1 if command == "xfer doctor" else 0) and done.stdout, done.stderr
-
-
 LONGER = [
     "python -m benchmarks.coordinator",
     "python -m benchmarks.messages --ranks 4",
@@ -276,17 +252,18 @@ LONGER = [
 """Those that need no GPU, no other machine and no environment but this one, and that no other test runs as pages show them."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", LONGER)
-def test_longer_commands_run(command):
-    assert any(
-        re.sub(r"^\S*/python$", "python", p[0]) == command.split()[0] and p[1:] == command.split()[1:]
-        for p in map(plain, ALL)
-    )
-    words = command.replace("NAME", "smoke").split()
-    run = [sys.executable if words[0] == "python" else words[0], *words[1:]]
-    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=300 * PATIENCE)
-    assert done.returncode == 0 and done.stdout, done.stderr[-2000:]
+def run(words: list[str], seconds: float) -> subprocess.CompletedProcess:
+    module = {"python": [sys.executable], "xfer": [sys.executable, "-m", "xfer"]}.get(words[0], words[:1])
+    return subprocess.run([*module, *words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=seconds * PATIENCE)
+
+
+@pytest.mark.parametrize("command", [*QUICK, *(pytest.param(c, marks=pytest.mark.slow) for c in LONGER)])
+def test_commands_run(command):
+    """`xfer doctor` may find problems on this machine: exit code 1."""
+    words = command.split()
+    assert any([re.sub(r"^\S*/python$", "python", p[0]), *p[1:]] == words for p in map(plain, ALL)), "no page shows it"
+    done = run(command.replace("NAME", "smoke").split(), 300)
+    assert done.returncode in (0, int(command == "xfer doctor")) and done.stdout, done.stderr[-2000:]
 
 
 @BOTH
@@ -296,7 +273,5 @@ def test_longer_commands_run(command):
 )
 def test_plans_that_pages_show_are_made(words, tmp_path):
     """With both environments, as printed; files go to another folder."""
-    words = [str(tmp_path / w) if w.endswith(".html") else w for w in words]
-    run = [sys.executable, "-m", *words]
-    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=600 * PATIENCE)
+    done = run([str(tmp_path / w) if w.endswith(".html") else w for w in words], 600)
     assert done.returncode == 0 and "busiest link" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
