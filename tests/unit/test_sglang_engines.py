@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
 
+from tests.support.http import serving
 from xfer.engines.choose_handle import handle_for
 from xfer.errors import EngineLost, Unsupported, XferError
 from xfer.sglang import SGLangServer
@@ -16,41 +15,20 @@ from xfer.sglang.plugin import CALL, answer
 from xfer.sglang.settings import REFUSED, refuse
 
 
-class Server(BaseHTTPRequestHandler):
-    """SGLang's routes as far as a refit needs them. The server object has `seen`, `keys`, `refused` and the workers' `answer`."""
-
-    def do_POST(self):
-        text = self.rfile.read(int(self.headers["Content-Length"]))
-        route, body = self.path[1:], json.loads(text)
-        self.server.seen.append((route, body))
-        self.server.keys.append(self.headers["Authorization"])
-        self._reply(400 if route in self.server.refused else 200, self.server.answer if "name" in body else {})
-
-    def do_GET(self):
-        self.server.keys.append(self.headers["Authorization"])
-        self._reply(200, {"weight_version": "7"})
-
-    def _reply(self, code: int, content: object) -> None:
-        self.send_response(code)
-        self.end_headers()
-        self.wfile.write(json.dumps(content).encode())
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-
 @pytest.fixture
 def server():
-    made = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    made.seen, made.keys, made.refused, made.answer = [], [], set(), [2.0]
-    threading.Thread(target=made.serve_forever, daemon=True).start()
-    yield made
-    made.shutdown()
-    made.server_close()
+    """SGLang's routes as far as a refit needs them."""
+    made = SimpleNamespace(seen=[], heads=[], refused=set(), answer=[2.0])
 
+    def reply(method, path, body):
+        if method == "GET":
+            return 200, {"weight_version": "7"}
+        given = json.loads(body)
+        made.seen.append((path[1:], given))
+        return (400 if path[1:] in made.refused else 200), made.answer if "name" in given else {}
 
-def url(server) -> str:
-    return f"http://127.0.0.1:{server.server_address[1]}"
+    with serving(reply, heads=made.heads) as (made.url,):
+        yield made
 
 
 def call_of(body: dict) -> dict:
@@ -60,7 +38,7 @@ def call_of(body: dict) -> dict:
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_a_refit_is_sglangs_own_update_session_around_one_call_of_xfer(server, mode):
     """Also one that drops caches which the next ones keep."""
-    handle = handle_for(SGLangServer(url(server), headers={"Authorization": "Bearer key"}, pause_mode=mode))
+    handle = handle_for(SGLangServer(server.url, headers={"Authorization": "Bearer key"}, pause_mode=mode))
     assert handle.keeps_caches == (mode == "in_place")
     assert handle.workers() == 2
     handle.init({"replica": 0}, 5)
@@ -82,12 +60,12 @@ def test_a_refit_is_sglangs_own_update_session_around_one_call_of_xfer(server, m
     paused = [body["mode"] for route, body in server.seen[4:] if route == "pause_generation"]
     assert paused == [mode, "retract"][: 1 + handle.keeps_caches], "SGLang drops no cache of requests that run"
     assert {"new_version": "8", "abort_all_requests": False} in bodies, "requests that run go on"
-    assert handle.get_version(5) == "7" and {*server.keys} == {"Bearer key"}
+    assert handle.get_version(5) == "7" and {h["Authorization"] for h in server.heads} == {"Bearer key"}
 
 
 def test_a_pause_goes_on_while_workers_join_and_answers_of_data_parallel_ranks_are_one(server):
     server.answer = [[4.0], [4.0]]
-    handle = handle_for(SGLangServer(url(server)))
+    handle = handle_for(SGLangServer(server.url))
     assert handle.workers() == 4
     handle.pause(5)
     handle.init({}, 5)
@@ -95,7 +73,7 @@ def test_a_pause_goes_on_while_workers_join_and_answers_of_data_parallel_ranks_a
 
 
 def test_an_engine_without_xfer_a_cache_that_stays_and_a_server_that_is_gone_are_errors(server):
-    handle = handle_for(SGLangServer(url(server)))
+    handle = handle_for(SGLangServer(server.url))
     server.refused |= {"flush_cache", "begin_weight_update"}
     with pytest.raises(XferError, match="did not drop its prefix cache"):
         handle.reset_caches(5)
@@ -104,10 +82,8 @@ def test_an_engine_without_xfer_a_cache_that_stays_and_a_server_that_is_gone_are
     server.answer = []
     with pytest.raises(XferError, match="do not know xfer"):
         handle.workers(5)
-    server.shutdown()
-    server.server_close()
     with pytest.raises(EngineLost, match="cannot be reached"):
-        handle_for(SGLangServer(url(server))).workers(5)
+        handle_for(SGLangServer("http://127.0.0.1:9")).workers(5)
 
 
 @pytest.mark.parametrize("wrong", ({"url": "10.0.0.1:30000"}, {"url": "http://me:secret@host"}, {"pause_mode": "keep"}))
