@@ -9,6 +9,7 @@ import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -67,31 +68,38 @@ class FakeVllm:
         return [c[0] for c in self.log]
 
 
-class FakeLLM:
+class Fake:
+    """An engine whose methods are those of its core."""
+
     def __init__(self, core):
         self.core = core
-        config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=core.world))
-        self.llm_engine = SimpleNamespace(
-            vllm_config=config, reset_encoder_cache=lambda: core.do("reset_encoder_cache")
-        )
 
     def __getattr__(self, name):
-        def call(*args, **kwargs):
-            return self.core.do(name, *args, *sorted(kwargs.items()))
+        return lambda *args, **kwargs: self._do(name, *args, *sorted(kwargs.items()))
 
-        return call
+    def _do(self, *call):
+        return self.core.do(*call)
 
 
-class FakeAsync:
+class FakeLLM(Fake):
+    def __init__(self, core):
+        super().__init__(core)
+        config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=core.world))
+        reset = partial(core.do, "reset_encoder_cache")
+        self.llm_engine = SimpleNamespace(vllm_config=config, reset_encoder_cache=reset)
+
+
+class FakeAsync(Fake):
     """Its core runs one call after the other, as vLLM's engine core does."""
 
     def __init__(self, core):
-        self.core, self.thread = core, ThreadPoolExecutor(1)
+        super().__init__(core)
+        self.thread = ThreadPoolExecutor(1)
         parallel = SimpleNamespace(world_size_across_dp=core.world, data_parallel_size=2)
         self.vllm_config = SimpleNamespace(parallel_config=parallel)
 
-    async def _do(self, *args):
-        return await asyncio.get_running_loop().run_in_executor(self.thread, self.core.do, *args)
+    async def _do(self, *call):
+        return await asyncio.get_running_loop().run_in_executor(self.thread, self.core.do, *call)
 
     async def pause_generation(self, *, mode, clear_cache):
         return await self._do("pause_generation", mode, clear_cache)
@@ -102,24 +110,15 @@ class FakeAsync:
     async def collective_rpc(self, name, kwargs):
         return await self._do(name, *kwargs.values())
 
-    def __getattr__(self, name):
-        async def call(*args, **kwargs):
-            return await self._do(name, *args, *sorted(kwargs.items()))
 
-        return call
-
-
-class FakeActor:
-    def __init__(self, core):
-        self.core = core
-
+class FakeActor(Fake):
     def get_world_size(self):
         return self.core.world
 
     def __getattr__(self, name):
         if name not in {*CallableEngine._METHODS.values(), *CallableEngine._OPTIONAL.values()}:
             raise AttributeError(name)
-        return lambda *args: self.core.do(name, *args)
+        return super().__getattr__(name)
 
 
 @contextmanager
@@ -308,9 +307,8 @@ def commits(handle, core, version, ahead, mode, paused):
 @example(False, ["start fails"], "keep")
 @example(False, ["finish fails", "update fails"], "keep")
 def test_whatever_failed_before_the_next_refit_commits(kind, left_open, steps, mode):
-    """No call is sent that vLLM refuses: with several workers, later replies would be out of step. A handle ends its own pauses and
-    no others: vLLM's sleep is a pause too, and data-parallel ranks can hang when an engine that is not paused is resumed
-    (tests/functional/test_refit_serving.py). `left_open`: an earlier controller left an update active."""
+    """No call is sent that vLLM refuses: later replies would be out of step. A handle ends its own pauses and no others: vLLM's sleep is a
+    pause too. `left_open`: an earlier controller left an update active."""
     mode = mode.replace("wait", "keep") if kind == "offline" else mode  # an LLM's requests wait between its steps
     with handle_of(kind, pause_mode=mode) as (handle, core):
         assert handle.keeps_caches == (mode == "keep_cache" and kind != "actor")
@@ -622,8 +620,7 @@ def test_handle_for_picks_by_interface():
 
 @pytest.mark.engine
 def test_an_in_process_worker_is_called_on_its_own_device(monkeypatch):
-    """The device of a new thread is cuda:0, and a thread of xfer calls an `LLM` whose worker is in the same process. (This
-    machine has no GPU, so the call that sets a thread's device is replaced.)"""
+    """The device of a new thread is cuda:0, and a thread of xfer calls an `LLM` whose worker is in the same process."""
     from xfer.engines.vllm_worker import XferWeightTransferEngine
 
     thread, calls = threading.local(), []

@@ -105,33 +105,21 @@ def test_every_byte_has_one_class_and_replaying_the_layout_is_the_loaders_own_lo
     assert [r.name for r in layout.roots] == sorted(r.name for r in layout.roots)
 
 
-def test_a_parameter_that_the_checkpoint_leaves_out_is_refused_by_name_unless_kept():
-    net, twin = built()
-    with pytest.raises(LayoutError) as error:
-        read(net, twin, specs("norm", "head"))
-    assert error.value.violations == tuple(
-        f"{name}: {n} of its {n} bytes are written by no tensor of the trainers' checkpoint; send them, or name it in keep= if it is frozen"
-        for name, n in (("head", 384), ("norm", 32))
-    )
-    layout = read(net, twin, specs("norm", "head"), keep=("no*", "head"))
-    kept = {(k.root, k.stop - k.start, "request" in k.reason) for k in layout.kept}
-    assert kept == {("norm", 32, True), ("head", 384, True), ("rope", 128, False)}
-
-
-def test_of_a_parameter_that_is_half_sent_keep_leaves_alone_only_what_is_not():
+def test_what_the_checkpoint_leaves_out_is_refused_by_name_unless_kept_and_keep_leaves_alone_only_that():
     """Trainers whose layers share keys and values send q alone, and the engine has all three in one parameter."""
     net, twin = built()
-    some = specs("k", "v")
+    some = specs("norm", "head", "k", "v")
+    none = "{0}: {1} of its {1} bytes are written by no tensor of the trainers' checkpoint; send them, or name it in keep= if it is frozen"
+    half = "qkv: 256 of its 512 bytes are written by no tensor of the trainers' checkpoint, the others by q;"
     with pytest.raises(LayoutError) as error:
         read(net, twin, some)
-    (said,) = error.value.violations
-    assert said.startswith(
-        "qkv: 256 of its 512 bytes are written by no tensor of the trainers' checkpoint, the others by q;"
-    )
-    assert "keep=" not in said, "nobody is told to keep what is half sent"
-    layout = read(net, twin, some, keep=("qkv",))
-    qkv = [(k.start, k.stop, k.reason) for k in layout.kept if k.root == "qkv"]
-    assert qkv == [(256, 512, "qkv, all but q: kept by request (qkv)")]
+    head, qkv, norm = error.value.violations
+    assert (head, norm) == (none.format("head", 384), none.format("norm", 32)) and qkv.startswith(half)
+    assert "keep=" not in qkv, "nobody is told to keep what is half sent"
+    layout = read(net, twin, some, keep=("no*", "head", "qkv"))
+    kept = {(k.root, k.start, k.stop, k.reason if k.root == "qkv" else "request" in k.reason) for k in layout.kept}
+    reason = "qkv, all but q: kept by request (qkv)"
+    assert kept == {("norm", 0, 32, True), ("head", 0, 384, True), ("rope", 0, 128, False), ("qkv", 256, 512, reason)}
     before, tensors = net.qkv.detach().clone(), checkpoint(some)
     load(layout.traced, tensors, layout.tensors)
     assert torch.equal(net.qkv[:8], tensors["q"]) and torch.equal(net.qkv[8:], before[8:])
@@ -292,8 +280,7 @@ def layer(kind: str, **attributes) -> nn.Module:
 
 
 def test_processed_weights_are_refused_by_module(monkeypatch):
-    """Some post-load processing keeps shapes, so methods are allowed by name and nothing else is. What other backends did to experts
-    is read from their own code (tests/functional/test_engine_relaid.py)."""
+    """Methods are allowed by name. What other backends did to experts is read from their own code (test_engine_relaid.py)."""
     net = nn.ModuleDict()
     for name, kind, backend in (
         ("plain", "UnquantizedLinearMethod", None),
@@ -386,8 +373,7 @@ def test_a_checkpoint_without_scales_is_refused_where_a_loader_would_keep_old_on
 
 
 class Fp8Net(nn.Module):
-    """A fused pair of matrices in FP8, of which a rank has 128 rows each, with scales beside them; and an embedding that is also
-    the first matrix."""
+    """A fused pair of matrices in FP8, of which this rank has 128 rows each, with scales, and an embedding that is also the first one."""
 
     def __init__(self, scaled: bool = True, computes: bool = False):
         super().__init__()
