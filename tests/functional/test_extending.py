@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import nn
@@ -18,11 +20,8 @@ TOKEN = "token of the tiny engine"
 class Trained(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.gate, self.up = (
-            nn.RMSNorm(HIDDEN),
-            nn.Linear(HIDDEN, WIDTH, False),
-            nn.Linear(HIDDEN, WIDTH, False),
-        )
+        self.norm = nn.RMSNorm(HIDDEN)
+        self.gate, self.up = nn.Linear(HIDDEN, WIDTH, False), nn.Linear(HIDDEN, WIDTH, False)
         self.down = nn.Linear(WIDTH, HIDDEN, False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -30,15 +29,23 @@ class Trained(nn.Module):
         return self.down(self.gate(x) * self.up(x))
 
 
-def test_an_engine_in_one_file_computes_what_its_trainer_does():
+@contextmanager
+def job(trained: nn.Module, engine: Engine):
     """Its workers reach the rendezvous by another name than its controller."""
-    trained, engine, port = Trained(), Engine(), free_port()
+    port = free_port()
     at, theirs = f"tcp://127.0.0.1:{port}", f"tcp://localhost:{port}"
     for a in engine.adapters:
         nn.init.ones_(a.model.norm), nn.init.normal_(a.model.fused), nn.init.normal_(a.model.down)
     controller = xfer.serve(engine, at, TOKEN, engine_rendezvous=theirs, deadline_s=30.0)
     route = xfer.Direct(cache_dir=None)
     with xfer.connect(xfer.TensorTrainer(trained), at, TOKEN, deadline_s=30.0, route=route) as session, controller:
+        yield session, controller
+    assert engine.init_info["rendezvous"] == theirs
+
+
+def test_an_engine_in_one_file_computes_what_its_trainer_does():
+    trained, engine = Trained(), Engine()
+    with job(trained, engine) as (session, _):
         for version in (1, 2):
             with torch.no_grad():
                 for p in trained.parameters():
@@ -49,17 +56,11 @@ def test_an_engine_in_one_file_computes_what_its_trainer_does():
             torch.testing.assert_close(sum(a.model(x) for a in engine.adapters), trained(x), rtol=1e-3, atol=1e-2)
             halves = [a.model.fused[: WIDTH // 2] for a in engine.adapters]
             assert torch.equal(torch.cat(halves), trained.gate.weight), "bit for bit"
-    assert engine.init_info["rendezvous"] == theirs
 
 
 def test_an_engine_in_one_file_stays_paused_after_a_refit_that_broke_in_the_middle_and_the_next_repairs_it(monkeypatch):
-    engine, at = Engine(), f"tcp://127.0.0.1:{free_port()}"
-    for a in engine.adapters:
-        for p in a.model.parameters():
-            nn.init.normal_(p.data)
-    controller = xfer.serve(engine, at, TOKEN, deadline_s=30.0)
-    route = xfer.Direct(cache_dir=None)
-    with xfer.connect(xfer.TensorTrainer(Trained()), at, TOKEN, deadline_s=30.0, route=route) as session, controller:
+    engine = Engine()
+    with job(Trained(), engine) as (session, controller):
         session.refit()
         monkeypatch.setenv("XFER_FAULT", "worker:0:wave:raise")
         with pytest.raises(XferError, match="injected fault"):

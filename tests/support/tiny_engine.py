@@ -1,8 +1,5 @@
-"""A whole engine of another framework in one file, as docs/extending.md describes it. It edits nothing of xfer.
-
-Two workers hold an MLP split by columns, `gate` and `up` fused in one parameter. Nothing here says where a byte goes: the
-model's own `load_weights` is traced.
-"""
+"""A whole engine of another framework in one file, as docs/extending.md describes it. Two workers hold an MLP split by columns, `gate`
+and `up` fused in one parameter. Nothing here says where a byte goes: the model's own `load_weights` is traced."""
 
 from __future__ import annotations
 
@@ -37,9 +34,7 @@ class Model(nn.Module):
             elif name == "norm.weight":
                 self.norm.copy_(t)
             else:
-                self.fused[: self.part].copy_(t[mine]) if name == "gate.weight" else self.fused[self.part :].copy_(
-                    t[mine]
-                )
+                self.fused.view(2, self.part, HIDDEN)[int(name == "up.weight")].copy_(t[mine])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = (self.fused @ (x * self.norm).T).chunk(2)
@@ -87,7 +82,5 @@ class Engine:  # ---- the controller's half: vLLM's names of the calls, for xfer
 
     def _on_all(self, call) -> None:
         threads = [threading.Thread(target=call, args=(s,)) for s in self.sessions]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
+        [t.start() for t in threads]
+        [t.join() for t in threads]
