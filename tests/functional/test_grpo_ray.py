@@ -1,7 +1,5 @@
-"""The loop with Ray actors, by its one command: versions, gate, reward, and not a byte of a refit in Ray's object store.
-
-Wants ray (with grpcio) in both environments, or in a folder that PYTHONPATH names.
-"""
+"""The loop with Ray actors: versions, gate, reward, and not a byte of a refit in Ray's object store. It wants ray (with grpcio) in both
+environments, or in a folder that PYTHONPATH names."""
 
 import importlib
 import os
@@ -31,12 +29,11 @@ def ray_main(monkeypatch):
             raise ValueError("num_cpus must not be given to a cluster that runs")
         started.append((address, options))
 
-    names = ("ray", "ray.util", "ray.util.placement_group", "ray.util.scheduling_strategies")
-    made = {name: ModuleType(name) for name in names}
-    made["ray"].init = init
-    made["ray.util.placement_group"].placement_group = None
-    made["ray.util.scheduling_strategies"].PlacementGroupSchedulingStrategy = None
-    for name, module in made.items():
+    parts = {"ray": dict(init=init), "ray.util": {}, "ray.util.placement_group": dict(placement_group=None)}
+    parts["ray.util.scheduling_strategies"] = dict(PlacementGroupSchedulingStrategy=None)
+    for name, content in parts.items():
+        module = ModuleType(name)
+        vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "examples.grpo.ray_main", raising=False)
     yield importlib.import_module("examples.grpo.ray_main"), started, found
@@ -93,21 +90,15 @@ def test_engines_with_another_version_of_python_are_refused(ray_main, tmp_path):
 @pytest.mark.slow
 @BOTH
 def test_weights_never_pass_through_the_object_store(tmp_path):
-    """The driver reads Ray's own count around every refit, after a probe of 1 MiB has shown that it counts; it stops at the first
-    byte. What is asserted here is that it got to its end and counted every refit."""
+    """The driver reads Ray's own count around every refit and stops at the first byte. Here it got to its end and counted every refit."""
     if gone := _without_ray():
         pytest.skip(f"ray and grpcio are not importable in the environments {gone}; a folder in PYTHONPATH will do")
     if len({_version(python) for python in PYTHON.values()}) > 1:
-        pytest.skip(
-            "Ray runs one version of Python, and the environments have two: TRAINER=0.16.1 scripts/setup.sh makes both with 3.11"
-        )
-    words = (
-        f"-m examples.grpo.ray_main --engine-python {PYTHON['engine']} --work {tmp_path} --steps {STEPS} --engine-tp 1"
-    )
-    done = subprocess.run(
-        [PYTHON["trainer"], *words.split()], cwd=ROOT, env=environment(PYTHONPATH=PATHS), capture_output=True, text=True,
-        timeout=900 * PATIENCE,
-    )  # fmt: skip
+        pytest.skip("Ray runs one version of Python: TRAINER=0.16.1 scripts/setup.sh makes both environments with 3.11")
+    words = f"--engine-python {PYTHON['engine']} --work {tmp_path} --steps {STEPS} --engine-tp 1".split()
+    command = [PYTHON["trainer"], "-m", "examples.grpo.ray_main", *words]
+    env = environment(PYTHONPATH=PATHS)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900 * PATIENCE)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert f"{STEPS + 1} refits put 0 bytes into Ray's object store" in done.stdout
     assert len(re.findall(r"^step .* reward .* KL ", done.stdout, re.M)) == STEPS
