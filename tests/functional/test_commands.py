@@ -1,7 +1,4 @@
-"""Every command that a page shows is run here, or its arguments are read by the program's own parser and it names who runs it.
-
-A page shows commands in indented blocks, in fenced ones of a shell, and between backticks. A command that no rule of `RULES` knows fails.
-"""
+"""Every command that a page shows is run here, or its arguments are read by the program's own parser and `ELSEWHERE` names its test."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the pages print as code: it runs as printed, or at least every name and argument in it exists.
-
-The ten lines run against toys for model and engine (tests/support/world.py); between them everything is real.
-"""
+"""What the pages print as code: it runs as printed, or at least every name and argument in it exists."""
 
 import ast
 import builtins
@@ -9,7 +6,7 @@ import inspect
 import queue
 import re
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
@@ -99,28 +96,20 @@ def test_the_ten_lines_run_in_a_loop_whose_batches_the_engines_sample(monkeypatc
         yield "more"
 
     left = {"model_chunks": [], "bridge": None, "batches": batches(), "train_step": lambda batch: source.set(1)}
-    spaces, raised = [left, {}, {}], []
-
-    def run(text, space):
-        try:
-            exec(text, space)
-        except BaseException as e:
-            raised.append(e)
-
+    spaces = [left, {}, {}]
     second = engine.replace("replica=0", "replica=1")
     assert second != engine
-    threads = [threading.Thread(target=run, args=a, daemon=True) for a in zip((trainer, engine, second), spaces)]
+    pool = ThreadPoolExecutor(3)
     try:
-        [t.start() for t in threads]
-        [t.join(40) for t in threads]
-        assert not raised and not any(t.is_alive() for t in threads), raised
+        for ran in [pool.submit(exec, *both) for both in zip((trainer, engine, second), spaces)]:
+            ran.result(40)
         assert left["report"].version == 2 and left["report"].committed == 2 and not wrong
         assert [t.takers[0].wrong(1) for t in toys] == [[], []]
     finally:
+        pool.shutdown(wait=False)
         for space in spaces:
-            for name in ("controller", "refit"):
-                if name in space:
-                    space[name].close()
+            for name in {"controller", "refit"} & space.keys():
+                space[name].close()
 
 
 @BOTH

@@ -61,9 +61,7 @@ def test_images_copy_what_is_there():
         for line in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.M):
             for name in line.split():
                 names = [name.replace("${SIDE}", p.stem) for p in LOCKS]
-                assert all((ROOT / n).exists() and n.split("/")[0] not in ignored for n in names), (
-                    f"{path.name}: {name}"
-                )
+                assert all((ROOT / n).exists() and n.split("/")[0] not in ignored for n in names), (path.name, name)
 
 
 def test_compose_runs_modules_and_builds_stages_that_exist():
@@ -75,10 +73,10 @@ def test_compose_runs_modules_and_builds_stages_that_exist():
         text = (ROOT / build["dockerfile"]).read_text()
         assert f" AS {build['target']}\n" in text and build["args"].keys() <= {*re.findall(r"^ARG (\w+)", text, re.M)}
         assert f"locks/{build['args']['SIDE']}.txt" in {f"locks/{p.name}" for p in LOCKS}
-        made, used = (
-            re.search(rf"{word} (/\S+)", service["command"])[1] for word in ("examples.demo.model", "--model")
+        words = ("examples.demo.model", "--model")
+        assert len({re.search(rf"{w} (/\S+)", service["command"])[1] for w in words}) == 1, (
+            f"{name}: no other container makes its model"
         )
-        assert made == used, f"{name}: no other container makes its model"
     assert {m for s in compose["services"].values() for m in re.findall(r"tcp://(\w+):", s["command"])} == {"trainer"}
 
 
@@ -102,9 +100,8 @@ def test_manifests_find_each_other():
     ports = {p["port"] for p in found["Service", service]["spec"]["ports"]}
     host, port = re.fullmatch(r"tcp://(.+):(\d+)", env["RENDEZVOUS"]).groups()
     assert host == f"{trainer['spec']['hostname']}.{service}" and int(port) in ports
-    assert env["ENGINES"].split() == [
-        f"http://engine-{i}.{engines['serviceName']}:8000" for i in range(engines["replicas"])
-    ]
+    urls = [f"http://engine-{i}.{engines['serviceName']}:8000" for i in range(engines["replicas"])]
+    assert env["ENGINES"].split() == urls
     for template, name in ((trainer, service), (engines["template"], engines["serviceName"])):
         labels = template["metadata"]["labels"].items()
         assert found["Service", name]["spec"]["selector"].items() <= labels

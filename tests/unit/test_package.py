@@ -84,7 +84,8 @@ def test_import_is_quick_and_touches_nothing_heavy():
     )
     out = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True, timeout=120
-    ).stdout.split()
+    )
+    out = out.stdout.split()
     assert float(out[0]) < 1.0
     assert out[1:] == ["[]", "[]", "False", "False"], out
 
@@ -97,8 +98,7 @@ def test_all_of_the_api_is_seen_by_who_looks_for_it():
 
 
 def test_type_checkers_read_what_users_import():
-    """Of a package that says that it is typed they take as public what a literal `__all__` lists; and of names made by
-    `__getattr__` they know nothing, not even that one is misspelt."""
+    """They take as public what a literal `__all__` lists; of names made by `__getattr__` they know nothing."""
     setup = (ROOT / "pyproject.toml").read_text()
     assert (ROOT / "xfer/py.typed").exists() and re.search(r'^xfer = \["py.typed"\]$', setup, re.M), "not installed"
     top = ast.parse((ROOT / "xfer/__init__.py").read_text()).body
@@ -128,6 +128,8 @@ def test_the_wheel_is_the_package_and_works_without_tests_and_examples(tmp_path)
         return {str(p.relative_to(root)) for p in root.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
 
     assert files(site / "xfer") == files(ROOT / "xfer")
+    wrong = re.compile(r"^\s*(from|import) (tests|examples|benchmarks)\b", re.M)
+    assert [str(p) for p in (ROOT / "xfer").rglob("*.py") if wrong.search(p.read_text())] == []
     code = (
         "import runpy, sys; sys.argv = ['xfer', 'plan', '--help']\n"
         "import xfer.cli, xfer.cli.layouts.processes\n"
@@ -141,11 +143,6 @@ def test_the_wheel_is_the_package_and_works_without_tests_and_examples(tmp_path)
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=env, timeout=120
     )
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]", done.stdout[-400:] + done.stderr[-400:]
-
-
-def test_no_module_of_the_package_imports_tests_examples_or_benchmarks():
-    wrong = re.compile(r"^\s*(from|import) (tests|examples|benchmarks)\b", re.M)
-    assert [str(p) for p in (ROOT / "xfer").rglob("*.py") if wrong.search(p.read_text())] == []
 
 
 @pytest.mark.parametrize("adapter", [xfer.TensorTrainer, xfer.MegatronTrainer, xfer.LayerWiseTrainer])
@@ -162,39 +159,28 @@ def test_the_engine_plugin_is_an_entry_point():
     """Once in each copy of the metadata: a checkout's own may be found beside that of the installed package."""
     copies = [d.entry_points for d in md.distributions() if d.metadata["Name"] == "xfer-refit"]
     found = [[e.value for e in c if (e.group, e.name) == ("vllm.general_plugins", "xfer")] for c in copies]
-    assert found and found == [["xfer.engines.vllm_plugin:register"]] * len(copies), (
-        "install the package: pip install -e ."
-    )
+    assert found and found == [["xfer.engines.vllm_plugin:register"]] * len(copies), "pip install -e ."
 
 
 def table(title: str) -> list[list[str]]:
     part = STATUS.split(f"## {title}", 1)[1].split("\n## ", 1)[0]
-    rows = [
-        [c.strip() for c in line.strip().strip("|").split("|")] for line in part.splitlines() if line.startswith("|")
-    ]
+    lines = [line.strip().strip("|") for line in part.splitlines() if line.startswith("|")]
+    rows = [[c.strip() for c in line.split("|")] for line in lines]
     assert len(rows) > 2, f"no table under {title}"
     return rows[2:]
 
 
-@pytest.mark.parametrize("row", table("What works today"), ids=lambda r: r[0][:40])
-def test_what_works_names_tests_that_exist(row):
-    """The last column of each row names the tests that prove it, as path::name."""
-    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", row[-1])
-    assert named, f"no test named in {row}"
-    for path, name in named:
-        text = (ROOT / path).read_text()
-        assert not name or f"def {name}(" in text, f"{path} has no {name}"
-
-
-@pytest.mark.parametrize("row", table("What does not work yet"), ids=lambda r: r[0][:40])
-def test_what_does_not_work_is_refused_in_these_words_or_said_to_be_silent(row):
-    """The last column quotes what a user sees; those words are in the code. A row without an error says so."""
-    quoted = re.findall(r"`([^`]+)`", row[-1])
-    if not quoted:
-        assert "not there" in row[-1], row
-        return
-    for words in quoted:
-        assert words in spoken(), f"nothing in xfer says {words!r}"
+def test_what_works_names_tests_that_exist_and_what_does_not_is_refused_in_these_words_or_said_to_be_silent():
+    """The last column names the tests that prove a row, as path::name, or quotes what a user sees."""
+    for *_, last in table("What works today"):
+        named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", last)
+        assert named, f"no test named in {last}"
+        assert [x for x in named if x[1] and f"def {x[1]}(" not in (ROOT / x[0]).read_text()] == []
+        assert all((ROOT / path).exists() for path, _ in named), named
+    for *_, last in table("What does not work yet"):
+        quoted = re.findall(r"`([^`]+)`", last)
+        assert quoted or "not there" in last, last
+        assert [words for words in quoted if words not in spoken()] == [], "nothing in xfer says this"
 
 
 @functools.cache
@@ -229,8 +215,7 @@ def test_files_that_the_readme_names_exist():
 def test_the_readme_is_a_front_door():
     """Short, and all that it leaves out is a link away."""
     assert README.count("\n") < 150
-    for page in ("status", "guide", "troubleshooting", "faq", "how", "design"):
-        assert f"docs/{page}.md" in README
+    assert all(f"docs/{p}.md" in README for p in ("status", "guide", "troubleshooting", "faq", "how", "design"))
 
 
 def test_the_status_page_counts_the_families_of_their_page():
