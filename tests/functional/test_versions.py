@@ -20,15 +20,15 @@ class Job(World):
     def __init__(self, trainers: int = 2, replicas: int = 1):
         super().__init__(trainers, 1, replicas)
 
-    @property
-    def where(self) -> dict:
-        return dict(rendezvous=self.rendezvous, token=TOKEN, deadline_s=self.deadline_s)
-
     def serve(self, engine, replica: int) -> xfer.Controller:
         return xfer.serve(engine, replica=replica, **self.where)
 
     def _connect_one(self, i: int) -> None:
         self.sessions[i] = flat_connect(trainer=self.sources[i], replicas=self.replicas, **self.where)
+
+    @property
+    def where(self) -> dict:
+        return dict(rendezvous=self.rendezvous, token=TOKEN, deadline_s=self.deadline_s)
 
     def refit(self, version=None, **more) -> list:
         """Return what each rank got or raised."""
@@ -71,14 +71,6 @@ def test_a_label_comes_back_in_the_type_that_it_was_given(given):
         assert f"replica 0: ready version {want}" in told.output, told.output
 
 
-def test_without_a_version_there_is_none():
-    with Job(trainers=1) as j:
-        assert j.sessions[0].version is None and j.controllers[0].version is None
-        j.engines[0].fail["start"] = RuntimeError("no")
-        report = good(j.refit(min_replicas=0))
-        assert report.outcomes[0].version is None and "serves nothing" in str(report.outcomes[0])
-
-
 def test_a_label_that_is_not_new_is_refused_on_all_ranks_and_moves_nothing():
     with Job() as j:
         for label, wrong in ((5, (5, 4, np.int64(0), "5")), ("a", ("a", 5, 3)), (7, (7, "7", 6)), (None, (8, "8", 1))):
@@ -91,8 +83,8 @@ def test_a_label_that_is_not_new_is_refused_on_all_ranks_and_moves_nothing():
         assert [good(j.refit(v)).version for v in ("b", "a", 9)] == ["b", "a", 9]
 
 
-def test_a_call_that_raised_may_be_made_again_under_its_label():
-    """Either no replica committed it, or one did and gets the same weights again."""
+def test_a_call_that_raised_may_be_made_again_under_its_label_and_one_that_returned_has_used_it_up():
+    """Either no replica committed it, or one did and gets the same weights again. A call may also return before the commit."""
     with Job(replicas=2) as j:
         good(j.refit(1))
         j.sources[1].fail = RuntimeError("boom")
@@ -105,18 +97,13 @@ def test_a_call_that_raised_may_be_made_again_under_its_label():
         report = good(j.refit(2))
         assert report.committed == 2 and [c.version for c in j.controllers] == [2, 2]
         refused(j.refit(2), "2")
-
-
-def test_a_call_that_returned_has_used_its_label_up():
-    """Also when some replicas failed, and when the call returned before the commit."""
-    with Job(replicas=2) as j:
         j.engines[1].fail["start"] = RuntimeError("not now")
-        report = good(j.refit(1, min_replicas=1))
+        report = good(j.refit(3, min_replicas=1))
         assert report.committed == 1 and isinstance(report.outcomes[1].error, XferError)
-        refused(j.refit(1), "1")
-        j.refit_early(2)
-        refused(j.refit(2), "2")
-        assert good(j.refit(3)).before.version == 2
+        refused(j.refit(3), "3")
+        j.refit_early(4)
+        refused(j.refit(4), "4")
+        assert good(j.refit(5)).before.version == 4
 
 
 def test_reports_and_sessions_are_one_readable_line_each():
@@ -125,7 +112,10 @@ def test_reports_and_sessions_are_one_readable_line_each():
         controller.wait_ready(20.0)
         lines = [f"<Session of trainer 1 of 2, 2 replicas, at {j.rendezvous}: no refit yet>"]
         lines += [f"<Controller of replica 1 at {j.rendezvous}: no refit yet>"]
-        assert [repr(session), repr(controller)] == lines
+        assert [repr(session), repr(controller)] == lines and session.version is controller.version is None
+        j.engines[0].fail["start"] = RuntimeError("no")
+        nothing = good(j.refit(min_replicas=1)).outcomes[0]
+        assert nothing.version is None and "serves nothing" in str(nothing)
         report = good(j.refit("step 1", verify=True))
         assert repr(report).startswith("<RefitReport of trainer 0: version 'step 1' committed by 2 of 2 replicas: ")
         assert " GB/s by gloo; outage " in repr(report) and "verified" in str(report)
