@@ -55,14 +55,9 @@ def test_both_routes_ask_before_anything_is_read():
 
 @pytest.mark.parametrize(
     ("how", "extra", "lent"),
-    [
-        ("auto", {}, False),
-        ("dummy", {}, False),
-        ("ipc_cache", {}, True),
-        ("ipc_cache", {"mode": "zero_copy"}, True),
-        ("ipc_cache", {"mode": "copy"}, False),
-    ],
-)
+    [("auto", {}, False), ("dummy", {}, False), ("ipc_cache", {}, True), ("ipc_cache", {"mode": "zero_copy"}, True),
+     ("ipc_cache", {"mode": "copy"}, False)],
+)  # fmt: skip
 def test_weights_that_a_daemon_lends_are_refused_unless_they_are_copied(how, extra, lent):
     load, auto = (SimpleNamespace(load_format=f, model_loader_extra_config=e) for f, e in ((how, extra), ("auto", {})))
     for name, given in (
@@ -82,15 +77,13 @@ def test_scales_that_are_calculated_once_are_refused_where_the_cache_has_any():
 
 def parallel(balanced, ranks, local, dense=False):
     """As vLLM has it in its front end, or, `dense`, in a dense model's workers, where each data-parallel rank is on its own."""
+    if dense:
+        ranks = local = 1
     return SimpleNamespace(
-        world_size=2,
-        world_size_across_dp=2 if dense else 2 * ranks,
-        data_parallel_size=1 if dense else ranks,
-        data_parallel_size_local=1 if dense else local,
-        data_parallel_external_lb=balanced == "external",
-        data_parallel_hybrid_lb=balanced == "hybrid",
+        world_size=2, world_size_across_dp=2 * ranks, data_parallel_size=ranks, data_parallel_size_local=local,
+        data_parallel_external_lb=balanced == "external", data_parallel_hybrid_lb=balanced == "hybrid",
         local_engines_only=balanced != "internal",
-    )
+    )  # fmt: skip
 
 
 def test_a_client_that_reaches_some_of_the_workers_is_told_by_its_engine_or_by_the_workers_that_it_reaches():
@@ -112,58 +105,51 @@ def test_a_client_that_reaches_some_of_the_workers_is_told_by_its_engine_or_by_t
         assert not refused(config(parallel_config=parallel(balanced, ranks, local)), 2 * local)
 
 
-class TestConnectors:
-    pytestmark = pytest.mark.engine
+def connector(name, **extra):
+    from vllm.config import KVTransferConfig
 
-    @pytest.fixture
-    def vllm(self):
-        return pytest.importorskip("vllm")
+    return config(
+        kv_transfer_config=KVTransferConfig(kv_connector=name, kv_role="kv_both", kv_connector_extra_config=extra)
+    )
 
-    def of(self, name, **extra):
-        from vllm.config import KVTransferConfig
 
-        kv = KVTransferConfig(kv_connector=name, kv_role="kv_both", kv_connector_extra_config=extra)
-        return config(kv_transfer_config=kv)
+@pytest.mark.engine
+def test_a_connector_is_refused_where_its_class_says_nothing_of_a_reset(monkeypatch):
+    """vLLM's scheduler takes each of those for one that was reset."""
+    factory = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.factory").KVConnectorFactory
+    seen = {True: set(), False: set()}
+    for name in factory._registry:
+        try:
+            kind = factory.get_connector_class_by_name(name)
+        except ImportError:  # of a package that is not installed
+            continue
+        resets = any("reset_cache" in vars(c) for c in kind.__mro__[:-1] if c.__name__ != "KVConnectorBase_V1")
+        said = refused(connector(name))
+        assert bool(said) != resets, (name, said)
+        seen[resets].add(name)
+        if not resets:
+            assert kind.__name__ in said[0] and "reset_cache" in said[0] and settings.TRUSTED in said[-1]
+            with monkeypatch.context() as trust:
+                trust.setenv(settings.TRUSTED, kind.__name__)
+                assert not refused(connector(name))
+    assert "ExampleConnector" in seen[False] and {"OffloadingConnector", "MultiConnector"} <= seen[True]
 
-    def kinds(self):
-        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-        for name in KVConnectorFactory._registry:
-            try:
-                yield name, KVConnectorFactory.get_connector_class_by_name(name)
-            except ImportError:  # of a package that is not installed
-                continue
-
-    def test_a_connector_is_refused_where_its_class_says_nothing_of_a_reset(self, vllm, monkeypatch):
-        """vLLM's scheduler takes each of those for one that was reset."""
-        seen = {True: set(), False: set()}
-        for name, kind in self.kinds():
-            resets = any("reset_cache" in vars(c) for c in kind.__mro__[:-1] if c.__name__ != "KVConnectorBase_V1")
-            said = refused(self.of(name))
-            assert bool(said) != resets, (name, said)
-            seen[resets].add(name)
-            if not resets:
-                assert kind.__name__ in said[0] and "reset_cache" in said[0] and settings.TRUSTED in said[-1]
-                with monkeypatch.context() as trust:
-                    trust.setenv(settings.TRUSTED, kind.__name__)
-                    assert not refused(self.of(name))
-        assert "ExampleConnector" in seen[False] and {"OffloadingConnector", "MultiConnector"} <= seen[True]
-
-    def test_connectors_and_tiers_inside_another_and_connectors_from_elsewhere_are_asked_too(self, vllm):
-        offload = dict(kv_connector="OffloadingConnector", kv_role="kv_both")
-        example = dict(kv_connector="ExampleConnector", kv_role="kv_both")
-        assert not refused(self.of("MultiConnector", connectors=[offload]))
-        inner = dict(
-            kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": [example]}
-        )
-        for connectors in ([offload, example], [offload, inner]):
-            said = refused(self.of("MultiConnector", connectors=connectors))
-            assert len(said) == 2 and "ExampleConnector" in said[0]
-        tiers = dict(spec_name="TieringOffloadingSpec", secondary_tiers=[{"type": "fs", "path": "somewhere"}])
-        said = refused(self.of("OffloadingConnector", **tiers))
-        assert "OffloadingConnector" in said[0] and "fs" in said[0]
-        assert not refused(self.of("OffloadingConnector", spec_name="TieringOffloadingSpec", secondary_tiers=[]))
-        there = self.of("ExampleConnector")
-        module = "vllm.distributed.kv_transfer.kv_connector.v1.example_connector"
-        there.kv_transfer_config.kv_connector_module_path = module
-        assert "ExampleConnector" in refused(there)[0]
+@pytest.mark.engine
+def test_connectors_and_tiers_inside_another_and_connectors_from_elsewhere_are_asked_too():
+    pytest.importorskip("vllm")
+    offload, example, inner = (
+        dict(kv_connector=f"{name}Connector", kv_role="kv_both") for name in ("Offloading", "Example", "Multi")
+    )
+    inner["kv_connector_extra_config"] = {"connectors": [example]}
+    assert not refused(connector("MultiConnector", connectors=[offload]))
+    for connectors in ([offload, example], [offload, inner]):
+        said = refused(connector("MultiConnector", connectors=connectors))
+        assert len(said) == 2 and "ExampleConnector" in said[0]
+    tiers = dict(spec_name="TieringOffloadingSpec", secondary_tiers=[{"type": "fs", "path": "somewhere"}])
+    said = refused(connector("OffloadingConnector", **tiers))
+    assert "OffloadingConnector" in said[0] and "fs" in said[0]
+    assert not refused(connector("OffloadingConnector", spec_name="TieringOffloadingSpec", secondary_tiers=[]))
+    there = connector("ExampleConnector")
+    there.kv_transfer_config.kv_connector_module_path = "vllm.distributed.kv_transfer.kv_connector.v1.example_connector"
+    assert "ExampleConnector" in refused(there)[0]
