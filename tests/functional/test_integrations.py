@@ -1,8 +1,5 @@
-"""The adapters of xfer/integrations against the frameworks' own classes, and their examples.
-
-In the default run a session over loopback refits the engine of tests/support/tiny_engine.py, through the framework's methods. The
-slow tests run each example with a real vLLM.
-"""
+"""The adapters of xfer/integrations against the frameworks' own classes, with the engine of tests/support/tiny_engine.py. The slow tests
+run each example with a real vLLM."""
 
 import asyncio
 import contextlib
@@ -10,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -54,38 +52,33 @@ def given(monkeypatch):
     """The options that adapters gave `xfer.connect` and `xfer.serve`, and whether each refit was verified."""
     seen = SimpleNamespace(connect=[], serve=[], verified=[])
 
-    def spy(name):
-        call, options_of = getattr(xfer, name), getattr(seen, name)
-
-        def spied(*args, **options):
-            options_of.append(options)
-            return call(*args, **options)
-
-        monkeypatch.setattr(xfer, name, spied)
+    def spied(call, options_of, *args, **options):
+        options_of.append(options)
+        return call(*args, **options)
 
     def told(ended):
         if isinstance(ended, TrainerFinished):
             seen.verified.append(ended.report.verified)
 
-    spy("connect"), spy("serve")
+    for name in ("connect", "serve"):
+        monkeypatch.setattr(xfer, name, partial(spied, getattr(xfer, name), getattr(seen, name)))
     stop = observe(told)
     yield seen
     stop()
+
+
+ROUTE = xfer.Direct(narrow=["*"], cache_dir=None)
+OPTIONS = {"verify": True, "keep": ["tower*"], "deadline_s": 30.0, "connect": {"route": ROUTE}}
 
 
 class ServerActor:
     """verl's server actor, as far as it forwards vLLM's calls: `actor.method.remote(...)` answers at once."""
 
     def __init__(self, engine: Engine):
-        self.steps, self.called = [], []
-
-        def forward(method, kwargs):
-            self.called.append(method)
-            getattr(engine, method)(*([kwargs] if kwargs else []))
-
-        calls = {"collective_rpc": forward, "abort_all_requests": lambda: None, "clear_kv_cache": lambda: None}
-        for name, call in calls.items():
-            setattr(self, name, SimpleNamespace(remote=call))
+        self.collective_rpc = SimpleNamespace(
+            remote=lambda name, kwargs: getattr(engine, name)(*[kwargs] * bool(kwargs))
+        )
+        self.abort_all_requests = self.clear_kv_cache = SimpleNamespace(remote=lambda: None)
 
 
 def settings(page: str) -> list[str]:
@@ -140,16 +133,7 @@ def worker(verl, **given):
     class OneWorker(Worker):
         def __init__(self, is_master=False, **given):
             vars(self).update(given)
-            connect = {"route": xfer.Direct(narrow=["*"], cache_dir=None)}
-            self.checkpoint_engine = CheckpointEngineRegistry.new(
-                "xfer",
-                bucket_size=1,
-                is_master=is_master,
-                deadline_s=30.0,
-                connect=connect,
-                verify=True,
-                keep=["tower*"],
-            )
+            self.checkpoint_engine = CheckpointEngineRegistry.new("xfer", bucket_size=1, is_master=is_master, **OPTIONS)
 
     return OneWorker(**given).checkpoint_engine
 
@@ -172,9 +156,8 @@ def test_verl_syncs_weights_twice_and_connects_anew_when_a_replica_is_added(verl
 
     async def sync(step: int, replicas: int) -> dict[str, float]:
         rollout = [e for both in beside[:replicas] for e in both]
-        ours, theirs = verl.XferCheckpointEngine.build_topology(
-            1, len(rollout), [e.prepare() for e in (trainer, *rollout)]
-        )
+        prepared = [e.prepare() for e in (trainer, *rollout)]
+        ours, theirs = verl.XferCheckpointEngine.build_topology(1, len(rollout), prepared)
         for engines, kwargs in (([trainer], ours), (rollout, theirs)):
             for i, e in enumerate(engines):
                 e.init_process_group(**{name: values[i] for name, values in kwargs.items()})
@@ -236,8 +219,7 @@ def generation(monkeypatch):
 
     def make(model: torch.nn.Module, engine: Engine, mode: str = "server"):
         monkeypatch.setattr(trl, "_url", lambda generation: engine)
-        route = xfer.Direct(narrow=["*"], cache_dir=None)
-        with trl.refits(f"tcp://127.0.0.1:{free_port()}", verify=True, route=route, deadline_s=30.0):
+        with trl.refits(f"tcp://127.0.0.1:{free_port()}", verify=True, route=ROUTE, deadline_s=30.0):
             made = VLLMGeneration(model, Accelerator(cpu=True), None, mode=mode)
         links.append(made.xfer)
         return made
@@ -258,6 +240,8 @@ def test_trl_syncs_weights_twice(generation, given):
         assert holds(engine, model.gate.weight) and made.xfer.session.version == version
     assert made.vllm_client.base_url is engine
     assert [c["deadline_s"] for c in given.connect] == [30.0] and given.verified == [True, True]
+    with pytest.raises(Unsupported, match="colocate"):
+        generation(model, engine, mode="colocate")
 
 
 def test_trl_sends_merged_adapters_and_takes_them_out_again(generation):
@@ -277,8 +261,6 @@ def test_trl_sends_merged_adapters_and_takes_them_out_again(generation):
 
 def test_trl_constructs_the_trainer_of_its_page(monkeypatch, tmp_path):
     """As printed, but for the model, and settings that a GPU has by default. It neither trains nor asks the server."""
-    from functools import partial
-
     import trl
     from datasets import Dataset
 
@@ -303,11 +285,6 @@ def test_trl_constructs_the_trainer_of_its_page(monkeypatch, tmp_path):
     assert block.count("Qwen/Qwen3-4B") == 1
     exec(block.replace("Qwen/Qwen3-4B", str(tmp_path / "model")), space)
     assert space["trainer"].vllm_generation.vllm_client.base_url == "http://10.0.0.2:8000"
-
-
-def test_trl_trainers_that_cannot_work_are_refused(generation):
-    with pytest.raises(Unsupported, match="colocate"):
-        generation(Trained(), started(), mode="colocate")
 
 
 @pytest.fixture
@@ -354,7 +331,7 @@ def test_skyrl_syncs_weights_twice_by_its_own_interface(skyrl, given):
 
     class Policy(skyrl.RefitByXfer, Base):
         xfer_verify = True
-        xfer_connect = {"route": xfer.Direct(narrow=["*"], cache_dir=None), "deadline_s": 30.0}
+        xfer_connect = {"route": ROUTE, "deadline_s": 30.0}
 
     policy, client = Policy(), SimpleNamespace(server_urls=[engine])
     cfg = SimpleNamespace(data_parallel_size=1, enable_pd=False, colocate_all=False)
@@ -410,9 +387,7 @@ def nemo_rl(monkeypatch):
 def nemo_job(engines: list[Engine], module: torch.nn.Module, **cfg):
     leaders = [Actor(llm=e) for e in engines]
     workers = [a for leader in leaders for a in (leader, Actor())]  # two workers each, as with tp2
-    group = SimpleNamespace(
-        workers=workers, dp_size=len(engines), get_dp_leader_worker_idx=lambda i: 2 * i
-    )  # fmt: skip
+    group = SimpleNamespace(workers=workers, dp_size=len(engines), get_dp_leader_worker_idx=lambda i: 2 * i)
     generation = SimpleNamespace(worker_group=group, cfg={"backend": "vllm", "colocated": {"enabled": False}, **cfg})
     policy = SimpleNamespace(worker_group=SimpleNamespace(workers=[Actor(model=module, cpu_offload=False)]))
     return policy, generation
@@ -424,9 +399,7 @@ def test_nemo_rl_syncs_weights_twice(nemo_rl, given):
 
     module, engines, phases = filled(Trained()), [started(), started()], []
     policy, generation = nemo_job(engines, module)
-    connect = {"route": xfer.Direct(narrow=["*"], cache_dir=None)}
-    options = {"verify": True, "keep": ["tower*"], "deadline_s": 30.0, "connect": connect}
-    sync = nemo_rl.XferWeightSynchronizer(policy, generation, **options)
+    sync = nemo_rl.XferWeightSynchronizer(policy, generation, **OPTIONS)
     assert isinstance(sync, WeightSynchronizer) and sync.is_stale
     with pytest.raises(xfer.XferError, match="before init_communicator"):
         sync.sync_weights()
@@ -453,10 +426,10 @@ def test_nemo_rl_generations_that_cannot_be_refitted_are_refused(nemo_rl, cfg):
         nemo_rl.XferWeightSynchronizer(*nemo_job([started()], Trained(), **cfg))
 
 
-@pytest.mark.parametrize("worker", [{"lora_enabled": True}, {"cpu_offload": True}])
-def test_nemo_rl_workers_that_cannot_refit_are_refused(nemo_rl, worker):
+@pytest.mark.parametrize("wrong", ["lora_enabled", "cpu_offload"])
+def test_nemo_rl_workers_that_cannot_refit_are_refused(nemo_rl, wrong):
     with pytest.raises(Unsupported, match="a DTensor policy worker of NeMo-RL"):
-        nemo_rl.trainer_of(SimpleNamespace(model=Trained(), **worker))
+        nemo_rl.trainer_of(SimpleNamespace(model=Trained(), **{wrong: True}))
 
 
 def test_the_stand_in_for_nemo_rl_has_the_interface_of_a_checkout():
@@ -471,15 +444,9 @@ def test_the_stand_in_for_nemo_rl_has_the_interface_of_a_checkout():
     )
 
 
-EXAMPLES = {
-    "nemo_rl_sync": [
-        f"sync {i}, replica {r}: 19 parameters of the engine are bit-exact" for i in (1, 2) for r in (0, 1)
-    ],
-    "ray_async": [f"refit {i}, replica {r}: 19 parameters of the engine are bit-exact" for i in (1, 2) for r in (0, 1)],
-    "skyrl_sync": [f"sync {i}: 19 parameters of the engine are bit-exact" for i in (1, 2)],
-    "trl_grpo": [f"refit {i}: 19 parameters of the engine are bit-exact" for i in (1, 2)],
-    "verl_sync": [f"sync {i}: 19 parameters of the engine are bit-exact" for i in (1, 2)],
-}
+EXAMPLES = {"nemo_rl_sync": ("sync", 2), "ray_async": ("refit", 2), "skyrl_sync": ("sync", 0), "trl_grpo": ("refit", 0)}
+EXAMPLES |= {"verl_sync": ("sync", 0)}
+"""What each calls a refit, and its replicas if it names them."""
 
 
 @pytest.mark.slow
@@ -489,4 +456,7 @@ def test_example(name, tmp_path):
     words = [sys.executable, "-m", f"examples.integrations.{name}", "--work", str(tmp_path)]
     done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600 * PATIENCE)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    assert [line for line in done.stdout.splitlines() if line in EXAMPLES[name]] == EXAMPLES[name]
+    word, replicas = EXAMPLES[name]
+    named = [f", replica {r}" for r in range(replicas)] or [""]
+    lines = [f"{word} {i}{who}: 19 parameters of the engine are bit-exact" for i in (1, 2) for who in named]
+    assert [line for line in done.stdout.splitlines() if line in lines] == lines
