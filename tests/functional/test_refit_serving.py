@@ -1,9 +1,5 @@
-"""Refits of engines that serve requests meanwhile: an `AsyncLLM`, `vllm serve` behind its URL, and data-parallel ranks that
-their owner pauses and resumes too. Real vLLM, bit for bit.
-
-Truth: what the same engine computed from the checkpoint on disk, loaded by vLLM itself, before anything was refitted; a
-refit of the same weights must bring exactly that back.
-"""
+"""Refits of engines that serve requests meanwhile. Real vLLM, bit for bit. Truth: what the same engine computed from the checkpoint on
+disk before anything was refitted; a refit of the same weights must bring exactly that back."""
 
 import json
 import re
@@ -58,27 +54,18 @@ class Asynchronous:
         good(job.trainers.connect(rendezvous))
         self.ask("ready")
 
-    def observe(self) -> dict:
-        return self.ask("observe")
-
-    def pause(self) -> None:
-        self.ask("pause")
-
-    def resume(self) -> None:
-        self.ask("resume")
+    def __getattr__(self, command: str):
+        return lambda **how: self.ask(command, **how)
 
     def paused(self) -> bool:
         return self.ask("state")["paused"]
-
-    def begin(self, tokens: int, prompt: int = 0, slowly: bool = False) -> None:
-        self.ask("begin", tokens=tokens, prompt=prompt, slowly=slowly)
 
     def ended(self) -> list:
         return self.ask("answer")["answer"]
 
     def broken(self, tokens: int) -> list[bool]:
         """Whether each logprob is NaN, of an answer to a prompt that is longer than a block of the prefix cache."""
-        self.begin(tokens, LONGER)
+        self.begin(tokens=tokens, prompt=LONGER)
         return [x != x for x in self.ended()[1]]
 
 
@@ -149,14 +136,13 @@ def same(a: dict, b: dict) -> list[bool]:
 
 
 def refits_while_it_serves(job: Job, engine: Asynchronous | Server) -> dict:
-    """A request that is under way freezes, and ends under the new weights with all its tokens. An owner's pause outlasts a
-    refit. Returns the truth."""
+    """A request under way freezes, and ends under the new weights. An owner's pause outlasts a refit. Returns the truth."""
     truth = engine.observe()
     engine.connect(job)
     a_refit(job, 2)
     other = engine.observe()
     assert same(other, truth) == [False, False] and other["version"] == "1"
-    engine.begin(LONG)
+    engine.begin(tokens=LONG)
     a_refit(job, 1)
     assert len(engine.ended()[0]) == LONG and not engine.paused()
     again = engine.observe()
@@ -179,7 +165,7 @@ def test_async_llm(tmp_path):
         engine.faults.write_text("worker:0:moving:raise@1")
         failed = job.trainers.refit(3, deadline_s=20.0)
         assert all(r["kind"] == "raised" and "injected fault" in r["text"] for r in failed), failed
-        engine.begin(6)
+        engine.begin(tokens=6)
         time.sleep(1.0)
         state = engine.ask("state")
         assert state["torn"] and "injected fault" in state["error"] and not state["answered"], state
@@ -201,7 +187,7 @@ def test_keys_and_values_outlive_a_refit_if_they_are_of_whole_weights_and_the_ow
             a_refit(job, 1)
             assert not any(engine.broken(2))
             engine.ask("computed")
-            engine.begin(LONG, slowly=True)
+            engine.begin(tokens=LONG, slowly=True)
             a_refit(job, 2)
             said, tokens, once = engine.ask("answer"), engine.ask("computed")["tokens"], len(PROMPTS[0]) + LONG - 1
             assert len(said["answer"][0]) == LONG and len(said["versions"]) == 2, said
@@ -212,7 +198,7 @@ def test_keys_and_values_outlive_a_refit_if_they_are_of_whole_weights_and_the_ow
                 assert all(r["kind"] == "raised" for r in job.trainers.refit(3, deadline_s=20.0))
                 engine.resume()
                 assert all(engine.broken(2))
-                engine.begin(LONG, LONGER, slowly=True)
+                engine.begin(tokens=LONG, prompt=LONGER, slowly=True)
                 a_refit(job, 2)
                 nan = [x != x for x in engine.ended()[1]]
                 assert nan[0] and not nan[-1] and not any(engine.broken(2))
@@ -246,8 +232,7 @@ def test_vllm_serve_by_its_url(served):
 
 
 def test_vllms_own_trainer_calls(served, tmp_path, monkeypatch):
-    """`trainer_init` and `send_weights` as vLLM documents them, with xfer behind them, from a module of transformers. Its caller
-    may pause the server, as vLLM's examples do. In the end the server is gone."""
+    """With xfer behind them, from a module of transformers. Their caller may pause the server. In the end the server is gone."""
     job, server = served
     truth, loaded = server.observe(), load_file(job.model / "model.safetensors")
     toy.write_checkpoint("qwen3", tmp_path / "other", seed=5)
@@ -274,47 +259,34 @@ def test_vllms_own_trainer_calls(served, tmp_path, monkeypatch):
         handle_for(server.url).pause(30)
 
 
-def test_vllms_own_trainer_calls_connect_as_their_init_info_says(monkeypatch):
-    seen = []
-    monkeypatch.setattr(vllm_trainer, "connect", lambda trainer, *where, **options: seen.append((where, options)))
-    options = {"route": Packed(), "drop": ("tower*",), "deadline_s": 5.0}
-    WeightTransferTrainerFactory.trainer_init(
-        XferTrainerInitInfo("tcp://h:1", rank=0, token="a token", **options),
-        client=HTTPVLLMWeightSyncClient("http://127.0.0.1:1"),
-        source=ModuleSource(torch.nn.Linear(2, 2)),
-    )
-    assert seen == [(("tcp://h:1", "a token"), {"engines": ["http://127.0.0.1:1"], **options})]
-
-
-def test_what_cannot_stand_behind_vllms_own_trainer_calls_is_refused_by_name():
+def test_vllms_own_trainer_calls_connect_as_their_init_info_says_or_are_refused_by_name(monkeypatch):
     class Gathered(WeightSource):
         metadata = __iter__ = None
 
-    module = torch.nn.Linear(2, 2)
-    http, source = HTTPVLLMWeightSyncClient("http://127.0.0.1:1"), ModuleSource(module)
-    for client, given, words in (
-        (
-            object(),
-            Gathered(),
-            ["client=object: give an HTTPVLLMWeightSyncClient", "source=Gathered: gives whole tensors"],
-        ),
-        (http, None, ["source=NoneType"]),
-    ):
+    def init(client, source, rank=0, **more):
+        info = XferTrainerInitInfo("tcp://h:1", rank=rank, **more)
+        return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+
+    seen = []
+    monkeypatch.setattr(vllm_trainer, "connect", lambda trainer, *where, **options: seen.append((where, options)))
+    http, source = HTTPVLLMWeightSyncClient("http://127.0.0.1:1"), ModuleSource(torch.nn.Linear(2, 2))
+    options = {"route": Packed(), "drop": ("tower*",), "deadline_s": 5.0}
+    init(http, source, token="a token", **options)
+    assert seen == [(("tcp://h:1", "a token"), {"engines": ["http://127.0.0.1:1"], **options})]
+    both = ["client=object: give an HTTPVLLMWeightSyncClient", "source=Gathered: gives whole tensors"]
+    for client, given, words in ((object(), Gathered(), both), (http, None, ["source=NoneType"])):
         with pytest.raises(Unsupported) as e:
-            WeightTransferTrainerFactory.trainer_init(
-                XferTrainerInitInfo("tcp://h:1", rank=0), client=client, source=given
-            )
+            init(client, given)
         assert len(e.value.violations) == len(words) and all(w in str(e.value) for w in words)
     with pytest.raises(XferError, match="rank=1, but the source is that of rank 0"):
-        WeightTransferTrainerFactory.trainer_init(XferTrainerInitInfo("tcp://h:1", rank=1), client=http, source=source)
+        init(http, source, rank=1)
 
 
 # ---- data-parallel ranks, which wait for one another in every step: calls that reach them in different steps can make
 # them wait for good
 
-SHARED_EXPERTS = dict(
-    data_parallel_size=2, enable_expert_parallel=True, worker_extension_cls="tests.support.live_main.Probe"
-)
+SHARED_EXPERTS = dict(data_parallel_size=2, enable_expert_parallel=True)
+SHARED_EXPERTS |= dict(worker_extension_cls="tests.support.live_main.Probe")
 
 
 @pytest.mark.slow
