@@ -17,6 +17,7 @@ from xfer.engines.live import LiveStorages
 from xfer.engines.lock import candidates
 from xfer.engines.processed import Processed, Relaid, read_processed, without_scales
 from xfer.engines.quantized import with_quantized
+from xfer.engines.relaid import makers
 from xfer.engines.vllm_layout import EmptyIsZero
 from xfer.engines.weights import LiveWeights
 from xfer.errors import LayoutError, RebindError, Unsupported, XferError
@@ -393,6 +394,9 @@ class Fp8Net(nn.Module):
             if i == 0:
                 self.embed.copy_(t)
 
+    def process_weights_after_loading(self) -> None:
+        self.made = nn.Parameter(self.fused.float() * self.fused_scale.sum(), requires_grad=False)
+
 
 def traced_fp8(**options):
     def twin():
@@ -417,6 +421,16 @@ def test_what_a_loader_puts_into_fp8_is_wanted_so_and_its_scales_where_it_puts_o
     assert traced_fp8().reads == ("a", "b")
     (recipe,) = traced_fp8(computes=True).recipes
     assert recipe.target == "fused_scale" and recipe.sources == ("b|fp8-ieee-scales",)
+
+
+def test_modules_that_made_tensors_of_fp8_after_loading_are_found_by_path():
+    """test_vllm_layout.py: that each refit makes these anew, by torch's own operators or not at all."""
+    live, twin = Fp8Net(), Fp8Net()
+    assert makers(LiveStorages(live), twin) == []
+    live.process_weights_after_loading()
+    drafted = LiveStorages(nn.Module(), draft=nn.ModuleDict({"net": live}))
+    assert makers(LiveStorages(live), twin) == [""] and makers(drafted, twin) == []
+    assert makers(drafted, nn.ModuleDict({"net": twin}), lv.DRAFT) == ["net"]
 
 
 def test_a_loader_that_takes_no_scales_is_refused_by_the_names_that_it_was_offered():
