@@ -99,8 +99,7 @@ def test_one_vllm_over_two_nodes(request, tmp_path, where):
 @slow_job
 @pytest.mark.parametrize("every", [3, 10**6], ids=["checkpoint", "before-the-first"])
 def test_a_requeued_job_goes_on_from_its_checkpoint(cluster, tmp_path, every):
-    """`scontrol requeue` in the middle: the second start has another token and other ports, goes on at the step of the last
-    checkpoint, or at the beginning where there is none yet, and its engines have those weights."""
+    """The second start has another token and other ports, and its engines have the weights of the last checkpoint, if there is one."""
 
     def told(*command: str) -> str:
         return cluster.run(*command, check=True).stdout
@@ -140,18 +139,9 @@ def test_a_requeued_job_goes_on_from_its_checkpoint(cluster, tmp_path, every):
 
 
 @slow_job
-@pytest.mark.parametrize(
-    "words, says",
-    [
-        (["--config", "no-such"], "no config 'no-such'; there are: smoke"),
-        (
-            ["--config", "30b-ep4tp2dp2-to-tp4dp4"],
-            "2 nodes of trainers and 2 of engines, the job has 1: sbatch --nodes=4",
-        ),
-    ],
-)
-def test_a_job_that_cannot_work_says_what_to_change(cluster, tmp_path, words, says):
-    done = batch(cluster, tmp_path, "--wait", "--nodes=1", *words)
+def test_a_job_of_too_few_nodes_says_how_many_it_takes(cluster, tmp_path):
+    done = batch(cluster, tmp_path, "--wait", "--nodes=1", "--config", "30b-ep4tp2dp2-to-tp4dp4")
+    says = "2 nodes of trainers and 2 of engines, the job has 1: sbatch --nodes=4"
     assert done.returncode == 2 and says in (tmp_path / "job.log").read_text()
 
 
@@ -218,6 +208,7 @@ def test_what_every_config_would_start_is_what_its_name_says():
         built.append((shape["num_hidden_layers"], sizes["pp"], given.get("--provider", [])))
     assert len(asked) >= 16
     for refused, why in (
+        (dry("no-such"), "no config 'no-such'; there are: smoke"),
         (dry("30b-fp8-ep8pp2-to-tp2dp8"), "take the bf16 row, '30b-ep8pp2-to-tp2dp8'"),
         (dry("4b-dp8-to-dp8", models=""), "set XFER_MODELS"),
     ):

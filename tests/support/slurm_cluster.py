@@ -1,11 +1,5 @@
-"""A real Slurm on this machine: one slurmctld and a slurmd per emulated node, from Debian's slurm-wlm and munge packages.
-
-    why = missing()                                 # a sentence, or None
-    with Cluster(folder, nodes=2) as cluster:       # or hosts=network.hosts: each node is an emulated host (hosts.py)
-        cluster.run("sbatch", ...)
-
-Everything lies in `folder`, with a munge key and ports of its own, so that several may run beside each other. Needs root.
-"""
+"""A real Slurm on this machine: one slurmctld and a slurmd per emulated node, from Debian's slurm-wlm and munge packages. Needs root.
+Everything lies in one folder, with a munge key and ports of its own, so that several may run beside each other."""
 
 from __future__ import annotations
 
