@@ -1,13 +1,9 @@
-"""Megatron-Core trainers whose parameters the real TransformerEngine keeps in FP8 refit a real vLLM in block FP8: after the first and
-after a second optimizer step it holds the trainer's own bytes and scales.
-
-The truth is a fresh vLLM that loads these bytes as Bridge exports them (tests/support/fp8_export.py).
-"""
+"""Megatron-Core trainers whose parameters the real TransformerEngine keeps in FP8 refit a real vLLM in block FP8. The truth is a fresh vLLM
+that loads the trainer's own bytes and scales as Bridge exports them (tests/support/fp8_export.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 
@@ -23,29 +19,12 @@ pytestmark = [pytest.mark.slow, BOTH]
 FP32_SCALES = {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}
 
 
-@dataclass(frozen=True)
-class Case:
-    """`layout`: of the trainer (4 ranks); `engine`: of the replica."""
-
-    family: str
-    layout: dict
-    engine: dict
-    sizes: dict
-
-    @property
-    def name(self) -> str:
-        def flat(d: dict) -> str:
-            return "-".join(f"{k}{v}" for k, v in d.items())
-
-        return f"{self.family}: {flat(self.layout)} -> {flat(self.engine)}"
-
-
-CASES = [
-    Case("qwen3", dict(tp=2), dict(tp=2), dict(WIDE, hidden_size=384)),
-    Case("qwen3", dict(tp=1, pp=2), dict(tp=1), WIDE),
-    Case("qwen3_moe", dict(tp=2, ep=2, etp=1), dict(tp=2), WIDE_MOE),
-    Case("qwen3_moe", dict(tp=2, ep=2, etp=2), dict(tp=2, ep=True), WIDE_MOE),
-]
+CASES = {  # by the layouts of the trainer (4 ranks) and of the replica
+    "qwen3: tp2 -> tp2": ("qwen3", dict(tp=2), dict(tp=2), dict(WIDE, hidden_size=384)),
+    "qwen3: tp1-pp2 -> tp1": ("qwen3", dict(tp=1, pp=2), dict(tp=1), WIDE),
+    "qwen3_moe: tp2-ep2-etp1 -> tp2": ("qwen3_moe", dict(tp=2, ep=2, etp=1), dict(tp=2), WIDE_MOE),
+    "qwen3_moe: tp2-ep2-etp2 -> tp2-epTrue": ("qwen3_moe", dict(tp=2, ep=2, etp=2), dict(tp=2, ep=True), WIDE_MOE),
+}
 """With the distributed optimizer and overlap_param_gather, the defaults of Trainer."""
 
 
@@ -57,10 +36,10 @@ def stage(tmp_path_factory) -> Iterator[Stage]:
     stage.family.__exit__()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_engines_hold_the_trainers_own_bytes_after_each_step(case, stage, tmp_path):
+@pytest.mark.parametrize(("family", "layout", "engine", "sizes"), CASES.values(), ids=CASES)
+def test_engines_hold_the_trainers_own_bytes_after_each_step(family, layout, engine, sizes, stage, tmp_path):
     model = tmp_path / "model"
-    toy.write_checkpoint(case.family, model, **case.sizes)
+    toy.write_checkpoint(family, model, **sizes)
 
     def watched(engines, refit):
         reports = refit()
@@ -68,7 +47,7 @@ def test_engines_hold_the_trainers_own_bytes_after_each_step(case, stage, tmp_pa
         return reports
 
     two_refits_are_fresh_loads(
-        stage, tmp_path, model=model, build=dict(layout=case.layout), engines=({**case.engine, **block_fp8.ENGINE},),
+        stage, tmp_path, model=model, build=dict(layout=layout), engines=({**engine, **block_fp8.ENGINE},),
         watched=watched, as_served=block_fp8.serialize,  # of the routers, which are in bf16
     )  # fmt: skip
 
@@ -76,15 +55,12 @@ def test_engines_hold_the_trainers_own_bytes_after_each_step(case, stage, tmp_pa
 @pytest.mark.parametrize(
     "sizes, route, said",
     [
-        (
-            dict(WIDE, head_dim=64),
-            {},
-            ["k_proj.weight: ", "of [128, 256] lie at row 128", "no scale of the trainer is a scale of this tensor"],
-        ),
+        (dict(WIDE, head_dim=64), {},
+         ["k_proj.weight: ", "of [128, 256] lie at row 128", "no scale of the trainer is a scale of this tensor"]),
         (WIDE, dict(route="packed"), ["the packed route does not read weights in FP8", "is a Float8BlockwiseQTensor"]),
     ],
     ids=["heads of 64", "packed"],
-)
+)  # fmt: skip
 def test_what_cannot_be_sent_is_refused_by_name(sizes, route, said, stage, tmp_path):
     """With heads of 64, a block of linear_qkv has keys and values. No engine is needed to tell."""
     toy.write_checkpoint("qwen3", tmp_path, **sizes)

@@ -1,8 +1,5 @@
-"""What a Megatron trainer with FP8 parameters holds, as a checkpoint in block FP8: by Bridge's own export, without xfer.
-
-Bridge exports values. So the bytes of values and of scales are given to it as numbers from 0 to 255, each a parameter of the nominal
-dtype, in which they are exact, and Bridge gathers and re-arranges these. All ranks take part.
-"""
+"""What a Megatron trainer with FP8 parameters holds, as a checkpoint in block FP8: by Bridge's own export, which exports values. So bytes
+of values and of scales are given to it as numbers from 0 to 255, each a parameter of the nominal dtype. All ranks take part."""
 
 from __future__ import annotations
 
@@ -16,11 +13,7 @@ SIDE = 128
 
 
 def checkpoint(trainer) -> dict[str, torch.Tensor]:
-    """Tensors of the checkpoint on the CPU: float8_e4m3fn with `…_scale_inv` beside it where the trainer is in FP8, else as exported.
-
-    Args:
-        trainer: examples.common.train_loop.Trainer.
-    """
+    """Tensors on the CPU: float8_e4m3fn with `…_scale_inv` beside it where the trainer (train_loop.Trainer) is in FP8, else as exported."""
     trainer.settle()
     out = _through(trainer, lambda parts, p: torch.zeros_like(parts["rowwise_data"]), lambda p: p)
     codes, *planes = (
@@ -57,9 +50,7 @@ def _bytes(numbers: torch.Tensor) -> torch.Tensor:
     return exact.to(torch.uint8).contiguous()
 
 
-def _through(
-    trainer, quantized: Callable[[dict, torch.Tensor], torch.Tensor], plain: Callable[[torch.Tensor], torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def _through(trainer, quantized: Callable, plain: Callable) -> dict[str, torch.Tensor]:
     """Bridge's export with other weights in place of the parameters. `quantized`: of the parts of one in FP8, uint8."""
 
     def weight(p: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,5 @@
-"""One rank of a Megatron-Core trainer with FP8 parameters (`fp8_param_gather`, blockwise scaling) of the real TransformerEngine on a
-CPU; commands are `Rank`'s methods.
-
-Parameters, Megatron-Core's buffers, its distributed optimizer and the gathers are the real ones. There is no forward pass without a
-GPU, so a step has random gradients; te_kernels.py stands in for kernels.
-"""
+"""One rank of a Megatron-Core trainer with FP8 parameters of the real TransformerEngine on a CPU; commands are `Rank`'s methods. There is
+no forward pass without a GPU, so a step has random gradients; te_kernels.py stands in for kernels."""
 
 from __future__ import annotations
 

@@ -22,11 +22,8 @@ def install() -> None:
     megatron.core.optimizer.Adam = _Adam
 
     def update(quantizer, src, dst, *, noop_flag=None):
-        parts, codes_scales = (
-            dst.get_metadata(),
-            te_quantized(src.detach().float().numpy(), quantizer.force_pow_2_scales),
-        )
-        codes, scales = codes_scales
+        parts = dst.get_metadata()
+        codes, scales = te_quantized(src.detach().float().numpy(), quantizer.force_pow_2_scales)
         parts["rowwise_data"].copy_(torch.from_numpy(codes))
         parts["rowwise_scale_inv"][:, : scales.shape[1]] = torch.from_numpy(scales)
         if dst._columnwise_data is not None:
@@ -56,8 +53,7 @@ def install() -> None:
 
 
 def gather_one_by_one() -> None:
-    """Run each of Megatron-Core's coalesced collectives by itself. gloo makes one of those that are coalesced, and where some are of
-    bytes and some of bf16, it converts one dtype to the other."""
+    """Run each of Megatron-Core's coalesced collectives by itself: gloo makes one of those, and converts dtypes if they differ."""
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
     works: list[dist.Work] = []
@@ -94,9 +90,8 @@ def _blocks(h: int, w: int, start: int, n: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def partial_amax(master, amax, h, w, start, block_len):
-    np.maximum.at(
-        amax.numpy(), _blocks(h, w, start, master.numel()), np.abs(master.detach().float().numpy().reshape(-1))
-    )
+    size = np.abs(master.detach().float().numpy().reshape(-1))
+    np.maximum.at(amax.numpy(), _blocks(h, w, start, master.numel()), size)
 
 
 def partial_cast(master, out, scale, h, w, start, block_len, dtype):
