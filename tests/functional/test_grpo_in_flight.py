@@ -1,9 +1,5 @@
-"""Requests that are under way when a refit comes: drained, aborted and asked again, or continued; each token says which
-weights made it.
-
-Greedy, fp32. Truth of `continue`: what the engine answers, after the refit, to the prompt with the old weights' tokens
-behind it; that holds only if their keys and values were computed anew.
-"""
+"""Requests that are under way when a refit comes are drained, aborted and asked again, or continued; each token says which weights made
+it. Truth of `continue`: what the engine answers, after the refit, to the prompt with the old weights' tokens behind it."""
 
 import asyncio
 import time

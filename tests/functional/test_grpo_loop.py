@@ -1,7 +1,4 @@
-"""The loop as its documentation starts it: torchrun and HTTP by examples/grpo/run.sh. Slurm: test_slurm.py; Ray: test_grpo_ray.py.
-
-.venvs/trainer/bin/python -m pytest -q -m slow tests/functional/test_grpo_loop.py
-"""
+"""The loop as its documentation starts it: torchrun and HTTP by examples/grpo/run.sh. Slurm: test_slurm.py; Ray: test_grpo_ray.py."""
 
 import json
 import re

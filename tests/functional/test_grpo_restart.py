@@ -1,7 +1,4 @@
-"""Processes of the loop are killed and started again: trainers go on from their checkpoint, and a replica rejoins.
-
-The loop ends with an error unless each step's samples carry the step's version.
-"""
+"""Processes of the loop are killed and started again: trainers go on from their checkpoint, and a replica rejoins."""
 
 import secrets
 from pathlib import Path
@@ -27,10 +24,8 @@ def groups(tmp_path):
 
 
 def rollout(work: Path, rendezvous: str, port: int, replica: int = 0) -> list[str]:
-    command = (
-        f"-m examples.grpo.rollout --model {work}/model --tp 1 --rendezvous {rendezvous} --listen 127.0.0.1:{port}"
-    )
-    return [PYTHON["engine"], *command.split(), "--replica", str(replica)]
+    words = f"--model {work}/model --tp 1 --rendezvous {rendezvous} --listen 127.0.0.1:{port} --replica {replica}"
+    return [PYTHON["engine"], "-m", "examples.grpo.rollout", *words.split()]
 
 
 def server(work: Path, port: int) -> list[str]:

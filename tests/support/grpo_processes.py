@@ -32,22 +32,17 @@ class Group:
         self.process.wait(20)
 
 
-class Groups:
+class Groups(contextlib.ExitStack):
     """Groups with one environment that end together."""
 
     def __init__(self, work: Path, **env: str):
-        self._work, self._env, self._ends = work, env, contextlib.ExitStack()
+        super().__init__()
+        self._work, self._env = work, env
 
     def start(self, name: str, command: list[str]) -> Group:
         group = Group(name, command, self._work, **self._env)
-        self._ends.callback(group.kill)
+        self.callback(group.kill)
         return group
-
-    def __enter__(self) -> Groups:
-        return self
-
-    def __exit__(self, *error) -> None:
-        self._ends.close()
 
 
 def _below(pid: int) -> list[int]:
@@ -69,7 +64,7 @@ def until(condition, what: str, *groups: Group, seconds: float = 300) -> None:
         dead = [g for g in groups if g.process.poll() is not None]
         if dead or time.monotonic() > end:
             raise AssertionError(
-                f"{what}: not within {seconds} s\n" + "\n".join(g.log.read_text()[-4000:] for g in groups)
+                "\n".join([f"{what}: not within {seconds} s", *(g.log.read_text()[-4000:] for g in groups)])
             )
         time.sleep(0.1)
 
