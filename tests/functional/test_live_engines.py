@@ -1,11 +1,6 @@
-"""Live vLLM engines of set-ups that a refit has to see through: pipeline stages, layers wrapped for adapters, data-parallel
-ranks that share experts, drafters, a frozen vision tower, arithmetic in the loader. Bit for bit, two refits each.
-
-The truth is vLLM's own loader, twice: the engine under test starts from checkpoint A and reports what it computes; another
-engine of the same set-up starts from checkpoint B. Then the first one is refitted to B, filled with noise wherever a
-refit must write, and refitted back to A. Trainers are plain processes (tests/support/plain_main.py), so that any
-family can be had.
-"""
+"""Live vLLM engines of set-ups that a refit has to see through, bit for bit. The truth is vLLM's own loader, twice: the engine under test
+starts from checkpoint A, another one from B. The first is refitted to B, filled with noise wherever a refit must write, and refitted
+back to A."""
 
 from __future__ import annotations
 
@@ -33,13 +28,11 @@ from xfer.trace.fragment import TensorSpec  # noqa: E402
 
 @dataclass(frozen=True)
 class Case:
-    """`layout`: of the engine, vLLM's own words. `extra`: checkpoint tensors that transformers does not name. `keep`:
-    engine tensors (globs) that no refit is to change; `frozen`: the checkpoint tensors (globs) that they come from, which
-    the trainers lack, or (`sent`) have other values of. `half`: what the plan says of an engine tensor of which they have only a part.
-    `fp8`: the engines load block FP8, which the oracle in numpy made of the trainers' checkpoint.
-    `adapter`: prompts are also asked with a LoRA. `drafter`: config of one that has a checkpoint of its own. `copied`:
-    checkpoint tensors that repeat another one. `tokenizer`: the model's processor cannot be had without.
-    """
+    """`layout`: of the engine. `extra`: checkpoint tensors that transformers does not name. `keep`: engine tensors (globs) that no refit
+    changes; `frozen`: the checkpoint's (globs) that they come from, which trainers lack, or (`sent`) have other values of. `half`: what
+    the plan says of an engine tensor of which they have a part. `fp8`: engines load what the oracle in numpy made of the trainers'
+    checkpoint. `adapter`: prompts are also asked with a LoRA. `drafter`: config of one with a checkpoint of its own. `copied`:
+    checkpoint tensors that repeat another one. `tokenizer`: the model needs its processor."""
 
     config: dict
     layout: dict = field(default_factory=dict)
@@ -124,9 +117,7 @@ WIDE = dict(hidden_size=256, head_dim=128, num_attention_heads=4, num_key_value_
 CASES = {
     "pp2": Case(toy.config("qwen3"), dict(pipeline_parallel_size=2)),
     "pp2 in FP8": Case(toy.config("qwen3", **WIDE), dict(pipeline_parallel_size=2, **block_fp8.ENGINE), fp8=True),
-    "adapters": Case(
-        toy.config("qwen3"), dict(enable_lora=True, max_loras=1, max_lora_rank=8, max_cpu_loras=1), adapter=True
-    ),
+    "adapters": Case(toy.config("qwen3"), dict(enable_lora=True, max_loras=1, max_lora_rank=8, max_cpu_loras=1), adapter=True),
     "dp2 ep": Case(toy.config("qwen3_moe"), dict(data_parallel_size=2, enable_expert_parallel=True)),
     "drafter": Case(GLM, DRAFTER, extra=mtp_layer(GLM), fp32=("*.e_score_correction_bias",)),
     "drafter kept": Case(
@@ -177,46 +168,36 @@ def own_name(key: str) -> str:
     return key.rpartition(" ")[2].rpartition(":")[2]
 
 
-@dataclass(frozen=True)
-class Folders:
-    """`a`: where the engine starts, and where it comes back to. `b`: what it is after a refit to `trained`, which differs
-    from it only in what is frozen."""
-
-    a: Path
-    b: Path
-    trained: Path
-
-
-def written(case: Case, tmp_path: Path) -> Folders:
+def written(case: Case, tmp_path: Path) -> list[Path]:
+    """Checkpoints: where the engine starts and comes back to; what it is after a refit to the third, which differs from that only in
+    what is frozen; and that one."""
     specs = case.specs()
     frozen = {s.name: 1 for s in specs if matches(s.name, case.frozen)}
     assert bool(frozen) == bool(case.frozen)
-    made = {"a": (1, {}), "b": (2, frozen), "trained": (2, {})}
-    folders = Folders(**{
-        name: checkpoints.write(tmp_path / name, case.config, specs, seed, seeds, case.copied)
-        for name, (seed, seeds) in made.items()
-    })  # fmt: skip
-    if case.tokenizer:
-        for folder in (folders.a, folders.b):
-            checkpoints.write_processor(folder, case.config)
+    folders = [
+        checkpoints.write(tmp_path / name, case.config, specs, seed, seeds, case.copied)
+        for name, seed, seeds in (("a", 1, {}), ("b", 2, frozen), ("trained", 2, {}))
+    ]
+    for folder in folders[:2] if case.tokenizer else ():
+        checkpoints.write_processor(folder, case.config)
     return folders
 
 
 def run(case: Case, stage: Stage, tmp_path: Path) -> None:
-    folders = written(case, tmp_path)
+    start, second, trained = written(case, tmp_path)
     layout = dict(case.layout)
     if case.adapter:
         layout["adapter"] = str(checkpoints.write_adapter(tmp_path / "adapter", case.config))
     if case.drafter:
         folder = checkpoints.write(tmp_path / "drafter", case.drafter, eagle_specs(), 3, {})
         layout["speculative_config"] = {**layout["speculative_config"], "model": str(folder)}
-    served = [block_fp8.serialize(str(f)) if case.fp8 else str(f) for f in (folders.a, folders.b)]
+    served = [block_fp8.serialize(str(f)) if case.fp8 else str(f) for f in (start, second)]
     stage.tested.say(do="start", model=served[0], load_format="auto", **layout)
     stage.truth.say(do="truth", folders=served[1:], layout=layout)
     port = free_port()
     leave = [] if case.sent else list(case.frozen)
     for r, t in enumerate(stage.trainers):
-        t.say(do="build", folder=str(folders.a), rank=r, world=2, port=port, leave=leave)
+        t.say(do="build", folder=str(start), rank=r, world=2, port=port, leave=leave)
     for t in stage.trainers:
         t.expect("built")
     stage.tested.expect("started")
@@ -228,7 +209,7 @@ def run(case: Case, stage: Stage, tmp_path: Path) -> None:
     connected = stage.trainers.ask("connect", "connected", rendezvous=rendezvous, replicas=1)
     assert all(f": {case.half}" in c["plan"] for c in connected)
     stage.tested.ask("ready", "ready")
-    for number, (name, folder) in enumerate((("b", folders.trained), ("a", folders.a)), 1):
+    for number, (name, folder) in enumerate((("b", trained), ("a", start)), 1):
         stage.trainers.ask("set", "set", seed=str(folder))
         reports = stage.trainers.ask("refit", "refitted", verify=True)
         assert all(r["verified"] and r["committed"] == [True] for r in reports), reports

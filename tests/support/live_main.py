@@ -1,6 +1,4 @@
-"""Real vLLM engines of unusual set-ups for functional tests. They take vllm_main.py's commands. Some need an AsyncLLM (data
-parallel), some have a drafter, which vLLM's own checksums leave out.
-"""
+"""Real vLLM engines of unusual set-ups, which take vllm_main.py's commands. vLLM's own checksums leave out drafters."""
 
 import gc
 import hashlib
@@ -31,8 +29,7 @@ class Engine(vllm_main.Engine):
     adapter, picture = "", None
 
     def made(self, adapter: str = "", picture: int | None = None, **how):
-        """adapter: folder of a LoRA, with which each prompt is asked too. picture: the token in a prompt that stands for a
-        picture; prompts with two pictures are asked too."""
+        """adapter: folder of a LoRA, with which each prompt is asked too. picture: the token in a prompt that stands for a picture."""
         from vllm import LLM
 
         self.adapter, self.picture = adapter, picture
