@@ -138,8 +138,7 @@ def serialized(
 
 
 def serialize(folder: str, rule: str = "ieee", method: str = "fp8") -> str:
-    """Write the checkpoint in `folder` in block FP8 into another one, and return that. The matrices are those of linear layers in vLLM's
-    Qwen3 and DeepSeek-V3 models that are not in FP8 already."""
+    """Write the checkpoint in `folder` in block FP8, for vLLM's Qwen3 and DeepSeek-V3 models, into another one, and return that."""
     out, tensors = f"{folder}-fp8", {}
     shutil.copytree(folder, out, ignore=shutil.ignore_patterns("*.safetensors*"))
     for path in sorted(Path(folder).glob("*.safetensors")):

@@ -34,13 +34,8 @@ def truth(
 
 
 class Fp8Taker(ToyTaker):
-    """Worker `rank` of two: columns of the first matrix and of what stays in bf16, and on rank 0 all of the second matrix.
-
-    Attributes:
-        rule: By which trainers quantize for it.
-        native: By matrix, which of block_fp8.NATIVE its trainers are, if they keep it in FP8 themselves.
-        all_shapes, matrices: Of the model, and which of its tensors are in FP8.
-    """
+    """Worker `rank` of two: columns of the first matrix and of what stays in bf16, and on rank 0 all of the second matrix. `native`: by
+    matrix, which of block_fp8.NATIVE its trainers are."""
 
     rule = ScaleRule.IEEE
     all_shapes, matrices = SHAPES, MATRICES

@@ -1,13 +1,11 @@
-"""Weights of a Megatron model in FP8 as TransformerEngine's blockwise scaling has them (`fp8_param_gather`), on a CPU.
-
-A stand-in has the attributes of TransformerEngine's class, and block_fp8.py quantizes; test_te_fp8.py has the class itself. All bytes
-lie in one buffer, where Megatron-Core's distributed optimizer puts them; rows of scales are padded to four, with NaN.
-"""
+"""Weights of a Megatron model in FP8 as TransformerEngine's blockwise scaling has them, on a CPU: a stand-in for its class, all bytes in
+one buffer, where Megatron-Core's distributed optimizer puts them. test_te_fp8.py has the class itself."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,23 +37,13 @@ class Float8BlockwiseQTensor(torch.Tensor):
         raise NotImplementedError(f"{func}: nothing may read the values of this stand-in")
 
 
-class _Quantizer:
-    def __init__(self, pow2: bool):
-        self.block_len, self.force_pow_2_scales = SIDE, pow2
-
-
 def padded(blocks: tuple[int, int]) -> tuple[int, int]:
     """Shape of the scales of a grid of blocks."""
     return blocks[0], -(-blocks[1] // 4) * 4
 
 
 class Fp8Weights:
-    """The weights of all linear layers of TransformerEngine in these chunks, in bf16 and in FP8. One of both is in the modules.
-
-    Args:
-        chunks: Model chunks with weights in bf16.
-        pow2: Whether scales are powers of two.
-    """
+    """The weights of TransformerEngine's linear layers in these chunks, in bf16 and FP8; one of both is in them. `pow2`: of scales."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], pow2: bool):
         layers = importlib.import_module("transformer_engine.pytorch")
@@ -74,18 +62,15 @@ class Fp8Weights:
         self._quantized = []
         for (_, _, p), part in zip(self._seats, buffer.split(sizes)):
             blocks = tuple(-(-n // SIDE) for n in p.shape)
+            scales = torch.full(padded(blocks), torch.nan)
             q = Float8BlockwiseQTensor(
                 p,
                 dict(
-                    rowwise_data=part[: p.numel()].view(p.shape),
-                    rowwise_scale_inv=torch.full(padded(blocks), torch.nan),
-                    columnwise_data=None,
-                    columnwise_scale_inv=None,
-                    fp8_dtype="DType.kFloat8E4M3",
-                    quantizer=_Quantizer(pow2),
-                    is_2D_scaled=True,
+                    rowwise_data=part[: p.numel()].view(p.shape), rowwise_scale_inv=scales, columnwise_data=None,
+                    columnwise_scale_inv=None, is_2D_scaled=True, fp8_dtype="DType.kFloat8E4M3",
+                    quantizer=SimpleNamespace(block_len=SIDE, force_pow_2_scales=pow2),
                 ),
-            )
+            )  # fmt: skip
             for name, value in vars(p).items():  # Megatron's marks
                 setattr(q, name, value)
             self._quantized.append(q)

@@ -1,7 +1,4 @@
-"""The table of tested versions in docs/status.md, made of xfer/tested.py.
-
-python -m tests.support.tested_table     # writes it anew
-"""
+"""The table of tested versions in docs/status.md. `python -m tests.support.tested_table` writes it anew."""
 
 from __future__ import annotations
 
