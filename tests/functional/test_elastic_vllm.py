@@ -1,8 +1,5 @@
-"""AsyncLLMs that join and leave a job while they answer requests and training goes on. Real vLLM, bit for bit.
-
-Truth: what the first engine computed from the checkpoint on disk, loaded by vLLM itself, before anything was refitted. Odd versions
-bring exactly these weights, even ones bring others.
-"""
+"""AsyncLLMs that join and leave a job while they answer requests and training goes on. Real vLLM, bit for bit. Truth: what the first
+engine computed from the checkpoint on disk before anything was refitted. Odd versions bring exactly these weights, even ones others."""
 
 import os
 import signal
@@ -21,9 +18,8 @@ class Fleet:
 
     def __init__(self, work, size: int, tp: int):
         self.job, self.size = Job(work, "qwen3", world=2), size
-        self.engines = [
-            self.job.family.start(f"engine{i}", "engine", "async_main", XFER_TOKEN=self.job.token) for i in range(size)
-        ]
+        started, env = self.job.family.start, dict(XFER_TOKEN=self.job.token)
+        self.engines = [started(f"engine{i}", "engine", "async_main", **env) for i in range(size)]
         for i, e in enumerate(self.engines):
             how = dict(model=str(self.job.model), tensor_parallel_size=tp)
             e.ask("start", **how, load_format="dummy" if i else "auto")  # one after the other: they share few cores
@@ -51,9 +47,8 @@ class Fleet:
         for _ in range(times):
             self.version += 1
             seed = 1 if self.version % 2 else 2
-            report = good(
-                self.job.trainers.refit(seed, verify=True, version=self.version, min_replicas=len(self.there), **how)
-            )
+            how |= dict(verify=True, version=self.version, min_replicas=len(self.there))
+            report = good(self.job.trainers.refit(seed, **how))
             assert [i for i, c in enumerate(report["committed"]) if c] == sorted(self.there), report["errors"]
             for i in self.there:
                 self.holds(i, self.version)

@@ -1,6 +1,4 @@
-"""vLLM engines in the processes that torchrun starts (distributed_executor_backend="external_launcher", as TRL and verl have them):
-real vLLM, plain trainers.
-"""
+"""Real vLLM engines in the processes that torchrun starts (distributed_executor_backend="external_launcher", as TRL and verl have them)."""
 
 import secrets
 

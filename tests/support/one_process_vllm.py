@@ -1,8 +1,5 @@
-"""The engines of a one-process world: every worker of a vLLM replica, one after the other, in this process.
-
-Each is vLLM's own model class with real storage, built by vLLM's own group arithmetic; its layout is what a live worker
-would publish (EngineModel), and what a refit must leave in it is what its own `load_weights` leaves in a second model.
-"""
+"""The engines of a one-process world: every worker of a vLLM replica, of vLLM's own model class with real storage. A refit must leave in
+it what its own `load_weights` leaves in a second model."""
 
 from __future__ import annotations
 
@@ -27,8 +24,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, eq=False)
 class Worker:
-    """One engine worker. `storages`: live ones and scratch, in the order of the inventory's roots; `truth`: per version
-    of the weights, what vLLM's own loader leaves in them (zeros for scratch)."""
+    """`storages`: in the order of the inventory's roots; `truth`: per version, what vLLM's loader leaves in them (zeros for scratch)."""
 
     inventory: Inventory
     layout: EngineLayout
@@ -37,8 +33,7 @@ class Worker:
 
     @property
     def judged(self) -> dict[str, torch.Tensor]:
-        """Which bytes of each live storage a refit answers for: all that a parameter or buffer has and that is not
-        kept."""
+        """Which bytes of each live storage a refit answers for: all of parameters and buffers but kept ones."""
         out = {r.name: torch.zeros(r.nbytes, dtype=torch.bool) for r in self.inventory.roots}
         for spans, value in ((self.layout.footprint, True), (self.layout.kept, False)):
             for s in spans:
@@ -74,10 +69,7 @@ def workers(
     versions: Sequence[Mapping[str, torch.Tensor]],
     **options: object,
 ) -> list[Worker]:
-    """All workers of one replica, ranks in vLLM's order; ranks that hold the same share layout and truth.
-
-    `versions`: full checkpoint tensors. `options`: EngineArgs.
-    """
+    """All workers of one replica in vLLM's order. `versions`: full checkpoint tensors. `options`: EngineArgs."""
     made: dict[tuple[int, ...], Worker] = {}
     out = []
     for rank in range(parallel.world):

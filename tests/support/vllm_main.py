@@ -37,16 +37,14 @@ def pictures(token: int) -> list[dict]:
 
 
 def observe(llm) -> dict:
-    """What the engine answers, and vLLM's own sha256 of every parameter, by worker and name. AssertionError if workers answer for
-    another call, as they do after one that vLLM should not have been sent."""
+    """What the engine answers, and vLLM's own sha256 of every parameter. AssertionError if workers answer for another call."""
     first = llm.collective_rpc("xfer_echo", args=(1,))
     sums = llm.collective_rpc("compute_weight_checksums")
     second = llm.collective_rpc("xfer_echo", args=(2,))
     ranks = sorted(rank for _, rank in first)
     assert (first, second) == ([[1, r] for r in ranks], [[2, r] for r in ranks]), (first, second)
-    return dict(
-        outputs=answers(llm), checksums={f"{i}: {k}": v for i, part in enumerate(sums) for k, v in part.items()}
-    )
+    named = {f"{i}: {k}": v for i, part in enumerate(sums) for k, v in part.items()}
+    return dict(outputs=answers(llm), checksums=named)
 
 
 def shut(llm) -> None:

@@ -1,6 +1,4 @@
-"""Models of vLLM built on meta tensors beside live ones, and checkpoints read from their headers. That a trace writes what
-vLLM's own loaders write is shown in tests/functional/test_engine_families.py.
-"""
+"""Models of vLLM built on meta tensors beside live ones, and checkpoints read from their headers."""
 
 from __future__ import annotations
 
