@@ -1,9 +1,5 @@
-"""Every family that docs/architectures.md lists for engines: what xfer writes by a worker's layout is what vLLM's own
-`load_weights` leaves, byte for byte, on every kind of rank of every layout in the table.
-
-Both models begin with the same noise in every storage, so a byte that only one of them writes shows; kept bytes must be
-those that the loader leaves alone. `XFER_WRITE_DOCS=1` with `--slow` writes the table anew (scripts/architectures.sh).
-"""
+"""Every family that docs/architectures.md lists for engines: what xfer writes by a worker's layout is what vLLM's own `load_weights`
+leaves, byte for byte, on every kind of rank. `XFER_WRITE_DOCS=1` with `--slow` writes the table anew (scripts/architectures.sh)."""
 
 from __future__ import annotations
 
@@ -54,10 +50,10 @@ def test_sparse_attention_is_read_on_a_processor_with_amx(monkeypatch):
 
 @pytest.mark.parametrize("family, parallel", LAYOUTS)
 def test_a_layout_writes_what_vllm_loads(family, parallel, names):
-    from tests.support.engine_bytes import written
+    from tests.support.engine_bytes import differ, written
     from tests.support.one_process import random_weights
-    from xfer.engines.live import LiveStorages
     from xfer.engines.meta_model import make_model
+    from xfer.engines.vllm_layout import EngineModel
     from xfer.engines.vllm_ranks import rank_of
     from xfer.trace.catalog import Catalog
 
@@ -65,10 +61,8 @@ def test_a_layout_writes_what_vllm_loads(family, parallel, names):
     for rank in sorted({0, parallel.world - 1}):  # first and last differ in every coordinate
         with rank_of(family.config, parallel, rank) as config:
             live, reference = make_model(config, "cpu"), make_model(config, "cpu")
-            layout = written(config, live, catalog, tensors, rank, twin=reference)
+            layout = written(EngineModel(config, live, torch.device("cpu")), catalog, tensors, rank, reference)
             reference.load_weights((n, t.clone()) for n, t in tensors.items())
-            got, want = LiveStorages(live).tensors, LiveStorages(reference).tensors
-            assert got.keys() == want.keys()
-            assert [n for n in want if not torch.equal(got[n], want[n])] == []
+            assert differ(live, reference) == []
     if parallel is family.engine[0]:
         architectures.check("engines", architectures.engine_row(family, type(reference).__name__, layout, tensors))

@@ -1,8 +1,5 @@
-"""Experts that vLLM lays out anew after loading, by each backend that its oracles know: what xfer writes is what vLLM's own loader and
-then its own processing leave, byte for byte, or the backend is refused by name.
-
-Backends run on GPUs only, so these tests choose one for vLLM. What it does to weights after loading is then vLLM's own code.
-"""
+"""Experts that vLLM lays out anew after loading: what xfer writes is what vLLM's own loader and then its own processing leave, byte for
+byte, or the backend is refused by name. Backends run on GPUs only, so these tests choose one for vLLM."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from examples.common import toy  # noqa: E402
 from tests.support import block_fp8  # noqa: E402
-from tests.support.engine_bytes import written  # noqa: E402
+from tests.support.engine_bytes import differ, written  # noqa: E402
 from tests.support.one_process import random_weights  # noqa: E402
 from xfer.engines.live import LiveStorages  # noqa: E402
 from xfer.engines.meta_model import make_model  # noqa: E402
@@ -34,9 +31,8 @@ from xfer.trace.catalog import Catalog  # noqa: E402
 from xfer.trace.derived import quantized  # noqa: E402
 from xfer.trace.fragment import TensorSpec  # noqa: E402
 
-CONFIG = toy.config(
-    "qwen3_moe", num_hidden_layers=2, hidden_size=256, head_dim=128, moe_intermediate_size=128, num_experts=16
-)
+SIZES = dict(num_hidden_layers=2, hidden_size=256, head_dim=128, moe_intermediate_size=128, num_experts=16)
+CONFIG = toy.config("qwen3_moe", **SIZES)
 SPECS = tuple(sorted(TensorSpec(n, tuple(s), str(d).removeprefix("torch.")) for n, s, d in toy.specs(CONFIG)))
 MATRICES = [s for s in SPECS if s.name.endswith(("_proj.weight", "mlp.gate.weight"))]
 """Those that an engine of this family serves in block FP8."""
@@ -81,9 +77,8 @@ def rank(monkeypatch, parallel: EngineParallel, fp8: str, backend: str) -> Itera
                 monkeypatch.setattr(owner, "select_fp8_moe_backend", lambda *args, **more: chosen)
         else:
             chosen = choice(oracle.UnquantizedMoeBackend[backend], oracle.backend_to_kernel_cls)
-            monkeypatch.setattr(
-                unquantized_fused_moe_method, "select_unquantized_moe_backend", lambda moe_config: chosen
-            )
+            unquantized = unquantized_fused_moe_method
+            monkeypatch.setattr(unquantized, "select_unquantized_moe_backend", lambda moe_config: chosen)
         if "BATCHED" in backend:  # its kernel needs the communication of data-parallel ranks
             monkeypatch.setattr(fp8_method, "make_fp8_moe_kernel", mock.MagicMock())
             monkeypatch.setattr(unquantized_fused_moe_method, "make_unquantized_moe_kernel", mock.MagicMock())
@@ -103,8 +98,7 @@ def process(config, model: torch.nn.Module) -> None:
 
 
 def checkpoint(fp8: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """What trainers send, by the names of the catalog, and what vLLM loads. Some experts are zero: in FP8, their scales are the
-    smallest that there are."""
+    """What trainers send, and what vLLM loads. Some experts are zero: in FP8, their scales are the smallest that there are."""
     tensors = random_weights(SPECS, 3)
     for name in tensors:
         if ".experts.9." in name:
@@ -139,15 +133,13 @@ def test_a_backend_gets_what_vllm_leaves_or_is_refused_by_name(monkeypatch, para
         process(config, live)
         reference = make_model(config, "cpu")
         sent, loaded = checkpoint(fp8)
-        layout = written(config, live, Catalog(SPECS), sent, twin=reference)
+        layout = written(EngineModel(config, live, torch.device("cpu")), Catalog(SPECS), sent, twin=reference)
         assert not layout.traced.recipes
         reference.load_weights((n, t.clone()) for n, t in loaded.items())
         as_loaded = {n: t.clone() for n, t in LiveStorages(reference).tensors.items()}
         process(config, reference)
-        got, want = LiveStorages(live).tensors, LiveStorages(reference).tensors
-        assert got.keys() == want.keys()
-        assert [n for n in want if not torch.equal(got[n], want[n])] == []
-        moved = {n for n in want if not torch.equal(as_loaded[n], want[n])}
+        assert differ(live, reference) == []
+        moved = {n for n, t in LiveStorages(reference).tensors.items() if not torch.equal(as_loaded[n], t)}
         assert {n.rpartition(".")[0] for n in moved} == (experts if backend == "FLASHINFER_CUTLASS" else set())
 
 

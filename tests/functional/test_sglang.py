@@ -1,7 +1,4 @@
-"""SGLang as an engine: layouts byte for byte against its own `load_weights`, and live engines on the CPU.
-
-They run in an environment of their own, which docs/sglang.md makes, and skip in others.
-"""
+"""SGLang as an engine, in an environment of its own (docs/sglang.md): layouts byte for byte against `load_weights`, and live engines."""
 
 from __future__ import annotations
 
@@ -68,8 +65,7 @@ def test_a_layout_writes_what_sglang_loads(tp, ep):
     ids=["tp1", "tp2", "moe-tp2", "dp2", "in_place", "server", "server-dp2"],
 )
 def test_a_live_engine_answers_as_a_new_one_with_the_same_weights(family, tp, options, door):
-    """Every data-parallel rank; requests run during both refits. A torn engine answers NaN, and the next refit repairs it. Paused in
-    place, it keeps its caches over the refit of a whole version, and over no other."""
+    """Requests run during both refits. A torn engine answers NaN. Paused in place, it keeps its caches over a refit of a whole version."""
     [[out]] = ended(started("sglang_live", family, tp, json.dumps(options), *door))
 
     def said(name: str) -> list[tuple[list, list]]:

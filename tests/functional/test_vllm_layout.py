@@ -1,6 +1,4 @@
-"""EngineModel over vLLM's own model classes, in one process and without an engine: options, refusals and drafters. That a
-layout is what vLLM's `load_weights` does, for each kind of rank: test_engine_families.py.
-"""
+"""EngineModel over vLLM's own model classes, without an engine: options, refusals and drafters. Layouts: test_engine_families.py."""
 
 import json
 import logging
@@ -22,7 +20,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from examples.common import toy  # noqa: E402
 from tests.support import block_fp8, checkpoints  # noqa: E402
-from tests.support.engine_bytes import scramble, written  # noqa: E402
+from tests.support.engine_bytes import differ, scramble, written  # noqa: E402
 from tests.support.families import FAMILIES  # noqa: E402
 from xfer.engines import vllm_cpu  # noqa: E402
 from xfer.engines.hf_spec import canonical_specs, checkpoint_specs  # noqa: E402
@@ -38,10 +36,12 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
+    """By family: a folder with a checkpoint, its tensors, and the catalog of trainers that have all of them."""
     made = {}
     for family in ("qwen3", "qwen3_tied", "qwen3_moe"):
-        folder = tmp_path_factory.mktemp(family)
-        made[family] = str(folder), toy.write_checkpoint(family, folder, seed=3, vocab_size=152)  # padded to 192
+        folder = str(tmp_path_factory.mktemp(family))
+        tensors = toy.write_checkpoint(family, folder, seed=3, vocab_size=152)  # padded to 192
+        made[family] = folder, tensors, Catalog(checkpoint_specs(folder))
     return made
 
 
@@ -54,11 +54,18 @@ def rank_of(folder, tp=1, rank=0, **options):
         yield config, make_model(config, "cpu")
 
 
+@contextmanager
+def model_of(folder, **options):
+    """Yields the config, the model and what xfer makes of it."""
+    with rank_of(folder, **options) as (config, live):
+        yield config, live, EngineModel(config, live, CPU)
+
+
 def test_a_head_that_vllm_unties_takes_the_embedding_of_a_tied_trainer(folders, tmp_path):
     """vLLM 0.32 looks into the checkpoint on disk: with a head there, a tied config gives two layouts."""
     from safetensors.torch import save_file
 
-    folder, tensors = folders["qwen3_tied"]
+    _, tensors, catalog = folders["qwen3_tied"]  # without a head
     (tmp_path / "config.json").write_text(json.dumps(toy.config("qwen3_tied", vocab_size=152)))
     head = torch.randn_like(tensors["model.embed_tokens.weight"])
     save_file({**tensors, "lm_head.weight": head}, str(tmp_path / "model.safetensors"), metadata={"format": "pt"})
@@ -67,60 +74,68 @@ def test_a_head_that_vllm_unties_takes_the_embedding_of_a_tied_trainer(folders, 
             assert config.model_config.word_embeddings_untied_by_checkpoint
             if tie_again:  # as vLLM does when the two turn out equal
                 live.lm_head.weight = live.model.embed_tokens.weight
-            packed = EngineModel(config, live, CPU).loader()  # gives vLLM's loader only the tensors that trainers send
+            model = EngineModel(config, live, CPU)
+            packed = model.loader()  # gives vLLM's loader only the tensors that trainers send
             if tie_again:
-                packed.accept(Catalog(checkpoint_specs(folder)))
+                packed.accept(catalog)
             else:
                 with pytest.raises(LayoutError, match="has a head of its own") as error:
-                    packed.accept(Catalog(checkpoint_specs(folder)))
+                    packed.accept(catalog)
                 assert [v.split(":")[0] for v in error.value.violations] == ["lm_head.weight"]
-            # The trainer's catalog has no head.
-            layout = written(config, live, Catalog(checkpoint_specs(folder)), tensors)
+            layout = written(model, catalog, tensors)
             assert ("lm_head.weight" in {r.name for r in layout.roots}) is not tie_again
             assert torch.equal(live.lm_head.weight, live.model.embed_tokens.weight)
             assert {s.name for s in layout.traced.specs} == tensors.keys()
 
 
+def processed(config, model):
+    """Do what vLLM does after loading."""
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    process_weights_after_loading(model, config.model_config, CPU)
+    return model
+
+
+def written_as_loaded(config, live, catalog, tensors, method, rank):
+    """Write to an engine in block FP8, compare with vLLM's own load of such a checkpoint, and return the layout and what it wants."""
+    model, suffix = EngineModel(config, live, CPU), block_fp8.SCALES[method]
+    derived = model.read(catalog).derived
+    wanted = {(s.of, s.rule) for s in derived}
+    served = block_fp8.serialized(tensors, wanted, suffix=suffix)
+    both = {s.name: served[s.of if s.dtype != "float32" else s.of + suffix] for s in derived}
+    reference = make_model(config, "cpu")
+    layout = written(model, catalog.deriving(wanted), {**tensors, **both}, rank)
+    reference.load_weights((n, t) for n, t in served.items())
+    assert differ(live, processed(config, reference)) == []
+    return layout, wanted
+
+
 @pytest.mark.parametrize("method", block_fp8.ENGINES)
 def test_an_engine_in_block_fp8_is_written_as_its_loader_writes_it_and_needs_scales(method, tmp_path, monkeypatch):
-    """By values and scales that a checkpoint of that quant_method has. On the packed route, if the twin cannot be traced, vLLM would load
-    the values alone."""
+    """On the packed route, if the twin cannot be traced, vLLM would load the values alone."""
     wide = dict(hidden_size=256, head_dim=128, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
     wide |= dict(moe_intermediate_size=256, num_experts=16)
     tensors = toy.write_checkpoint("qwen3_moe", tmp_path / "model", **wide)
-    folder, options = str(tmp_path / "model"), dict(tp=2, rank=1, **block_fp8.ENGINES[method])
-    catalog = Catalog(checkpoint_specs(folder))
-    from vllm.model_executor.model_loader.utils import process_weights_after_loading
-
-    with rank_of(folder, **options) as (config, live):
-        process_weights_after_loading(live, config.model_config, CPU)
-        derived = EngineModel(config, live, CPU).read(catalog).derived
-        wanted = {(s.of, s.rule) for s in derived}
+    catalog = Catalog(checkpoint_specs(tmp_path / "model"))
+    with (
+        kernels_of_cpus(),
+        model_of(str(tmp_path / "model"), tp=2, rank=1, **block_fp8.ENGINES[method]) as (config, live, model),
+    ):
+        processed(config, live)
+        _, wanted = written_as_loaded(config, live, catalog, tensors, method, 1)
         assert len(wanted) == 2 * (4 + 1 + 16 * 3) and {r for _, r in wanted} == {"ieee"}
-        packed = EngineModel(config, live, CPU).loader()
+        packed = model.loader()
         packed.accept(catalog)
         assert packed._layerwise and packed._scales == {n: n + block_fp8.SCALES[method] for n, _ in wanted}
-        with monkeypatch.context() as m, pytest.raises(Unsupported, match="cannot refit this engine") as error:
-            m.setattr(EngineModel, "_twin", Mock(side_effect=Unsupported("no twin", ["here: why"])))
+        monkeypatch.setattr(EngineModel, "_twin", Mock(side_effect=Unsupported("no twin", ["here: why"])))
+        with pytest.raises(Unsupported, match="cannot refit this engine") as error:
             packed.accept(catalog)
         lines = error.value.violations
         assert lines and all("is FP8 with scales in" in x and "Unsupported: no twin: here: why" in x for x in lines)
-        served = block_fp8.serialized(tensors, wanted, suffix=block_fp8.SCALES[method])
-        both = dict(tensors)
-        for s in derived:
-            both[s.name] = served[s.of if s.dtype != "float32" else s.of + block_fp8.SCALES[method]]
-        with rank_of(folder, **options) as (_, twin):
-            written(config, live, catalog.deriving(wanted), both, 1)
-            twin.load_weights((n, t) for n, t in served.items())
-            process_weights_after_loading(twin, config.model_config, CPU)
-            for (name, a), (_, b) in zip(live.state_dict().items(), twin.state_dict().items(), strict=True):
-                assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)), name
 
 
-LATENT = dict(
-    hidden_size=256, intermediate_size=256, moe_intermediate_size=256, n_routed_experts=16, num_hidden_layers=2
-)
-LATENT |= dict(q_lora_rank=128, kv_lora_rank=256, qk_nope_head_dim=64, v_head_dim=64)
+LATENT = dict(hidden_size=256, intermediate_size=256, moe_intermediate_size=256, n_routed_experts=16)
+LATENT |= dict(num_hidden_layers=2, q_lora_rank=128, kv_lora_rank=256, qk_nope_head_dim=64, v_head_dim=64)
 
 
 @contextmanager
@@ -140,16 +155,14 @@ def kernels_of_cpus():
 
 @contextmanager
 def latent(folder, method="fp8", ignored=(), **rank):
-    """Yields what `rank_of` does for DeepSeek-V3 in block FP8, processed as vLLM does after loading, its catalog and tensors."""
-    from vllm.model_executor.model_loader.utils import process_weights_after_loading
-
+    """Yields what `model_of` does for DeepSeek-V3 in block FP8, processed as vLLM does after loading, its catalog and tensors."""
     tensors = toy.write_checkpoint("deepseek_v3", folder, **LATENT)
     quantized = {**block_fp8.CONFIGS[method], "quant_method": method}
     quantized |= {"ignored_layers": [*ignored]} if ignored else {}
-    made = rank_of(str(folder), hf_overrides={"quantization_config": quantized}, **rank)
-    with kernels_of_cpus(), made as (config, live):
-        process_weights_after_loading(live, config.model_config, CPU)
-        yield config, live, Catalog(checkpoint_specs(str(folder))), tensors
+    made = model_of(str(folder), hf_overrides={"quantization_config": quantized}, **rank)
+    with kernels_of_cpus(), made as (config, live, model):
+        processed(config, live)
+        yield config, live, model, Catalog(checkpoint_specs(str(folder))), tensors
 
 
 @pytest.mark.parametrize(
@@ -157,30 +170,15 @@ def latent(folder, method="fp8", ignored=(), **rank):
 )
 def test_what_latent_attention_computes_from_fp8_after_loading_is_computed_at_each_refit(method, tp, rank, tmp_path):
     """vLLM decodes with W_UV and W_UK_T, which it makes of kv_b_proj. Out of FP8 they are new tensors, out of bf16 views."""
-    from vllm.model_executor.model_loader.utils import process_weights_after_loading
-
-    suffix = block_fp8.SCALES[method]
-    with latent(tmp_path / "model", method, tp=tp, rank=rank) as (config, live, catalog, tensors):
-        derived = EngineModel(config, live, CPU).read(catalog).derived
-        wanted = {(s.of, s.rule) for s in derived}
+    with latent(tmp_path / "model", method, tp=tp, rank=rank) as (config, live, model, catalog, tensors):
+        layout, wanted = written_as_loaded(config, live, catalog, tensors, method, rank)
         assert {n for n, _ in wanted} >= {n for n in tensors if n.endswith("kv_b_proj.weight")}
-        served = block_fp8.serialized(tensors, wanted, suffix=suffix)
-        both = {s.name: served[s.of if s.dtype != "float32" else s.of + suffix] for s in derived}
-        reference = make_model(config, "cpu")
-        layout = written(config, live, catalog.deriving(wanted), {**tensors, **both}, rank)
-        reference.load_weights((n, t) for n, t in served.items())
-        process_weights_after_loading(reference, config.model_config, CPU)
-        want = reference.state_dict()
-        for name, t in live.state_dict().items():
-            assert torch.equal(t.reshape(-1).view(torch.uint8), want.pop(name).reshape(-1).view(torch.uint8)), name
-        assert not want
         (root,) = {r.target for r in layout.traced.recipes if ".layers.0." in r.target}
         made = {n for n, slot in LiveStorages(live).slots.items() if slot.root == root}
         assert {n.rpartition(".")[2] for n in made} == {"W_UV", "W_UK_T"} and len(layout.traced.recipes) == 2
         if tp == 1:  # a group of this process alone
             layers = {m.layer_name: m for m in reversed([*live.modules()]) if hasattr(m, "layer_name")}
             config.compilation_config.static_forward_context.update(layers)
-            model = EngineModel(config, live, CPU)
             model.read(catalog)
             assert model.weights.choose_lock() == "model.norm.weight"
             model.weights.engage_lock()
@@ -197,8 +195,8 @@ def test_what_latent_attention_computes_from_fp8_after_loading_is_computed_at_ea
 
 def test_latent_attention_in_block_fp8_with_kv_b_proj_in_bf16_decodes_with_views(tmp_path):
     layers = [f"model.layers.{i}.self_attn.kv_b_proj" for i in range(LATENT["num_hidden_layers"])]
-    with latent(tmp_path / "model", ignored=layers) as (config, live, catalog, tensors):
-        layout = EngineModel(config, live, CPU).read(catalog)
+    with latent(tmp_path / "model", ignored=layers) as (_, _, model, catalog, tensors):
+        layout = model.read(catalog)
         wanted = {s.of for s in layout.derived}
         assert {n for n in tensors if n.endswith("_proj.weight")} - wanted == {f"{layer}.weight" for layer in layers}
         assert not layout.traced.recipes
@@ -224,9 +222,9 @@ def test_what_vllm_makes_of_fp8_in_a_way_that_cannot_be_run_again_is_refused(how
         library.impl("doubled", lambda x: x + x, device)
     split = mla_attention.get_and_maybe_dequant_weights
     monkeypatch.setattr(mla_attention, "get_and_maybe_dequant_weights", lambda *a, **k: how(split(*a, **k)))
-    with latent(tmp_path / "model") as (config, live, catalog, _):
+    with latent(tmp_path / "model") as (config, live, model, catalog, _):
         with pytest.raises(LayoutError, match="a refit would leave parts of this model") as error:
-            EngineModel(config, live, CPU).read(catalog)
+            model.read(catalog)
         said = "made after loading, in a storage of its own, and not redone after a refit"
         assert [v.rpartition(".")[2].partition(";")[0] for v in error.value.violations] == [
             f"{n}: {said}" for n in ("W_UV", "W_UK_T") * LATENT["num_hidden_layers"]
@@ -237,9 +235,8 @@ def test_what_vllm_makes_of_fp8_in_a_way_that_cannot_be_run_again_is_refused(how
 
 @pytest.mark.parametrize("name", ["cpu_offload_gb", "offload_group_size"])
 def test_weights_that_vllm_offloads_are_refused_on_both_routes(folders, name):
-    folder, _ = folders["qwen3"]
-    with rank_of(folder) as (config, live):
-        model, catalog = EngineModel(config, live, CPU), Catalog(checkpoint_specs(folder))
+    folder, _, catalog = folders["qwen3"]
+    with model_of(folder) as (config, _, model):
         setattr(config.offload_config.uva if name.startswith("cpu") else config.offload_config.prefetch, name, 2)
         for take in (model.read, model.loader().accept):
             with pytest.raises(Unsupported, match="weight offloading") as error:
@@ -249,13 +246,12 @@ def test_weights_that_vllm_offloads_are_refused_on_both_routes(folders, name):
 
 def test_what_a_forward_computes_from_weights_and_keeps_is_refused_then(folders):
     """vLLM has layers that do so, at their first forward or when they have loaded; a KV cache is no such thing."""
-    folder, _ = folders["qwen3_moe"]
-    with rank_of(folder) as (config, live):
-        catalog, attention = Catalog(checkpoint_specs(folder)), live.model.layers[1].self_attn.attn
+    folder, _, catalog = folders["qwen3_moe"]
+    with model_of(folder) as (config, live, model):
+        attention = live.model.layers[1].self_attn.attn
         config.compilation_config.static_forward_context["layer"] = attention
         attention.kv_cache = torch.zeros(2, 8)
         attention.scales = attention.kv_cache[:1]
-        model = EngineModel(config, live, CPU)
         model.read(catalog)
         assert model.weights.check() == "same"
         made = {"attn.cached": attention, "mlp.gate.cached": live.model.layers[1].mlp.gate}
@@ -283,60 +279,32 @@ def test_a_twin_takes_no_live_layers_place_where_ops_find_layers_by_name(folders
         registry.update({name: m for name, m in model.named_modules() if name.endswith("norm")})
         return model
 
-    folder, _ = folders["qwen3"]
-    with rank_of(folder) as (config, live):
+    folder, _, catalog = folders["qwen3"]
+    with model_of(folder) as (_, live, model):
         registry["model.norm"] = live.model.norm
         monkeypatch.setattr(utils, "initialize_model", registers)
-        EngineModel(config, live, CPU).read(Catalog(checkpoint_specs(folder)))
+        model.read(catalog)
         assert registry == {"model.norm": live.model.norm}
 
 
 def test_keep_and_drop(folders):
-    folder, tensors = folders["qwen3_moe"]
-    with rank_of(folder) as (config, live):
+    folder, _, whole = folders["qwen3_moe"]
+    with model_of(folder) as (config, live, model):
         kept = live.model.norm.weight.detach().clone()
-        some = Catalog(tuple(s for s in checkpoint_specs(folder) if s.name != "model.norm.weight"))
+        some = Catalog(tuple(s for s in whole.specs if s.name != "model.norm.weight"))
         with pytest.raises(LayoutError, match="families that do not match"):
-            EngineModel(config, live, CPU).read(some)
+            model.read(some)
         layout = EngineModel(config, live, CPU, keep=["model.norm.*"]).read(some)
         assert "model.norm.weight" in {k.root for k in layout.kept} and torch.equal(kept, live.model.norm.weight)
         with pytest.raises(LayoutError, match="the engine's own names") as error:
-            EngineModel(config, live, CPU, keep=["model.layers.0.*.q_proj.*"]).read(Catalog(checkpoint_specs(folder)))
+            EngineModel(config, live, CPU, keep=["model.layers.0.*.q_proj.*"]).read(whole)
         assert "did you mean model.layers.0.self_attn.qkv_proj.weight?" in error.value.violations[0]
-        more = Catalog(tuple(sorted((*checkpoint_specs(folder), *(s for s in _mtp())))))
+        unknown = "model.layers.4.eh_proj.weight"
+        more = Catalog(tuple(sorted((*whole.specs, TensorSpec(unknown, (128, 256), "bfloat16")))))
         with pytest.raises(LayoutError) as error:
-            EngineModel(config, live, CPU).read(more)
-        assert error.value.violations == (
-            "model.layers.4.eh_proj.weight: in the trainers' checkpoint, unknown to the engine's model",
-        )
+            model.read(more)
+        assert error.value.violations == (f"{unknown}: in the trainers' checkpoint, unknown to the engine's model",)
         EngineModel(config, live, CPU, drop=["model.layers.4.*"]).read(more)
-
-
-def test_of_a_fused_parameter_that_is_half_sent_keep_leaves_only_the_rest_alone(folders):
-    """Trainers send q alone if the last layer shares its keys and values with another layer, or has them frozen. Here a KV head
-    is on two ranks."""
-    folder, tensors = folders["qwen3"]
-    at = f"model.layers.{toy.config('qwen3')['num_hidden_layers'] - 1}.self_attn."
-    k, v, fused = (f"{at}{n}.weight" for n in ("k_proj", "v_proj", "qkv_proj"))
-    specs = checkpoint_specs(folder)
-    sent = Catalog(tuple(s for s in specs if s.name not in (k, v)))
-    with rank_of(folder, tp=8, rank=5) as (config, live):
-        for keep, match, named in (((), "families that do not match", k), (("*norm*",), "as they are", fused)):
-            with pytest.raises(LayoutError, match=match) as error:
-                EngineModel(config, live, CPU, keep=keep).read(sent)
-            assert error.value.violations[0].startswith(f"{named}: ")
-        reference = make_model(config, "cpu")
-        old = {n: torch.randn(tensors[n].shape).to(tensors[n].dtype) for n in (k, v)}
-        for model in (live, reference):
-            model.load_weights((n, t.clone()) for n, t in {**tensors, **old}.items())
-        layout = written(config, live, sent, {n: t for n, t in tensors.items() if n not in old}, keep=[fused])
-        want = dict(reference.named_parameters())
-        assert all(torch.equal(p, want[n]) for n, p in live.named_parameters())
-        whole, head = live.get_parameter(fused), toy.config("qwen3")["head_dim"]
-        assert layout.bytes_of(x for x in layout.kept if x.root == fused) == 2 * head * whole[0].nbytes
-        # The other way around: the engine ignores q, which the trainers send.
-        layout = EngineModel(config, live, CPU, keep=[fused], drop=[f"{at}q_proj.*"]).read(Catalog(specs))
-        assert layout.bytes_of(x for x in layout.kept if x.root == fused) == whole.nbytes - 2 * head * whole[0].nbytes
 
 
 def test_a_drafter_that_loads_the_embedding_too_leaves_it_to_the_head_of_a_tied_trainer(tmp_path):
@@ -357,7 +325,9 @@ def test_a_drafter_that_loads_the_embedding_too_leaves_it_to_the_head_of_a_tied_
         draft.model.embed_tokens = live.model.embed_tokens  # as vLLM does when both are loaded
         draft.lm_head = live.lm_head
         tensors = checkpoints.trained(sent, 4, {})
-        layout = written(config, live, Catalog(tuple(sorted(sent))), tensors, draft=draft)
+        model = EngineModel(config, live, CPU)
+        model.draft = draft
+        layout = written(model, Catalog(tuple(sorted(sent))), tensors)
         assert {s.name for s in layout.traced.specs} == tensors.keys()
         assert torch.equal(live.lm_head.weight, live.model.embed_tokens.weight) and live.lm_head.weight.isfinite().all()
         rows = live.lm_head.shard_indices
@@ -366,23 +336,13 @@ def test_a_drafter_that_loads_the_embedding_too_leaves_it_to_the_head_of_a_tied_
         assert torch.equal(draft.model.norm.weight, tensors["mtp.norm.weight"])
 
 
-GEMMA4 = {
-    "model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"], "torch_dtype": "bfloat16", "vocab_size": 252,
-    "vocab_size_per_layer_input": 252, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_size_per_layer_input": 16,
-    "max_position_embeddings": 512, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-    "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 32,
-}  # fmt: skip
-
-
 def test_unit_norms_that_a_sleep_took_are_named(monkeypatch):
-    """vLLM's norms without a weight keep ones as a plain attribute, in the memory that sleep(level=2) gives back. That mode needs
-    a GPU; here their bytes are overwritten."""
+    """Norms without a weight keep ones as a plain attribute, in memory that sleep(level=2) gives back. Here their bytes are overwritten."""
     monkeypatch.setattr(EngineModel, "_may_sleep", lambda self: True)
     monkeypatch.setattr("xfer.kernels.cuda_driver.mapped", lambda address: True)
-    catalog = Catalog(canonical_specs(GEMMA4))
-    with rank_of(GEMMA4) as (config, live):
-        model = EngineModel(config, live, CPU)
+    gemma = next(f.config for f in FAMILIES if f.name == "Gemma4")
+    catalog = Catalog(canonical_specs(gemma))
+    with model_of(gemma) as (_, live, model):
         model.read(catalog)
         scramble(model, 5)  # what refits write anew may be lost
         assert model.weights.check() == "same"
@@ -393,19 +353,13 @@ def test_unit_norms_that_a_sleep_took_are_named(monkeypatch):
         assert len(error.value.violations) == 2
 
 
-def _mtp():
-    return (TensorSpec("model.layers.4.eh_proj.weight", (128, 256), "bfloat16"),)
-
-
 def test_a_drafter_with_a_checkpoint_of_its_own_has_to_be_kept(folders, tmp_path):
-    folder, _ = folders["qwen3"]
+    folder, _, catalog = folders["qwen3"]
     config = {**json.loads((Path(folder) / "config.json").read_text()), "num_hidden_layers": 1}
     config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     how = {"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": 1}
-    catalog = Catalog(checkpoint_specs(folder))
-    with rank_of(folder, speculative_config=how) as (config, live):
-        model = EngineModel(config, live, CPU)
+    with model_of(folder, speculative_config=how) as (config, _, model):
         with pytest.raises(Unsupported, match="has a drafter"):
             model.read(catalog)
         model.draft = make_model(config, "cpu", config.speculative_config.draft_model_config)
@@ -416,20 +370,15 @@ def test_a_drafter_with_a_checkpoint_of_its_own_has_to_be_kept(folders, tmp_path
         layout = model.read(catalog)
         kept = {k.root for k in layout.kept if "request" in k.reason}
         assert "draft.model.fc.weight" in kept and all(root.startswith("draft.") for root in kept)
-        assert {s.root for s in layout.footprint if s.root.startswith("draft.")} == {
-            k.root for k in layout.kept if k.root.startswith("draft.")
-        }
+        drafted = ({s.root for s in spans if s.root.startswith("draft.")} for spans in (layout.footprint, layout.kept))
+        assert next(drafted) == next(drafted)
 
 
 def test_drafts_that_are_looked_up_in_the_prompt_need_no_drafter(folders):
-    folder, _ = folders["qwen3"]
-    how, catalog = (
-        {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2},
-        Catalog(checkpoint_specs(folder)),
-    )
-    with rank_of(folder, speculative_config=how) as (config, live):
+    folder, _, catalog = folders["qwen3"]
+    how = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    with model_of(folder, speculative_config=how) as (config, _, model):
         assert config.speculative_config.draft_model_config is not None
-        model = EngineModel(config, live, CPU)
         model.read(catalog)
         model.loader().accept(catalog)
 
@@ -444,11 +393,11 @@ def test_a_class_that_cannot_be_built_on_meta_is_refused_with_its_line(folders, 
         build(self, *args, **kwargs)
         self.largest = self.down_proj.weight.max().item()
 
-    folder, _ = folders["qwen3"]
-    with rank_of(folder) as (config, live):
+    folder, _, catalog = folders["qwen3"]
+    with model_of(folder) as (_, _, model):
         monkeypatch.setattr(Qwen2MLP, "__init__", reads)
         with pytest.raises(Unsupported, match="cannot be built on meta") as error:
-            EngineModel(config, live, CPU).read(Catalog(checkpoint_specs(folder)))
+            model.read(catalog)
     line = reads.__code__.co_firstlineno + 2
     assert error.value.violations[0].startswith(f"Qwen2MLP.reads ({__name__}, line {line}): RuntimeError: ")
 
@@ -461,8 +410,7 @@ def test_a_kind_of_warning_is_one_line(monkeypatch):
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     vllm = logging.getLogger("vllm")
-    with rank_of(olmo) as (config, live):
-        model = EngineModel(config, live, CPU)
+    with model_of(olmo) as (_, _, model):
         monkeypatch.setattr(vllm, "handlers", [handler])
         monkeypatch.setattr(vllm, "level", logging.WARNING)
         vllm.manager._clear_cache()

@@ -1,19 +1,23 @@
-"""The live bytes of an EngineModel that has read its layout: those that refits keep, and noise in all others."""
+"""The live bytes of an engine's model that has read its layout: those that refits keep, and noise in all others."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from tests.support.replay import load
 from xfer.engines.layout import EngineLayout
 from xfer.engines.live import LiveStorages
-from xfer.engines.vllm_layout import EngineModel
+
+if TYPE_CHECKING:
+    from xfer.engines.vllm_layout import EngineModel
+    from xfer.sglang.layout import SGLangModel
 
 
-def checksum_kept(model: EngineModel) -> str:
+def checksum_kept(model: EngineModel | SGLangModel) -> str:
     """Digest of the bytes that no refit may change; equal before and after one."""
     digest = hashlib.blake2b(digest_size=16)
     for k in model.weights.layout.kept:
@@ -22,7 +26,7 @@ def checksum_kept(model: EngineModel) -> str:
     return digest.hexdigest()
 
 
-def scramble(model: EngineModel, seed: int) -> None:
+def scramble(model: EngineModel | SGLangModel, seed: int) -> None:
     """Writes noise into every live byte that is not kept, so that bytes which a refit leaves out show."""
     kept: dict[str, list[tuple[int, int]]] = {}
     for k in model.weights.layout.kept:
@@ -36,21 +40,23 @@ def scramble(model: EngineModel, seed: int) -> None:
             storage[a:b].copy_(was)
 
 
-def written(config, live, catalog, tensors, rank: int = 0, twin=None, draft=None, **options) -> EngineLayout:
-    """Fill the model `live` with noise, and `twin` with the same noise, then write `tensors` to `live` by its layout alone.
-
-    `options`: of EngineModel.
-    """
-    model = EngineModel(config, live, torch.device("cpu"), **options)
-    model.draft = draft
+def written(model: EngineModel | SGLangModel, catalog, tensors, rank: int = 0, twin=None) -> EngineLayout:
+    """Fill a live model with noise, and `twin` with the same noise, then write `tensors` to the live one by its layout alone."""
     layout = model.read(catalog)
     # What a session publishes. It raises unless each byte has a class.
     layout.inventory(catalog.deriving((s.of, s.rule) for s in layout.derived), rank)
     scramble(model, 5)
     if twin is not None:
         storages = LiveStorages(twin).tensors
-        for name, noise in LiveStorages(live).tensors.items():
+        for name, noise in model.weights.live.tensors.items():
             storages[name].copy_(noise)
     load(replace(layout.traced, recipes=()), tensors, model.weights.tensors)
     model.weights.run_recipes()
     return layout
+
+
+def differ(live: torch.nn.Module, twin: torch.nn.Module) -> list[str]:
+    """Names of the storages that do not have the same bytes in two models of the same tensors."""
+    got, want = LiveStorages(live).tensors, LiveStorages(twin).tensors
+    assert got.keys() == want.keys()
+    return [n for n in want if not torch.equal(got[n], want[n])]

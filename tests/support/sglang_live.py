@@ -5,10 +5,8 @@
     python -m tests.support.sglang_live qwen3 1 '{"dp_size": 2}' http     # a server of its own, by its URL
     python -m tests.support.sglang_live qwen3 1 '{}' in_place             # this pause_mode, in place of the default
 
-Prints one JSON line. `first`, `second`, `again`: the tokens and logprobs with the weights of seeds 1, 2, and 1 again, after a
-start from a checkpoint and two refits. `fresh`: those of another engine that loads seed 2. `torn`: those after a refit that no
-worker installed, when the engine is resumed by force. `repaired`: after the next refit, of seed 2. Each of them is a list with
-the answer of every data-parallel rank.
+Prints one line of JSON: what every data-parallel rank answers with weights of seed 1 (`first`), 2 and 1 again after refits, from a
+`fresh` engine of seed 2, `torn` when it is resumed by force after a refit that no worker installed, and `repaired` by the next one.
 """
 
 from __future__ import annotations
@@ -97,18 +95,6 @@ def answer(engine: SGLangEngine | Server, rank: int) -> dict[str, Any]:
     return {"tokens": out["output_ids"], "logprobs": probs, "version": out["meta_info"]["weight_version"]}
 
 
-class Weights:
-    """The tensors of the checkpoint of a seed, on a device."""
-
-    def __init__(self, family: str, device: str, **override: Any):
-        self._config = toy.config(family, **override)
-        self.tensors = {n: t.to(device) for n, t in toy.tensors(self._config, 1).items()}
-
-    def set(self, seed: int) -> None:
-        for name, t in toy.tensors(self._config, seed).items():
-            self.tensors[name].copy_(t)
-
-
 def main(family: str, tp: int, options: dict[str, Any], *door: str) -> None:
     out: dict[str, Any] = {}
     device, ranks = options.get("device", "cpu"), range(options.get("dp_size", 1))
@@ -128,14 +114,20 @@ def main(family: str, tp: int, options: dict[str, Any], *door: str) -> None:
         engine = start(folders[1], tp, options, *door)
         stack.callback(engine.shutdown)
         out["first"] = [answer(engine, r) for r in ranks]
-        weights, at = Weights(family, device, **wide), f"tcp://127.0.0.1:{free_port()}"
-        source = xfer.TensorTrainer(lambda: weights.tensors, rank=0, world=1)
+        config, at = toy.config(family, **wide), f"tcp://127.0.0.1:{free_port()}"
+        tensors = {n: t.to(device) for n, t in toy.tensors(config, 1).items()}
+
+        def train(seed: int) -> None:
+            for name, t in toy.tensors(config, seed).items():
+                tensors[name].copy_(t)
+
+        source = xfer.TensorTrainer(lambda: tensors, rank=0, world=1)
         controller = xfer.serve(engine, at, TOKEN, deadline_s=120.0)
         session = xfer.connect(source, at, TOKEN, deadline_s=120.0, route=xfer.Direct(cache_dir=None))
         stack.enter_context(controller)
         stack.enter_context(session)
         for name, seed in (("second", 2), ("again", 1)):
-            weights.set(seed)
+            train(seed)
             busy: list[dict[str, Any]] = []
             beside = [threading.Thread(target=lambda r=r: busy.append(answer(engine, r))) for r in ranks]  # noqa: B023  joined below
             for thread in beside:
@@ -149,7 +141,7 @@ def main(family: str, tp: int, options: dict[str, Any], *door: str) -> None:
             out[name] = [answer(engine, r) for r in ranks]
             out[f"report of {name}"] = {"committed": report.committed, "verified": report.verified}
             out[f"beside {name}"] = [len(b["tokens"]) for b in busy]
-        weights.set(2)
+        train(2)
         faults.write_text(",".join(f"worker:{rank}:commit:raise" for rank in range(engine.get_world_size())))
         try:
             session.refit()

@@ -1,10 +1,6 @@
 """One process is a rank of an SGLang engine without its scheduler: its own groups, over gloo, and its own model classes.
 
-    python -m tests.support.sglang_rank PORT TP EP RANK FAMILY...       # one process for each rank
-
-For each family it writes a checkpoint's tensors to a model by xfer's layout alone, and to another one with SGLang's own
-`load_weights`, and prints one line: {"family": …, "differ": […], "written": bytes, "kept": bytes}. Both models begin with the
-same noise in every storage.
+python -m tests.support.sglang_rank PORT TP EP RANK FAMILY...       # one process for each rank; one line of JSON for each family
 """
 
 from __future__ import annotations
@@ -12,15 +8,14 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from tests.support.engine_bytes import differ, written
 from tests.support.families import FAMILIES, register_configs, specs_of
 from tests.support.one_process import random_weights
-from tests.support.replay import load
 
 YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
 YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0}
@@ -52,7 +47,6 @@ def rank_of(config: dict, port: int, tp: int, ep: int, rank: int):
 
 
 def compared(family, port: int, tp: int, ep: int, rank: int) -> dict:
-    from xfer.engines.live import LiveStorages
     from xfer.sglang.layout import SGLangModel
     from xfer.sglang.meta import make_model
     from xfer.trace.catalog import Catalog
@@ -65,25 +59,13 @@ def compared(family, port: int, tp: int, ep: int, rank: int) -> dict:
     configs = rank_of(config, port, tp, ep, rank)
     live, reference = make_model(*configs, "cpu"), make_model(*configs, "cpu")
     model = SGLangModel(*configs, live, torch.device("cpu"))
-    layout = model.read(catalog)
-    layout.inventory(catalog, rank)  # it raises unless each byte has a class
-    kept = {(k.root, k.start, k.stop) for k in layout.kept}
-    for number, (name, storage) in enumerate(LiveStorages(live).tensors.items()):
-        saved = [(a, b, storage[a:b].clone()) for root, a, b in kept if root == name]
-        storage.random_(0, 256, generator=torch.Generator().manual_seed(number))
-        for a, b, was in saved:
-            storage[a:b].copy_(was)
-        LiveStorages(reference).tensors[name].copy_(storage)
-    load(replace(layout.traced, recipes=()), tensors, model.weights.tensors)
-    model.weights.run_recipes()
+    layout = written(model, catalog, tensors, rank, reference)
     with torch.no_grad():
         reference.load_weights((n, t.clone()) for n, t in tensors.items())
-    got, want = LiveStorages(live).tensors, LiveStorages(reference).tensors
-    assert got.keys() == want.keys()
     return {
         "family": family.name,
         "class": type(live).__name__,
-        "differ": [n for n in want if not torch.equal(got[n], want[n])],
+        "differ": differ(live, reference),
         "bytes": layout.bytes_of(layout.footprint),
         "kept": layout.bytes_of(layout.kept),
     }
