@@ -1,6 +1,13 @@
-"""A refit that fails, with real processes and a real vLLM of two workers. Every point of failure: test_session_faults.py. Each case ends
-with the typed error on all trainer ranks, in time, and an engine that serves one whole version or refuses to serve. The next refit is
-compared with what vLLM itself computed from the checkpoint."""
+"""A refit that fails, with real processes and a real vLLM: trainers are plain DTensor processes, the engine is tensor and
+expert parallel over two workers. Every point of failure is tested with small stand-ins: test_session_faults.py,
+test_session_deaths.py.
+
+Each case ends with the typed error on all trainer ranks, in time, and with an engine that either serves one whole version or
+refuses to serve. The next refit is compared with what vLLM itself computed from the same checkpoint on disk. One engine
+serves all cases.
+"""
+
+import time
 
 import pytest
 import torch
@@ -10,6 +17,7 @@ pytest.importorskip("vllm")
 
 from examples.common import toy  # noqa: E402
 from examples.common.ports import free_port  # noqa: E402
+from tests.support.proc import stop_all  # noqa: E402
 from tests.support.refit_job import GRACE_S, Job, failed, good, until  # noqa: E402
 
 FP32 = "model.layers.2.self_attn.q_norm.weight"
@@ -57,16 +65,23 @@ class Bench:
         self.a.fault("")
         self.reports = self.t.refit(1, verify=True, **more)
         report = good(self.reports)
-        assert report["verified"] and self.serves_truth() == report["version"]
+        now = self.a.observe()
+        assert report["verified"] and now.version == report["version"]
+        assert now.same(self.truth), now.differs(self.truth)
         self.whole = True
         return report
 
-    def serves_truth(self) -> str:
+    def serves_truth(self):
         now = self.a.observe()
         assert now.same(self.truth), now.differs(self.truth)
-        return now.version
 
-    def torn_or_untouched(self) -> None:
+    def torn(self) -> str:
+        """The controller refuses the engine's owner; a forced request is answered with NaN. Return the refusal."""
+        text = self.a.refused()
+        assert self.a.observe(force=True).nan
+        return text
+
+    def torn_or_untouched(self):
         """The failure may have come just before the first write: the engine is torn or serves the old version."""
         if not self.a.state()["error"]:
             self.serves_truth()
@@ -74,6 +89,10 @@ class Bench:
         self.a.refused()
         forced = self.a.observe(force=True)
         assert forced.nan or forced.same(self.truth)
+
+    def fail(self, **more):
+        """Refit to other weights than the truth's; this is to fail."""
+        return self.t.refit(self.fresh_seed(), **{"deadline_s": 20.0, **more})
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +109,9 @@ def b(bench):
     return bench
 
 
+# ---- connecting
+
+
 MISSING, EXTRA = "model.layers.1.mlp.experts.3.up_proj.weight", "model.layers.9.unheard_of.weight"
 
 
@@ -97,12 +119,13 @@ MISSING, EXTRA = "model.layers.1.mlp.experts.3.up_proj.weight", "model.layers.9.
     ("weights", "kind", "texts"),
     [
         (
-            {"leave": [MISSING], "extra": [EXTRA]}, "LayoutError",
+            {"leave": [MISSING], "extra": [EXTRA]},
+            "LayoutError",
             (MISSING, EXTRA, "needed by the engine's model", "unknown to the engine's model"),
         ),
         ({"fp32": [FP32]}, "CoverageError", (FP32, "narrow")),
     ],
-)  # fmt: skip
+)
 def test_a_checkpoint_that_does_not_fit_the_engine_is_refused_on_both_sides(bench, weights, kind, texts):
     bench.connected = False
     failed(bench.job.meet([bench.a], weights), kind, *texts, within=30)
@@ -139,6 +162,16 @@ def test_trainers_whose_direct_connect_is_refused_connect_packed_at_once_at_the_
         t.ask("close", "closed")
     bench.meet()
     bench.repaired()
+
+
+def test_connecting_ends_at_its_deadline_and_names_the_replicas_that_have_not_joined(bench):
+    bench.connected = False
+    bench.t.build(bench.job.config)
+    results = bench.t.connect(f"tcp://127.0.0.1:{free_port()}", deadline_s=2.0)
+    failed(results, "DeadlineExceeded", "replica 0: not connected", "xfer.serve()", within=2.0 + GRACE_S)
+
+
+# ---- refits
 
 
 def test_each_worker_receives_the_bytes_of_its_written_class(b):
@@ -181,13 +214,12 @@ def test_a_failure_is_named_on_all_ranks_and_no_request_is_answered_from_a_mix(b
     (b.t if role == "trainer" else b.a).fault(f"{fault}@1")
     deadline_s = 2.0 if action == "hang" else 20.0
     named = role if point == "checksum" else f"{role} {rank}"
-    results = b.t.refit(b.fresh_seed(), verify=point == "checksum", deadline_s=deadline_s)
+    results = b.fail(verify=point == "checksum", deadline_s=deadline_s)
     failed(results, kind, named, text, within=2.0 + GRACE_S if action == "hang" else 10)
     if torn is None:
         b.torn_or_untouched()
     elif torn:
-        refusal = b.a.refused()
-        assert b.a.observe(force=True).nan, "a request that is forced"
+        refusal = b.torn()
         assert action != "raise" or "mix of two versions" in refusal
         assert point != "checksum" or b.a.state()["version"] is None
     else:
@@ -195,16 +227,82 @@ def test_a_failure_is_named_on_all_ranks_and_no_request_is_answered_from_a_mix(b
     b.repaired()
 
 
-def test_a_trainer_that_is_killed_is_named_and_the_job_can_start_again(b):
-    """Trainer 0 has the rendezvous in its process. The engine outlives its trainers, and the first refit of new ones repairs it."""
-    b.t.ask("set", "set", seed=b.fresh_seed())
-    b.t.fault("trainer:0:moving:kill@1")
-    b.connected = False
-    first, *others = b.t.say(do="refit", deadline_s=20.0)
-    failed([c.expect("refitted", "raised", timeout=60) for c in others], "PeerLost", "trainer 0", within=20.0)
-    first.expect("ended", timeout=20)
-    until(lambda: b.a.state()["error"], 20, "the controller misses the rendezvous")
-    b.torn_or_untouched()
-    b.meet()
-    b.torn_or_untouched()  # another connection repairs nothing
+def test_a_torn_engine_stays_torn_when_the_next_refit_fails_before_it_moves_a_byte(b):
+    b.a.fault("worker:1:moving:raise@1")
+    failed(b.fail(), "XferError", "injected fault", within=10)
+    b.a.fault("worker:0:arm:raise@1")
+    failed(b.fail(), "XferError", "injected fault at arm", within=10)
+    b.torn()
+    failed(b.fail(ranks=[0, 1], deadline_s=2.0), "DeadlineExceeded", "trainer 2", within=2.0 + GRACE_S)
+    b.torn()
+    b.t.refit(ranks=[2])
     b.repaired()
+
+
+# ---- processes that die
+
+
+@pytest.mark.parametrize(("point", "rank"), [pytest.param("enter", 2, marks=pytest.mark.slow), ("moving", 0)])
+def test_a_trainer_that_is_killed_is_named_and_the_job_can_start_again(b, point, rank):
+    """The engine outlives its trainers: when they restart it joins them and the first refit repairs it. Trainer 0 has the
+    rendezvous in its process."""
+    b.t.ask("set", "set", seed=b.fresh_seed())
+    b.t.fault(f"trainer:{rank}:{point}:kill@1")
+    b.connected = False
+    waiting = b.t.say(do="refit", deadline_s=20.0)
+    results = [waiting[i].expect("refitted", "raised", timeout=60) for i in range(3) if i != rank]
+    failed(results, "PeerLost", f"trainer {rank}", within=20.0)
+    waiting[rank].expect("ended", timeout=20)
+    if rank:
+        until(lambda: f"trainer {rank}" in b.a.state()["lost"], 20, "the controller hears of it")
+    else:
+        until(lambda: b.a.state()["error"], 20, "the controller misses the rendezvous")
+    after = b.serves_truth if point == "enter" else b.torn_or_untouched
+    after()
+    b.meet()
+    after()  # another connection repairs nothing
+    b.repaired()
+
+
+@pytest.mark.slow
+def test_replicas_whose_processes_die_leave_the_others_whole_and_can_come_back(b):
+    """One refit to three replicas: a worker of the second dies while bytes move, a worker of the third at the commit. An engine
+    with another number of workers takes the place of the second and is whole after its first refit."""
+    job, t = b.job, b.t
+    dying = {"moving": job.engine("b", 2), "commit": job.engine("c", 1)}
+    again = job.engine("again", 1)
+    for e in (*dying.values(), again):
+        e.start(str(job.model), "dummy", ep=e.tp > 1)
+    for e in (*dying.values(), again):
+        e.started()
+    t.fault("")
+    t.restart_dead()
+    good(job.meet([b.a, *dying.values()]))
+    assert all(e.ready()["kind"] == "ready" for e in (b.a, *dying.values()))
+    good(t.refit(1, verify=True))
+    b.serves_truth()
+    one_worker = dying["commit"].observe()
+    seen = dying["moving"].observe()
+    assert seen.same(b.truth), seen.differs(b.truth)
+
+    for point, e in dying.items():
+        e.fault(f"worker:{e.tp - 1}:{point}:kill")
+    began = time.monotonic()
+    report = good(t.refit(b.fresh_seed(), min_replicas=1, deadline_s=20.0))
+    assert time.monotonic() - began < 20.0 + GRACE_S
+    assert report["committed"] == [True, False, False] == report["serving"]
+    for i, error in enumerate(report["errors"][1:], 1):
+        assert error.startswith(("PeerLost", "EngineLost")) and f"replica {i}" in error, error
+    now = b.a.observe()
+    assert now.version == report["version"] and not now.nan and not now.same(b.truth)
+    for e in dying.values():
+        until(lambda e=e: e.state()["error"], 20, f"{e.name} knows that it is lost")
+        assert e.refused()
+    stop_all([e.child for e in dying.values()])
+    again.serve(job.rendezvous, 1)
+    assert again.ready()["kind"] == "ready"
+    report = good(t.refit(1, verify=True, min_replicas=2))
+    assert report["committed"] == [True, True, False]
+    b.serves_truth()
+    back = again.observe()
+    assert back.same(one_worker), back.differs(one_worker)
