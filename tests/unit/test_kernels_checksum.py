@@ -87,6 +87,28 @@ def test_any_cut_in_any_order_and_any_layout_gives_the_same_number(seed, parts, 
     assert added(*(checksum_rows(rows[m], roots, "src", shapes) for m in (some, ~some))) == want
 
 
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_one_flipped_bit_or_two_swapped_elements_or_a_shift_change_it(seed):
+    rng = np.random.default_rng(seed)
+    value = random_tensor(rng)
+    shapes = [tuple(value.shape)]
+
+    def of(t):
+        return checksum_rows(whole(t), [as_bytes(t)], "dst", shapes)
+
+    want = of(value)
+    broken = value.clone()
+    broken.view(-1).view(torch.uint8)[int(rng.integers(broken.nbytes))] ^= 1 << int(rng.integers(8))
+    assert of(broken) != want
+    i, j = rng.integers(value.numel(), size=2)
+    swapped = value.clone().reshape(-1)
+    swapped[[i, j]] = swapped[[j, i]]
+    assert (of(swapped.reshape(value.shape)) == want) == torch.equal(as_bytes(swapped), as_bytes(value))
+    rolled = value.reshape(-1).roll(1).reshape(value.shape)
+    assert (of(rolled) == want) == torch.equal(as_bytes(rolled), as_bytes(value))
+
+
 @pytest.mark.parametrize("shape", [(3, 3, 3), (2, 3, 4), (2, 3, 16)], ids=["odd", "any", "whole groups"])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
 def test_the_number_itself(dtype, shape):
