@@ -21,7 +21,7 @@ from tests.support.examples import EXAMPLES
 from tests.support.row_worlds import cut
 from tests.unit.test_kernels_triton import DEVICE, GPU, runs
 from xfer.kernels import block_fp8
-from xfer.kernels.block_fp8 import TorchQuantizer
+from xfer.kernels.block_fp8 import TorchQuantizer, scales_of
 from xfer.kernels.quantize import ScaleRule, WeightBox, grid, quantizer
 
 rules, seeds = st.sampled_from(list(ScaleRule)), st.integers(0, 2**32 - 1)
@@ -113,7 +113,7 @@ def random_box(rng: np.random.Generator, most: int = 300) -> tuple[np.ndarray, W
 
 
 @makers
-@settings(max_examples=EXAMPLES // 2 + 1)
+@settings(max_examples=EXAMPLES)
 @given(seeds, rules, st.integers(1, 4), st.sampled_from([1, block_fp8.CHUNK]))
 def test_any_boxes_get_the_oracles_bits_and_nothing_is_written_beside_them(make, seed, rule, count, chunk):
     """Both dtypes, any strides, beginning anywhere in a block, in one pass and in two, all in one call."""
@@ -183,7 +183,7 @@ def pieces(rng: np.random.Generator, weight: torch.Tensor, whole: WeightBox) -> 
 
 
 @makers
-@settings(max_examples=EXAMPLES // 3 + 1)
+@settings(max_examples=EXAMPLES)
 @given(seeds, rules, st.booleans())
 def test_pieces_that_agree_on_amax_are_quantized_as_the_whole(make, seed, rule, ranks):
     """Pieces of one rank share the array; pieces of several ranks gather the maximum, of which a NaN is the largest."""
@@ -209,6 +209,56 @@ def test_pieces_that_agree_on_amax_are_quantized_as_the_whole(make, seed, rule, 
         one.run()
     codes, scales, _ = quantized(w, rule)
     assert same(bits(whole.values), codes) and same(bits(whole.scales), scales)
+
+
+@pytest.mark.parametrize("rule", ScaleRule)
+@pytest.mark.parametrize(
+    "amax, ieee, pow2",
+    [
+        (0.0, np.float32(1e-4) / np.float32(448), 2.0**-22),
+        (448.0, 1.0, 1.0),
+        (464.0, np.float32(464) / np.float32(448), 1.0),
+        (465.0, np.float32(465) / np.float32(448), 2.0),
+        (232.0, np.float32(232) / np.float32(448), 0.5),
+        (np.inf, np.inf, np.inf),
+        (np.nan, np.nan, np.nan),
+    ],
+)
+def test_the_scales_themselves(rule, amax, ieee, pow2):
+    want = np.float32(ieee if rule is ScaleRule.IEEE else pow2)
+    got, inverse = (x.numpy() for x in scales_of(torch.tensor([amax], dtype=torch.float32), rule))
+    assert same(got, np.array([want])) and same(inverse, np.array([np.float32(1) / want]))
+
+
+def test_a_diverged_trainer_shows():
+    """A NaN makes its block NaN; an infinity makes its block NaN when it is multiplied out. Other blocks stay."""
+    weight = torch.ones(128, 384, dtype=torch.bfloat16)
+    weight[3, 5], weight[3, 133] = torch.nan, -torch.inf
+    box = empty(weight.to(DEVICE))
+    quantizer([box], ScaleRule.IEEE).run()
+    back = box.values.float() * box.scales.repeat_interleave(128, 1)
+    assert back[:, :256].isnan().all() and back[:, 256:].eq(1).all()
+    assert bits(box.values)[3, 5] == bits(box.values)[3, 133] == 0x7F and bits(box.scales)[0, 0] == 0x7FC00000
+
+
+def requantized(codes: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What DeepGEMM's requantization to powers of two makes of one block: the smallest one with amax / scale <= 448."""
+    numbers = np.append(NUMBERS, np.nan)[codes & 0x7F] * np.where(codes & 0x80, -1, 1)
+    x = (numbers * scales).astype(np.float32)
+    amax = max(np.abs(x).max(), np.float32(1e-4))
+    scale = np.float32(2.0 ** np.ceil(np.log2(np.float64(amax / np.float32(448)))))
+    return to_e4m3(x * (np.float32(1) / scale)), np.array([[scale]], np.float32)
+
+
+@settings(max_examples=EXAMPLES)
+@given(seeds, st.floats(1.0, 2.0, exclude_max=True), st.integers(-12, 12))
+def test_pow2_survives_requantization(seed, mantissa, exponent):
+    """Every byte and every scale, wherever the largest value lies between two powers of two."""
+    w = np.random.default_rng(seed).uniform(-1, 1, (128, 128)).astype(np.float32)
+    w[0, 0] = 1
+    codes, scales, _ = quantized(w * np.float32(mantissa * 2.0**exponent), ScaleRule.POW2)
+    again, their = requantized(codes, scales)
+    assert same(again, codes) and same(their, scales)
 
 
 @pytest.mark.engine

@@ -61,7 +61,7 @@ class Params:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=EXAMPLES // 2, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.lists(st.sampled_from([0.0, 0.01, 0.3, 1.0]), min_size=1, max_size=4))
 def test_writes_do_what_a_copy_does_and_mark_what_they_change_and_any_other_write_is_found(kind, seed, shares):
     params = Params(seed, DEVICE)
