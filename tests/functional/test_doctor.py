@@ -85,6 +85,15 @@ def test_three_processes_measure_every_pair_and_all_print_what_differs():
     assert {(m["source"], m["destination"]) for m in first["memory"]} == pairs.keys()
 
 
+def test_a_wrong_token_is_told_at_once_and_disturbs_nobody():
+    terms = Terms(here(), TOKEN, 2, LIMIT_S, 0)
+    first = start(terms)
+    wait_for_listener(terms.rendezvous)
+    code, report = Doctor("--rendezvous", terms.rendezvous, XFER_TOKEN="another token").end()
+    assert code == 1 and any("different tokens" in said for _, _, said in problems(report))
+    assert both_agree(first, start(terms)).failures == ()
+
+
 def wait_for_listener(at: str) -> None:
     """Until the port is in use. A connection would count as a caller without the token."""
     until = soon()
