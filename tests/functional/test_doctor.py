@@ -87,34 +87,24 @@ def test_three_processes_measure_every_pair_and_all_print_what_differs():
 
 def test_a_wrong_token_is_told_at_once_and_disturbs_nobody():
     terms = Terms(here(), TOKEN, 2, LIMIT_S, 0)
-    first = start(terms)
-    wait_for_listener(terms.rendezvous)
+    leader = Leader(listen(terms.rendezvous, TOKEN), terms)
     code, report = Doctor("--rendezvous", terms.rendezvous, XFER_TOKEN="another token").end()
     assert code == 1 and any("different tokens" in said for _, _, said in problems(report))
-    assert both_agree(first, start(terms)).failures == ()
-
-
-def wait_for_listener(at: str) -> None:
-    """Until the port is in use. A connection would count as a caller without the token."""
-    until = soon()
-    with contextlib.suppress(OSError):  # it is in use
-        while time.monotonic() < until:
-            with socket.socket() as sock:
-                sock.bind(("127.0.0.1", int(at.rpartition(":")[2])))
-            time.sleep(0.01)
-        pytest.fail("nobody listens")
+    assert both_agree(start(terms), start(terms)).failures == ()
+    leader.close()
 
 
 def test_who_waits_in_vain_hears_of_callers_with_another_token():
-    terms = Terms(here(), TOKEN, 2, 2 * PATIENCE, 0)
-    alone = start(terms)
-    wait_for_listener(terms.rendezvous)
+    terms, facts = Terms(here(), TOKEN, 2, 2 * PATIENCE, 0), look()
+    leader = Leader(listen(terms.rendezvous, TOKEN), terms)
     with pytest.raises(HandshakeError, match="different tokens"):
-        attend(replace(terms, token="another token"), look())
+        attend(replace(terms, token="another token"), facts)
+    alone = start(terms)
     checkup = alone.result(LIMIT_S)
     missing, rejected = (f.said for f in checkup.failures)
     assert len(checkup.hosts) == 1 and not checkup.paths
     assert "only 1 of 2 processes came" in missing and "a caller holds another token, from 127.0.0.1" in rejected
+    leader.close()
 
 
 def test_a_service_that_says_nothing_ends_the_wait_at_the_deadline():
