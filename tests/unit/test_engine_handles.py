@@ -372,7 +372,7 @@ def test_workers_that_cannot_say_whether_they_have_a_drafter_are_not_asked(versi
 @pytest.mark.parametrize("waits", [True, False], ids=["the owner waits", "the owner does not wait"])
 def test_pauses_and_resumes_of_data_parallel_ranks_do_not_overlap(waits):
     """The owner makes some and handles make others; each data-parallel rank runs a call between its own steps."""
-    core, sent = FakeVllm(), []
+    core, sent, asked = FakeVllm(), [], []
     ended = core.block["pause_generation"] = threading.Event()
 
     class Engine(FakeAsync):
@@ -383,10 +383,16 @@ def test_pauses_and_resumes_of_data_parallel_ranks_do_not_overlap(waits):
             sent.append(args[0].partition("_")[0])
             return await super()._do(*args)
 
+    class Refits(AsyncEngine):
+        def _send(self, call, **args):
+            sending = super()._send(call, **args)
+            asked.append(call)
+            return sending
+
     with running_loop() as loop:
         engine = Engine(core)
         seen = weakref.ref(engine)
-        first, second = AsyncEngine(engine, loop), AsyncEngine(engine, loop)
+        first, second = Refits(engine, loop), AsyncEngine(engine, loop)
 
         def owner(call, **how):
             return asyncio.run_coroutine_threadsafe(getattr(seen(), call)(**how), loop)
@@ -397,7 +403,7 @@ def test_pauses_and_resumes_of_data_parallel_ranks_do_not_overlap(waits):
             pausing.cancel()
         refit = threading.Thread(target=first.pause, args=(T,))
         refit.start()
-        time.sleep(0.1)
+        until_true(lambda: "pause" in asked)
         resuming = owner("resume_generation")
         time.sleep(0.1)
         assert sent == ["pause"]
