@@ -74,6 +74,7 @@ def test_an_engine_that_leaves_first_warns_about_nothing_either(said):
 def test_processes_that_are_missing_are_said_while_others_wait_and_by_status(said):
     where = dict(rendezvous=f"tcp://127.0.0.1:{free_port()}", token=TOKEN, deadline_s=20.0)
     came: dict[int, xfer.Session] = {}
+    before = set(threading.enumerate())
 
     def come(rank: int) -> None:
         connect = lambda: came.update({rank: flat_connect(trainer=ToySource(rank, 4), replicas=2, **where)})  # noqa: E731
@@ -101,6 +102,7 @@ def test_processes_that_are_missing_are_said_while_others_wait_and_by_status(sai
     waits_for("4 of 4 trainers have joined, 1 of 2 replicas are ready; waiting for replica 1: not connected")
     controllers.append(xfer.serve(ToyEngine(1), replica=1, **where))
     until_true(lambda: len(came) == 4)
+    until_true(lambda: "xfer-waiting" not in {t.name for t in set(threading.enumerate()) - before})
     number = len(said())
     threading.Event().wait(0.5)
     assert "waiting for" not in status() and not [x for x in said()[number:] if "waiting" in x], "nobody waits any more"
