@@ -57,8 +57,8 @@ def refused(results: list, *texts: str) -> None:
 def test_a_label_comes_back_in_the_type_that_it_was_given(given):
     want = 1 if given is None else int(given) if isinstance(given, np.integer) else given
     with Job() as j:
-        threading.Timer(0.3, lambda: results.extend(j.refit(given))).start()
         results: list = []
+        threading.Timer(0.3, lambda: results.extend(j.refit(given))).start()
         waited = j.controllers[0].wait_version(given, 20.0)
         while len(results) < 2:
             time.sleep(0.01)
