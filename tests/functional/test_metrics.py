@@ -256,7 +256,7 @@ def test_spans_of_one_refit_have_its_attempt_and_an_outage_is_its_calls_in_a_row
     assert len({s.attributes["xfer.session"] for s in refits + outages}) == 1
     assert refits[0].parent.span_id == step.get_span_context().span_id
     assert refits[0].attributes["xfer.bytes"] == report.bytes
-    assert refits[0].end_time - refits[0].start_time == pytest.approx(report.seconds * 1e9, abs=5e6)
+    assert refits[0].end_time - refits[0].start_time == pytest.approx(report.seconds * 1e9, abs=2000)
     assert not refits[1].status.is_ok and refits[1].attributes["error.type"] == type(caught.value).__name__
     for s in outages[:2]:
         calls = [c for c in spans if c.parent is not None and c.parent.span_id == s.context.span_id]
@@ -275,7 +275,7 @@ def test_a_call_that_returns_early_is_told_once_with_its_own_seconds(job):
     first, second = (x for x in job.told if isinstance(x, TrainerFinished))
     assert (first.attempt, second.attempt) == (1, 2) and first.error is None and second.report.committed == 2
     assert first.report == later.before and first.seconds == first.report.seconds
-    assert first.seconds == pytest.approx(early.seconds, abs=0.01)
+    assert first.seconds == early.seconds
 
 
 def test_a_profiler_sees_the_call_the_moves_and_the_updates_as_nvtx_ranges(job, monkeypatch):

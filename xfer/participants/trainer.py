@@ -406,7 +406,8 @@ class TrainerSession:
             if refit.report is not None or error is not None:
                 here = self._party.welcome.session, refit.number, self.index
                 timeline.write(refit.number, here[0])
-                observers.tell(observers.TrainerFinished(*here, refit.elapsed, refit.report, error))
+                seconds = refit.elapsed if refit.report is None else refit.report.seconds
+                observers.tell(observers.TrainerFinished(*here, seconds, refit.report, error))
 
     def _let_go(self, report: RefitReport) -> RefitReport:
         """Log a report, note its label as used, and free storages that an earlier failed refit kept alive.
