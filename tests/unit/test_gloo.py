@@ -1,19 +1,24 @@
 """What examples do about two faults of torch's gloo groups: tensors that threads still hold at exit, and a corrupted heap."""
 
+import ctypes
+import hashlib
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from examples.common import gloo_end
+from tests.support.world import until_true
+
+PR_SET_NAME = 15
+
 HELD = """
-import os, sys, weakref
+import sys, weakref
 import torch, torch.distributed as dist
 from examples.common import gloo_end
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-for thread in os.listdir("/proc/self/task"):
-    if "runloop" in open(f"/proc/self/task/{thread}/comm").read():
-        os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
 held = 0
 for _ in range(200):
     t = torch.ones(1)
@@ -56,11 +61,32 @@ os._exit(0)
     "code, says", [(HELD, "held after"), (GATHERS, "threads of two groups: 2")], ids=["held tensors", "gathers"]
 )
 def test_a_process_that_used_gloo_groups_ends_well(code, says):
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 if code is HELD else 0)]
-    try:
-        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    finally:
-        for p in busy:
-            p.kill()
-            p.wait()
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0 and says in ended.stdout, (ended.returncode, ended.stdout, ended.stderr)
+
+
+def test_an_end_waits_until_threads_of_gloo_have_slept_twice_in_a_row(monkeypatch):
+    looks = iter([True, False, True, False, False])
+    monkeypatch.setattr(gloo_end, "_some_runs", lambda: next(looks))
+    gloo_end.settle()
+    assert not [*looks]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the threads in /proc")
+def test_a_thread_of_gloo_that_computes_is_seen_to_run():
+    """One of that name stands for it. It computes without the interpreter's lock, as gloo does."""
+    end = threading.Event()
+
+    def run() -> None:
+        ctypes.CDLL(None).prctl(PR_SET_NAME, b"gloo_runloop")
+        while not end.is_set():
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        until_true(gloo_end._some_runs)
+    finally:
+        end.set()
+        thread.join()
+    until_true(lambda: not gloo_end._some_runs())
