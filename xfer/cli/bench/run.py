@@ -199,12 +199,12 @@ def bench(
     found: dict[str, Any] = {"route": route}
     bucket = BUCKET_BYTES[places[0].device.partition(":")[0]]
     hosts = [p.host.has.name for p in places]
-    common: dict[str, Any] = dict(
-        world=job.world, trainers=job.trainers, devices=[p.device for p in places], hosts=hosts, pairs=pair_bytes(job, bucket),
-        meet=(at, free_port()), route=route, drop=list(job.drop), narrow=list(job.narrow), replicas=job.replicas,
-        catalog=job.sources.catalog.to_bytes(),
-    )  # fmt: skip
     with ExitStack() as stack:
+        common: dict[str, Any] = dict(
+            world=job.world, trainers=job.trainers, devices=[p.device for p in places], hosts=hosts, pairs=pair_bytes(job, bucket),
+            meet=(at, kept_port(stack)), route=route, drop=list(job.drop), narrow=list(job.narrow), replicas=job.replicas,
+            catalog=job.sources.catalog.to_bytes(),
+        )  # fmt: skip
         children: list[Process] = []
         for joint, place in enumerate(places):
             mine = joint < job.trainers
@@ -228,7 +228,7 @@ def bench(
                 except XferError as e:
                     found["floor_error"] = e.message
             trainers, workers = children[: job.trainers], children[job.trainers :]
-            rendezvous = f"tcp://{f'[{at}]' if ':' in at else at}:{free_port()}"
+            rendezvous = f"tcp://{f'[{at}]' if ':' in at else at}:{kept_port(stack)}"
             for r in range(job.replicas):
                 engine = EngineOfWorkers(workers[r * job.workers : (r + 1) * job.workers])
                 serving = xfer.serve(engine, rendezvous, token, replica=r, deadline_s=deadline_s)
@@ -262,7 +262,9 @@ def bench(
     return RouteResult(**found)
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+def kept_port(stack: ExitStack) -> int:
+    """A free port, which no other process gets until `stack` ends. One that sets SO_REUSEADDR, as a rendezvous does, can listen there."""
+    sock = stack.enter_context(socket.socket())
+    sock.bind(("", 0))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # only now: nobody else is at this port
+    return int(sock.getsockname()[1])
