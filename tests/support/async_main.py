@@ -52,13 +52,16 @@ class Engine:
         return dict(outputs=answers, checksums=await self.engine.compute_weight_checksums(), version=version)
 
     async def begin(self, tokens: int, prompt: int = 0, slowly: bool = False) -> None:
-        """Begin a request; later commands run beside it. `slowly`: it ends after some 20 s, unless the engine is told to pause."""
-        if slowly:
-            await self.slow_until_paused()
+        """Begin a request; later commands run beside it. `slowly`: some of its tokens are there, and it ends after some 20 s, unless the
+        engine is told to pause."""
+        slow = await self.slow_until_paused() if slowly else ""
         self.request = asyncio.create_task(small_vllm.output(self.engine, PROMPTS[prompt], tokens))
+        while slow and not os.path.getsize(slow):
+            await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
 
-    async def slow_until_paused(self) -> None:
+    async def slow_until_paused(self) -> str:
+        """Returns the file into which the worker writes in slow steps, until it is gone."""
         core, (file, name) = self.engine.engine_core, tempfile.mkstemp()
         os.close(file)
         await self.engine.collective_rpc("xfer_slow", args=(name, 20))
@@ -71,6 +74,7 @@ class Engine:
             await paused
 
         core.pause_scheduler_async = pause
+        return name
 
     async def computed(self) -> dict:
         """Tokens that the workers computed since the last call."""

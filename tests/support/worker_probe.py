@@ -1,7 +1,7 @@
 """What functional tests ask of a live vLLM worker beside xfer's own calls (`worker_extension_cls`), by method name."""
 
-import os
 import time
+from contextlib import suppress
 
 from tests.support import engine_bytes, memory
 
@@ -32,14 +32,18 @@ class Probe:
         return computed
 
     def xfer_slow(self, until_gone, steps):
-        """After so many steps each one takes a quarter of a second, until this file is gone. The engine answers calls in between."""
+        """After so many steps each one takes a quarter of a second, and writes into this file, until it is gone. The engine answers calls
+        in between."""
         execute, left = self.execute_model, steps
 
         def slowly(scheduled, *args, **more):
             nonlocal left
             left -= 1
-            if left < 0 and os.path.exists(until_gone):
-                time.sleep(0.25)
+            with suppress(FileNotFoundError):
+                if left < 0:
+                    with open(until_gone, "r+") as file:
+                        file.write("slow")
+                    time.sleep(0.25)
             return execute(scheduled, *args, **more)
 
         self.execute_model = slowly
