@@ -145,10 +145,18 @@ class Engine:
     async def generate(self) -> None:
         """From now on one request after the other. `broken`: those with too few tokens, or with NaN for a logprob."""
         self.answers, self.broken, self.paused = 0, 0, {}
+        core, began = self.engine.engine_core, 0.0
+        pause = core.pause_scheduler_async
+
+        async def noted(*args, **how) -> None:
+            nonlocal began
+            began = time.monotonic()
+            await pause(*args, **how)
 
         def note(end: xfer.observers.EngineFinished) -> None:
-            self.paused[end.version] = time.monotonic() - end.outage_s, end.outage_s
+            self.paused[end.version] = began, end.outage_s
 
+        core.pause_scheduler_async = noted
         xfer.metrics.observe(note)
 
         async def ask() -> None:
