@@ -31,6 +31,12 @@ def test_the_core_needs_only_torch_numpy_and_small_pure_packages():
     assert "tomli>=2,<3; python_version < '3.11'" in deps, "newer Pythons have it as tomllib"
 
 
+def test_the_package_index_names_the_frameworks_that_the_readme_begins_with():
+    frameworks = re.findall(r"\((\S+), (\S+)\)", README.split("\n\n")[1])
+    described = read_toml((ROOT / "pyproject.toml").read_text())["project"]["description"]
+    assert len(frameworks) == 2 and all(name in described for pair in frameworks for name in pair)
+
+
 def test_the_version_stands_in_one_place():
     """`xfer.__version__`, from which setuptools makes the wheel's; the change log begins with it."""
     setup = read_toml((ROOT / "pyproject.toml").read_text())
