@@ -41,12 +41,17 @@ async def _the_policies(job):
             await asyncio.to_thread(a_refit, job, 1)
             old = str(flight.controller.version)
             await asyncio.to_thread(job.trainers.ask, "set", "set", seed=2)
+            slow = job.work / f"slow-{policy}"  # while it is there: a long request does not end before the refit comes
+            if tokens == LONG:
+                slow.touch()
+                await engine.collective_rpc("xfer_slow", args=(str(slow), 5))
             asked = asyncio.create_task(flight.sample(PROMPT, tokens=tokens, temperature=0.0))
             end = time.monotonic() + 120 * PATIENCE
             while not (any(n > 3 for n in flight.under_way.values()) or asked.done()):
                 assert time.monotonic() < end, flight.under_way
                 await asyncio.sleep(0.005)
             good(await asyncio.to_thread(job.trainers.refit, verify=True))
+            slow.unlink(missing_ok=True)
             new = str(flight.controller.version)
             assert old != new
             sample = await asyncio.wait_for(asked, 240 * PATIENCE)
