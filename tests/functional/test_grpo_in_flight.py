@@ -41,7 +41,8 @@ async def _the_policies(job):
             await asyncio.to_thread(a_refit, job, 1)
             old = str(flight.controller.version)
             await asyncio.to_thread(job.trainers.ask, "set", "set", seed=2)
-            slow = job.family.work / f"slow-{policy}"  # while it is there: a long request does not end before the refit comes
+            # While this file is there: a long request does not end before the refit comes.
+            slow = job.family.work / f"slow-{policy}"
             if tokens == LONG:
                 slow.touch()
                 await engine.collective_rpc("xfer_slow", args=(str(slow), 5))
