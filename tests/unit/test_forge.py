@@ -129,7 +129,7 @@ def test_settings_of_a_framework_that_differ_need_a_new_process(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     code = "import json, os, torch._dynamo; print(json.dumps(dict(os.environ)))"
     before = environment()
-    told = subprocess.run([sys.executable, "-c", code], env=before, capture_output=True, check=True).stdout
+    told = subprocess.run([sys.executable, "-c", code], env=before, capture_output=True, check=True, timeout=120).stdout
     assert (after := json.loads(told.splitlines()[-1])) != before, "it sets nothing, so this tests nothing"
     mine = environment(RANK="1", XFER_FAULT="x")
     found = [forge.forge_of(sys.executable, "any", env) for env in (before, after, mine)]

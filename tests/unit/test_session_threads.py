@@ -81,7 +81,7 @@ class Never:
     def stop(self): pass
 late.close_later(Never(), "trainer 0", 0, torch.device("cpu"))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"
 
 
