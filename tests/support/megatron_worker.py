@@ -159,7 +159,8 @@ def drains(folder: str, family: str, **keywords) -> None:
         right(source, layout, trainer)
         assert losses == undisturbed
         trainer.step()
-        drains_apart(source, alone=not overlapped)
+        ended = ends_alone(source)
+        assert dist.get_rank() or ended != overlapped
         right(source, layout, trainer)
     with Trainer(folder, **keywords) as trainer:
         for _ in range(2):
@@ -197,18 +198,15 @@ def layerwise(chunks: list[torch.nn.Module]):
     return LayerWiseDistributedOptimizer(inner, config, ours, **more)
 
 
-def drains_apart(source: MegatronTrainer, alone: bool) -> None:
-    """Rank 0 drains and the others do not; then they do. `alone`: whether rank 0 is done before."""
-
-    def ended(drain, seconds: float) -> bool:
-        return drain.wait(time.monotonic() + seconds, lambda: False, 0.0)
-
-    first = begin_drain(source, f"trainer {source.rank}") if source.rank == 0 else None
-    assert first is None or ended(first, 60.0 if alone else 1.0) == alone
+def ends_alone(source: MegatronTrainer) -> bool:
+    """Rank 0 drains and the others do not; then they do. Whether rank 0 was done before."""
+    alone = begin_drain(source, f"trainer {source.rank}") if source.rank == 0 else None
+    ended = alone is not None and alone.wait(time.monotonic() + 1.0, lambda: False, 0.0)
     dist.barrier()  # not of the group that gathers
-    drain = first or begin_drain(source, f"trainer {source.rank}")
-    assert ended(drain, 60.0), "gathers do not end although all ranks have called"
+    drain = alone or begin_drain(source, f"trainer {source.rank}")
+    assert drain.wait(time.monotonic() + 60.0, lambda: False, 0.0), "gathers do not end although all ranks have called"
     dist.barrier()
+    return ended
 
 
 def probes(folder: str, family: str, **keywords) -> None:
