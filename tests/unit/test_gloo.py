@@ -68,6 +68,7 @@ def test_a_process_that_used_gloo_groups_ends_well(code, says):
 def test_an_end_waits_until_threads_of_gloo_have_slept_twice_in_a_row(monkeypatch):
     looks = iter([True, False, True, False, False])
     monkeypatch.setattr(gloo_end, "_some_runs", lambda: next(looks))
+    monkeypatch.setattr(gloo_end, "WAIT_S", 60.0)  # the number of looks decides, not the speed of the machine
     gloo_end.settle()
     assert not [*looks]
 
