@@ -26,7 +26,7 @@ class TrainerFinished:
         session: The coordinator's name of the session.
         attempt: Number of the attempt, the same on all ranks and engines of the session.
         rank: The trainer rank.
-        seconds: Wall time of the call, that of the report if there is one.
+        seconds: Wall time of the call. It equals `report.seconds` if there is a report.
         report: The report, also if the call raised after the outcomes were known; None if it raised before.
         error: What the call raised; None if it returned.
     """

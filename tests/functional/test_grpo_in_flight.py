@@ -41,7 +41,7 @@ async def _the_policies(job):
             await asyncio.to_thread(a_refit, job, 1)
             old = str(flight.controller.version)
             await asyncio.to_thread(job.trainers.ask, "set", "set", seed=2)
-            # While this file is there: a long request does not end before the refit comes.
+            # The engine is slow as long as this file is there, so that a long request has not ended when the refit begins.
             slow = job.family.work / f"slow-{policy}"
             if tokens == LONG:
                 slow.touch()
