@@ -40,6 +40,7 @@ def _serve(conn: Connection, commands: dict) -> None:
     """Answer one command after another until the pipe closes."""
     faulthandler.enable()  # a crash must not look like a kill
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    commands = {"lives": lambda: True, **commands}
     while True:
         try:
             name, args = conn.recv()
@@ -221,6 +222,13 @@ class Process:
         assert answer["kind"] == "done", answer
         return answer["value"]
 
+    def lives(self) -> bool:
+        """Whether it answers. The connections of a killed process break before the process is dead."""
+        try:
+            return self.value("lives")
+        except (OSError, AssertionError):
+            return not self.dead()
+
     def dead(self, timeout: float = 20.0) -> bool:
         self.proc.join(timeout)
         return not self.proc.is_alive()
@@ -303,7 +311,7 @@ class ProcessWorld:
         """All connect at a new rendezvous; results of the trainers. Those that are dead are started again. more: for
         `trainer_session`."""
         for i, t in enumerate(self.trainers):
-            if not t.proc.is_alive():
+            if not t.lives():
                 t.stop()
                 self.trainers[i] = self._trainer(i, len(self.trainers))
         self.serve_all()
