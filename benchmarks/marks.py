@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from benchmarks.lib import command
@@ -27,6 +28,7 @@ from benchmarks.quantize import attention, mlp
 from xfer.direct.remembered import Remembered
 from xfer.kernels import written
 from xfer.kernels.marks import places
+from xfer.plan.program import DTYPE_CODE, ROW
 
 HIDDEN, VOCABULARY, PIECE = 2560, 151936, 1 << 26
 
@@ -43,6 +45,10 @@ class Weights:
             piece.normal_(0, 0.02)
         self.params, self.masters = self.whole.split(sizes), self.masters_whole.split(sizes)
         self.roots = [self.whole.view(torch.uint8)]
+        row = np.zeros(1, ROW)
+        row["src_dtype"], row["extent"], row["src_strides"] = DTYPE_CODE["bfloat16"], 1, 2
+        row["extent"][:, -1] = len(self.whole)
+        self.plans = {"all": row}
 
     def writes(self) -> tuple[torch.Tensor, ...]:
         return self.params
@@ -72,7 +78,7 @@ def timed(call: Callable[[], object]) -> float:
 def series(weights: Weights, write: Callable[[], None], share: float, repeats: int) -> dict:
     """Refits one after the other, each after a step."""
     kept, ms, wrong = Remembered(), {"step": [], "refit": [], "keep": []}, 0
-    kept.keep(1, weights.roots, pulled=True, sends=False)
+    kept.keep(1, weights.roots, weights.plans, pulled=True, sends=False)
     for k in range(repeats + 2):
         before = weights.whole.clone()
         weights.change(share)
@@ -81,7 +87,7 @@ def series(weights: Weights, write: Callable[[], None], share: float, repeats: i
         wrong += sum(int((p != m.to(p.dtype)).sum()) for p, m in zip(weights.params, weights.masters))
         wrong += wrong_marks(kept.marks.tensor, weights.whole, before)
         del before
-        ms["keep"].append(timed(lambda k=k: kept.keep(k + 2, weights.roots, pulled=True, sends=False)))
+        ms["keep"].append(timed(lambda k=k: kept.keep(k + 2, weights.roots, weights.plans, pulled=True, sends=False)))
     return {"ms": {name: some[2:] for name, some in ms.items()}, "bytes": kept.nbytes, "wrong": wrong}
 
 

@@ -51,6 +51,8 @@ def test_a_refit_by_changes_compares_quantized_bytes(pulled):
             world.sources[0].params["layers.0.w"][0, 0] = tiny
             some.append(good(world.refit(delta="auto")).outcomes[0].bytes_moved)
         assert 0 < some[0] < whole / 100 and some[1] == 0
+        side, halves = world.sessions[0].side, sum(world.sources[0].params[n].nbytes for n in MATRICES)
+        assert side._last._copied_bytes <= sum(t.numel() for t in side.roots()[1]) - halves, "sent in FP8 only"
 
 
 def three(**more) -> World:

@@ -19,8 +19,10 @@ from tests.support.plan_worlds import quick
 from tests.support.proc import PATIENCE
 from tests.support.row_worlds import apply_world, change, fresh_sources, random_world, read_box, row
 from tests.support.threads import all_good, run_ranks, soon
+from xfer.direct.remembered import read_parts
 from xfer.errors import PlanMismatch
 from xfer.kernels.changes import unit_of
+from xfer.kernels.marks import rest_of
 from xfer.plan.program import Op, Program, row_wire_bytes
 from xfer.transport import peer
 from xfer.transport.changes import HeldBytes
@@ -113,11 +115,13 @@ def test_a_run_by_changes_leaves_what_a_whole_one_leaves(links, seed, rows, cut,
     roots = tensors(storages)
     runs = [P2P(links[r], p, roots[r], **cut) for r, p in enumerate(programs)]
     whole = run_all(runs)
-    before = [[t.clone() for t in some] for some in roots]
-    for r, p in enumerate(programs):
-        change(rng, p.rows[(p.rows["src"] == r) & (p.rows["op"] != Op.FILL)], [t.numpy() for t in roots[r]], share)
+    mine = [p.rows[(p.rows["src"] == r) & (p.rows["op"] != Op.FILL)] for r, p in enumerate(programs)]
+    parts = [read_parts(rows, [t.numel() for t in some]) for rows, some in zip(mine, roots)]
+    before = [[p.of(some).clone() for p in here] for here, some in zip(parts, roots)]
+    for r in range(RANKS):
+        change(rng, mine[r], [t.numpy() for t in roots[r]], share)
     want = apply_world(programs, [[t.numpy().copy() for t in some] for some in roots])
-    bases = [HeldBytes(5, 77, None if r in forgot else before[r]) for r in range(RANKS)]
+    bases = [HeldBytes(5, 77, None if r in forgot else before[r], parts[r]) for r in range(RANKS)]
     if staged:
         scratch = [Scratch(programs[r], roots[r], 1 << 40, "", None) for r in range(RANKS)]
         runs = [P2P(links[r], programs[r], s.roots, src_roots=s.live, scratch=s, **cut) for r, s in enumerate(scratch)]
@@ -146,8 +150,9 @@ def test_workers_hand_on_what_they_have_received(links, world, cut, share, seed)
     runs = [P2P(links[r], plan.program(r), some, **cut) for r, some in enumerate(roots)]
     rng = np.random.default_rng(seed)
     for base in (None, HeldBytes(5, 77)):
-        before = [[t.clone() for t in some] for some in roots]
-        bases = [base and replace(base, before=b if r < plan.trainers else None) for r, b in enumerate(before)]
+        parts = [rest_of((), [t.numel() for t in some]) for some in roots[: plan.trainers]]
+        before = [[p.of(some).clone() for p in here] for here, some in zip(parts, roots)]
+        bases = [base and replace(base, before=b, parts=p) for b, p in zip(before, parts)] + [base] * len(world.workers)
         for value in world.values.values() if base else ():
             new = np.roll(value, 1, axis=0)
             value[:] = np.where(rng.random((len(value), 1)) < share, new, value)

@@ -4,6 +4,8 @@ refits, those who pull what is marked have the trainer's bytes. Megatron's distr
 Here is also a stand-in for those who pull. Real ones: tests/functional/test_session_changes.py.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,8 +14,9 @@ from torch import nn
 
 from tests.support.examples import EXAMPLES
 from tests.support.layerwise_half import Half
-from tests.support.pulled_marks import Pair
+from tests.support.pulled_marks import Pair, reading
 from xfer.kernels.bits import WORD
+from xfer.kernels.marks import ByteRange
 from xfer.layerwise import LayerWiseOptimizer, ParamGroup
 from xfer.trainers.dtensor import TensorTrainer
 from xfer.trainers.layerwise import LayerWiseTrainer
@@ -119,18 +122,19 @@ class Trainer:
 DOES = st.tuples(
     st.sampled_from("step step step step data raw load average synchronize move close".split()), st.integers(0, 1000)
 )
+PLAN = st.tuples(st.just("plan"), st.integers(1, 1000))
 REFIT = st.tuples(st.just("refit"), st.sampled_from(["", "", "", "one fails", "all fail", "sent, too", "interrupted"]))
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
-@given(st.sampled_from(["", "owners", "all"]), st.lists(st.one_of(DOES, DOES, REFIT), max_size=25))
+@given(st.sampled_from(["", "owners", "all"]), st.lists(st.one_of(DOES, DOES, REFIT, PLAN), max_size=25))
 def test_whatever_writes_the_weights_those_who_pull_what_is_marked_have_the_trainers_bytes(sources, events):
     trainer, pair = Trainer(sources), Pair()
     for what, how in [("refit", ""), *events, ("refit", ""), ("step", 1), ("refit", "")]:
         if what == "refit":
             pair.refit(trainer.roots(), how)
         else:
-            getattr(trainer, what)(how)
+            getattr(pair if what == "plan" else trainer, what)(how)
 
 
 @pytest.mark.parametrize("sources", ["owners", "all"])
@@ -148,9 +152,23 @@ def test_what_an_owner_steps_has_no_copies_and_moves_where_it_changes(sources):
     assert 0 < moved < whole / 3
     assert pair.refit(trainer.roots(), "") == 0, "marks are of the last refit"
     pair.refit(trainer.roots(), "sent, too")
-    assert kept() == whole and pair.last.whole(pair.number), "messages are compared with copies"
+    assert kept() == whole and pair.last.whole(pair.number, "0"), "messages are compared with copies"
     pair.refit(trainer.roots(), "")
-    assert kept() < whole and pair.last.whole(pair.number) is None
+    assert kept() < whole and pair.last.whole(pair.number, "0") is None
+
+
+def test_there_are_copies_of_what_plans_read_and_marks_for_these_plans_only():
+    roots, pair = [torch.zeros(n * WORD, dtype=torch.uint8) for n in (100, 7)], Pair()
+    spans = [ByteRange(0, 0, 9 * WORD), ByteRange(0, 9 * WORD, 20 * WORD), ByteRange(0, 70 * WORD + 1, 71 * WORD + 1)]
+    keep = partial(pair.last.keep, roots=roots, pulled=True, sends=True)
+    assert keep(1, plans={"a": reading(spans), "b": reading(spans[:1])})
+    copies, parts = pair.last.whole(1, "a")
+    assert parts == (ByteRange(0, 0, 20 * WORD), ByteRange(0, 70 * WORD, 72 * WORD))
+    assert [c.numel() for c in copies] == [20 * WORD, 2 * WORD] and pair.last.whole(2, "a") is None
+    assert pair.last.marks_for("b") is not None and pair.last.marks_for("c") is None and pair.last.whole(1, "c") is None
+    assert not keep(2, plans={"b": reading(spans[:1])}), "a replica that leaves changes nothing"
+    assert keep(3, plans={"c": reading([ByteRange(1, 0, 5)])}), "workers map other marks"
+    assert pair.last.whole(3, "c")[1] == (ByteRange(1, 0, WORD),) and pair.last.marks_for("a") is None
 
 
 @pytest.mark.parametrize("call", ["empty_like", "_foreach_copy_"])
@@ -170,6 +188,7 @@ def test_what_is_kept_of_a_refit_counts_only_when_all_of_it_is_there(monkeypatch
     pair.last.compare(trainer.roots())
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(torch, call, broken)
-        pair.last.keep(2, trainer.roots(), pulled=True, sends=False)
+        roots = trainer.roots()
+        pair.last.keep(2, roots, pair.plans(roots), pulled=True, sends=False)
     for _ in range(2):
         pair.refit(trainer.roots(), "")

@@ -63,10 +63,10 @@ class Donor:
         """Bind the sums, for the reason that trainers have (trainer.py)."""
         self._bound(generation).bind(replica, plan)
 
-    def marks(self) -> None:
+    def marks(self, plan: str) -> None:
         """Do nothing: others pull all its bytes."""
 
-    def remembered(self, attempt: int) -> None:
+    def remembered(self, attempt: int, plan: str) -> None:
         """Do nothing: it sends no changes."""
 
     def as_bound(self) -> bool:

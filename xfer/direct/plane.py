@@ -20,6 +20,7 @@ from xfer import faults
 from xfer.coordinator import messages as m
 from xfer.direct import late
 from xfer.errors import PeerLost, PlanMismatch, RebindError
+from xfer.kernels.marks import ByteRange
 from xfer.participants.data_plane import PlanFacts, Progress, Stop
 from xfer.participants.lane import labels_of
 from xfer.plan.cache import PlanCache
@@ -67,12 +68,13 @@ class Storages(Protocol):
         """Called when a link for this plan is open and storages of `generation` are bound to it. If a newer generation exists by now,
         the routes are opened again."""
 
-    def marks(self) -> torch.Tensor | None:
+    def marks(self, plan: str) -> torch.Tensor | None:
         """Return the marks of what changed in the storages (kernels/marks.py), at one place as long as the binding generation is the
-        same; None if there are none."""
+        same; None if there are none of all that the plan with this digest reads."""
 
-    def remembered(self, attempt: int) -> Sequence[torch.Tensor] | None:
-        """Return copies of the storages as this refit sent them, in the layout's order; None if there are none."""
+    def remembered(self, attempt: int, plan: str) -> tuple[Sequence[torch.Tensor], Sequence[ByteRange]] | None:
+        """Return copies of what this plan reads of the storages, as this refit sent it, and the parts of which they are; None if there
+        are none."""
 
     def as_bound(self) -> bool:
         """Whether the storages are those of `roots`, by a whole look. Called on a worker that stages bytes; may raise why they are not."""
@@ -297,9 +299,10 @@ class DirectPlane:
 
     def _open_routes(self, store: RendezvousStore, order: m.OpenLink, stop: Stop) -> None:
         """Open link and routes. Collective over the domain, in the same order on all ranks."""
-        while self._bound != self.side.roots()[0]:  # otherwise `moved` could miss a move that happens in between
-            (self._bound, roots), marks = self.side.roots(), self.side.marks()
         part, facts = self.part, self.facts
+        digest = part.digest if part is not None else ""
+        while self._bound != self.side.roots()[0]:  # otherwise `moved` could miss a move that happens in between
+            (self._bound, roots), marks = self.side.roots(), self.side.marks(digest)
         if part is None or facts is None or self.side.inventory != self._planned_from:
             raise PlanMismatch(
                 "this rank's layout is not the one that the plan was made from; nothing was moved",
@@ -402,7 +405,8 @@ class DirectPlane:
         faults.point(side.role, side.index, "moving")
         if routed.place is not None:
             routed.place.steps.begin(go.attempt, until, stop.stopped, go.tells)
-        base = HeldBytes(go.base, int(part.digest[:15], 16), side.remembered(go.base)) if go.base else None
+        sent = side.remembered(go.base, part.digest) or ()
+        base = HeldBytes(go.base, int(part.digest[:15], 16), *sent) if go.base else None
         stats = routed.run(until, stop.stopped, moved, side.gate(go, part, routed), base)
         handed_on = sum(p.bytes_in for p in stats.peers if p.peer >= part.trainers)
         mark(self.party.label, "bytes have moved")

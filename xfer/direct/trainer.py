@@ -15,6 +15,7 @@ from xfer.direct.quantized import Quantized
 from xfer.direct.remembered import Remembered
 from xfer.direct.sums import SourceSums
 from xfer.direct.unsent import Unsent
+from xfer.kernels.marks import ByteRange
 from xfer.participants.data_plane import News, PartialBlocks
 from xfer.plan.cache import PlanCache
 from xfer.plan.inventory import Inventory, trainer_inventory
@@ -142,7 +143,9 @@ class DirectTrainer:
         pulled, sends = any(plane.read_by_others for plane in planes), any(plane.sends for plane in planes)
         if not pulled and not sends:
             self._last.forget()
-        elif self._last.keep(attempt, self._roots, pulled=pulled, sends=sends):
+            return
+        plans = {part.digest: part.program.rows for plane in planes if (part := plane.part) is not None}
+        if self._last.keep(attempt, self._roots, plans, pulled=pulled, sends=sends):
             self._binding += 1
 
     def warn(self, lines: Sequence[str]) -> tuple[str, ...]:
@@ -178,12 +181,11 @@ class DirectTrainer:
         if generation == self._binding:
             sums.bind(replica, plan)
 
-    def marks(self) -> torch.Tensor | None:
-        marks = self._last.marks
-        return marks.tensor if marks is not None else None
+    def marks(self, plan: str) -> torch.Tensor | None:
+        return self._last.marks_for(plan)
 
-    def remembered(self, attempt: int) -> Sequence[torch.Tensor] | None:
-        return self._last.whole(attempt)
+    def remembered(self, attempt: int, plan: str) -> tuple[Sequence[torch.Tensor], Sequence[ByteRange]] | None:
+        return self._last.whole(attempt, plan)
 
     def as_bound(self) -> bool:
         return True  # it stages nothing

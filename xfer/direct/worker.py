@@ -128,10 +128,10 @@ class DirectWorker:
     def opened(self, replica: int, plan: PlanPart, generation: int) -> None:
         """Do nothing: a worker sums after its bytes have arrived, so it loads no kernel beside NCCL's."""
 
-    def marks(self) -> None:
+    def marks(self, plan: str) -> None:
         """Do nothing: others pull all bytes from a worker."""
 
-    def remembered(self, attempt: int) -> None:
+    def remembered(self, attempt: int, plan: str) -> None:
         """Do nothing: a worker sends nothing."""
 
     def as_bound(self) -> bool:

@@ -1,9 +1,9 @@
 """Marks: one bit for each granule of a rank's storages, set if the granule has changed since an earlier refit.
 
-A source compares its storages with copies of what it sent in that refit, but for spans whose changes an optimizer marks when it writes
-them (written.py). The marks lie in memory that destinations map or read as they do storages, and a destination pulls marked granules only
-(transport/peer.py, transport/peer_host.py). Granules are counted from the beginning of each storage. A mark may be set for a granule that
-has not changed, never the other way round.
+A source compares what is read of its storages with copies of what it sent in that refit, but for spans whose changes an optimizer marks
+when it writes them (written.py). The marks lie in memory that destinations map or read as they do storages, and a destination pulls
+marked granules only (transport/peer.py, transport/peer_host.py). Granules are counted from the beginning of each storage. A mark may be
+set for a granule that has not changed, never the other way round.
 
     base     int64      number of the refit since which granules are marked; 0: none, and the rest means nothing
     counts   int64 [n]  marked granules of each of n storages
@@ -55,7 +55,7 @@ def rest_of(spans: Iterable[ByteRange], sizes: Sequence[int]) -> tuple[ByteRange
     """Return spans of whole words that have all bytes outside of `spans`, and perhaps some of theirs, in order; no two share a word.
 
     Args:
-        spans: In order, without overlaps.
+        spans: In any order. They may overlap, and end behind their storage.
         sizes: Bytes of each storage.
     """
     out: list[ByteRange] = []
@@ -66,7 +66,7 @@ def rest_of(spans: Iterable[ByteRange], sizes: Sequence[int]) -> tuple[ByteRange
             if out and out[-1].root == s.root and out[-1].stop > start:
                 start = out.pop().start
             out.append(ByteRange(s.root, start, stop))
-        at[s.root] = s.stop
+        at[s.root] = max(at[s.root], s.stop)
     return tuple(out)
 
 

@@ -9,6 +9,7 @@ message. Both ends then run the same steps as ever; a message in which much has 
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ import torch
 from xfer.errors import PlanMismatch
 from xfer.kernels import BoundRows, bind
 from xfer.kernels.changes import Patch, encode, unit_of
+from xfer.kernels.marks import ByteRange
 from xfer.plan.program import Program
 from xfer.transport.bound import BoundPart, BoundStep, made_step
 from xfer.transport.group import Link, Outgoing
@@ -41,13 +43,15 @@ class HeldBytes:
     Attributes:
         attempt: Number of the refit whose bytes they hold.
         plan: Number of the plan, equal on all ranks.
-        before: Source: its storages as they were in that refit, flat uint8, in the order of its roots; None if it has no copies of
-            that refit. It then sends whole messages.
+        before: Source: what its messages read as it was in that refit, flat uint8; None if it has no copies of that refit. It then
+            sends whole messages.
+        parts: The parts of its storages of which `before` are copies, in order.
     """
 
     attempt: int
     plan: int
     before: Sequence[torch.Tensor] | None = None
+    parts: Sequence[ByteRange] = ()
 
 
 class Changes:
@@ -122,7 +126,7 @@ class Changes:
         sent: list[list[torch.Tensor | None]] = []
         for some in bound:
             check()
-            sent.append([c.message(base.before, self._pair) for c in some])
+            sent.append([c.message(base, self._pair) for c in some])
         seconds = time.perf_counter() - began
         told = self._exchange(base, usual, sent, deadline)
         self.all_whole = all(n == WHOLE for sizes in told.values() for n in sizes)
@@ -210,14 +214,15 @@ class _Compared:
         some = (self._now, self._before and self._before[1])
         return sum(rows.scratch_bytes for rows in some if rows is not None)
 
-    def message(self, before: Sequence[torch.Tensor] | None, pair: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    def message(self, base: HeldBytes, pair: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Return the compact message; None if it is better sent whole."""
+        before = base.before
         if before is None or not self._unit:
             return None
         if self._now is None:
             self._now = bind(self._rows, self._roots, "src")
         if self._before is None or self._before[0] is not before:
-            self._before = before, bind(self._rows, before, "src")
+            self._before = before, bind(_moved_to(base.parts, self._rows), before, "src")
         for rows, buffer in zip((self._now, self._before[1]), pair, strict=True):
             rows.pack(buffer)
         now, was = (buffer[: self.nbytes] for buffer in pair)
@@ -245,6 +250,15 @@ def _compact(part: BoundPart, message: torch.Tensor, patch: Patch | None = None)
         return BoundPart(part.peer, 0, ())
     copy = None if patch is None else (_PatchRows(patch), message)
     return BoundPart(part.peer, message.numel(), [(message, part.peer, part.messages[0][2])], copy)
+
+
+def _moved_to(parts: Sequence[ByteRange], rows: np.ndarray) -> np.ndarray:
+    """Return rows of a source as they read from copies of parts of its storages."""
+    places = zip(rows["src_root"].tolist(), rows["src_offset"].tolist())
+    at = [bisect_right(parts, place, key=lambda p: (p.root, p.start)) - 1 for place in places]
+    rows = rows.copy()
+    rows["src_root"], rows["src_offset"] = at, rows["src_offset"] - [parts[k].start for k in at]
+    return rows
 
 
 def _up(n: int) -> int:
