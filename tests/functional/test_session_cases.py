@@ -273,6 +273,24 @@ def test_what_a_replica_has_received_is_read_from_it_even_if_it_fails_then():
         assert taken(job) == ["gloo+relay"] * 3
 
 
+@pytest.mark.parametrize("both", [False, True])
+def test_a_replica_that_falls_with_another_one_waits_for_the_same_reason(both):
+    """A worker says first that its connection to trainer 1 broke. In that trainer one lane raises, or each."""
+    with relayed(replicas=2, trainers=2, pulled=False) as job:
+        assert taken(job) == ["gloo+relay"] * 2
+        for lane in job.sessions[1].lanes.values() if both else [job.sessions[1].lanes[1]]:
+
+            def post(*_, link=lane.plane._link):
+                link.abort()
+                job.sim.wait(0.1)
+                raise RuntimeError("out of memory")
+
+            lane.plane._link.post = post
+        call(job)
+        for end in job.ended(SOON_S):
+            assert str(end).count("[trainer 1] RuntimeError: out of memory") == 3, "of the refit, and of each replica"
+
+
 # ---- what changed
 
 

@@ -67,7 +67,9 @@ def _explained(co: Coordinator, msg: m.Failed, error: XferError, replicas: list[
     refit = co.refit
     if refit is None or msg.attempt != refit.number:
         return False
-    for part in [refit.parts[r.index] for r in replicas if refit.parts[r.index].why_until]:
+    # A replica that fell with another one waits for the same reason, until the same time (relays.py).
+    waited = {refit.parts[r.index].why_until for r in replicas} - {0.0}
+    for part in [p for p in refit.parts.values() if p.why_until in waited]:
         part.because(error)
         refit.finish_if_over()
     return co.refit is not refit

@@ -217,6 +217,7 @@ def fallen(refit: Transfer, part: ReplicaRefit, error: XferError) -> None:
         if any(part.ready_parts.get(w) != ALL_PARTS for w in other.replica.follows):
             why = f"replica {other.replica.index} takes its weights from replica {part.replica.index}, which failed"
             advice = "the next refit takes them from another one, or from the trainers"
+            other.why_until = part.why_until
             refit.coordinator.fail(other, PeerLost(why, [str(error), advice]))
 
 
