@@ -3,10 +3,12 @@ show a refit of old storages, since both ends sum them. Also trainers that diffe
 
 import gc
 import logging
+import re
 import threading
 import time
 import weakref
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ from xfer.trainers.dtensor import TensorTrainer
 from xfer.trainers.layerwise import LayerWiseTrainer
 
 pytestmark = pytest.mark.usefixtures(simulated.__name__)
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def unreadable(_):
@@ -107,6 +110,33 @@ def test_an_engine_that_cannot_read_is_named_where_others_do_not_call_at_all():
         w.refit(ranks=[1])
         del taker.read
         w.commits(3)
+
+
+def test_torch_swaps_no_parameter_of_a_session_and_what_it_converts_in_place_is_found():
+    """As the troubleshooting page says."""
+    page, flag = (ROOT / "docs/troubleshooting.md").read_text(), torch.__future__.set_swap_module_params_on_conversion
+    (words,) = re.findall(
+        rf"^\| torch: `(.+)`, from `model.to\(\)` .+ `torch.__future__.{flag.__name__}\(False\)`", page, re.M
+    )
+    net = torch.nn.Module()
+    net.layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(2))
+    for name, shape in SHAPES.items():
+        owner, _, key = name.rpartition(".")
+        net.get_submodule(owner).register_parameter(key, torch.nn.Parameter(ToySource.value(name, shape, 1)))
+    with World(trainers=1, sources=[TensorTrainer(net, rank=0, world=1)]) as w:
+        good(w.refit())
+        try:
+            flag(True)
+            with pytest.raises(RuntimeError, match=re.escape(words)):
+                net.to(torch.float32)
+        finally:
+            flag(False)
+        net.to(torch.float32).to(torch.bfloat16)
+        for p in net.parameters():
+            p.data.mul_(2)
+        good(w.refit())
+        norm = w.engines[0].takers[0].live["norm"]
+        assert torch.equal(norm, net.get_parameter("norm")), "the engine has what lies there now"
 
 
 @pytest.mark.parametrize("verify", [False, True])
