@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.support.examples import EXAMPLES
 from tests.support.fake_group import one_rank
@@ -308,6 +309,22 @@ def test_values_that_no_rank_holds_and_hidden_bytes_are_refused():
         with pytest.raises(Unsupported, match="w: is a lazy negation"):
             TensorTrainer(lambda lazy=lazy: {"w": lazy}).read()
     assert TensorTrainer(lambda: {"w": negative.resolve_neg()}).read()
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize(
+    "hide", [torch._neg_view, lambda t: torch._neg_view(t.clone()), lambda t: TwoTensor(t, t.clone())]
+)
+def test_a_tensor_that_hides_its_bytes_later_is_refused_as_at_first(hide, named):
+    """It has the shape, the strides and the dtype of the one before, and perhaps its bytes."""
+    net = torch.nn.Linear(2, 2, bias=False)
+    trainer = TensorTrainer((lambda: dict(net.named_parameters())) if named else net)
+    trainer.read()
+    net.weight = torch.nn.Parameter(hide(net.weight.detach()))
+    for _ in range(2):
+        assert trainer.begin_check() is None
+        with pytest.raises(Unsupported, match="weight: is a "):
+            trainer.check()
 
 
 def test_trained_tensors_have_the_checkpoints_names_on_both_routes():

@@ -188,7 +188,7 @@ class TensorTrainer:
         return TrainerLayout(Traced(tuple(sorted(specs)), tuple(fragments)), bound.roots, bound.tensors, trained)
 
     def check(self) -> str:
-        """Return "same", "moved" or "changed"; see participants.trainer.Source. Raise RebindError as `read` does."""
+        """Return "same", "moved" or "changed"; see participants.trainer.Source. Raise RebindError and Unsupported as `read` does."""
         if self._slots is None or not self._has_all():
             return "changed"
         try:
@@ -197,6 +197,8 @@ class TensorTrainer:
             if any(slot.get() is None for slot in self._slots.slots):
                 return "changed"  # the model has fewer tensors; if others have no bytes, `read` says so
             raise
+        if state == "moved":  # places alone do not tell that these are other kinds of tensors
+            self._refuse_hidden(self._slots.slots)
         return state if self._has_specs(state == "same") else "changed"
 
     def begin_check(self) -> Callable[[], bool] | None:
@@ -336,6 +338,7 @@ def _same_place(old: torch.Tensor, new: torch.Tensor) -> bool:
         and type(a) in (torch.Tensor, torch.nn.Parameter)
         and (a.dtype, a.layout, a.device) == (b.dtype, b.layout, b.device)
         and a.layout == torch.strided
+        and (a.is_neg(), a.is_conj()) == (b.is_neg(), b.is_conj())
         and a.is_set_to(b)
         and a.data_ptr() == b.data_ptr()
         and getattr(old, "_spec", None) == getattr(new, "_spec", None)
