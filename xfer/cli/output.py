@@ -1,4 +1,4 @@
-"""What several commands have in common: options, text to the letter, tables, progress, files of data, and ends by an error."""
+"""Helpers of several commands: options, literal text, tables, progress, JSON files, and exits with an error."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def show_table(
 
 @contextmanager
 def counting() -> Iterator[Callable[[str, int, int], None]]:
-    """Yields a function that shows how far something is: (what, done, of). Where no terminal is, the log has a line from time to time."""
+    """Yields a function that shows progress: (what, done, of). Without a terminal, it writes a log line from time to time."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
     from xfer import logs
@@ -111,7 +111,7 @@ def write_text(path: str, text: str) -> None:
 
 
 def write_data(path: str | None, kind: str, data: object, indent: int | None = 1) -> None:
-    """Writes {kind: data} as JSON, if a path is given. data: dataclasses and what JSON has."""
+    """Writes {kind: data} as JSON, if a path is given. data: dataclasses, or types that JSON has."""
     import msgspec
 
     if path is not None:
@@ -125,7 +125,7 @@ def refuse_options(bad: Sequence[str]) -> None:
 
 @contextmanager
 def told_errors(code: int = REFUSED, json_: str | None = None, refused: bool = False) -> Iterator[None]:
-    """Inside, an XferError is printed and ends the command. refused: it is called a refusal, and written as data too."""
+    """Inside, an XferError is printed and ends the command. refused: print it as a refusal, and write it as JSON too."""
     from xfer.errors import XferError
 
     try:

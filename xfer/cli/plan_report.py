@@ -122,7 +122,7 @@ class Report:
 
 
 def byte_rows(r: Report) -> list[tuple[str, str, str]]:
-    """What is printed and drawn of a plan's bytes: (what, bytes, more)."""
+    """Lines about a plan's bytes, for text and page: (label, size or number, details)."""
     c, low, high = r.byte_classes, min(r.bytes_per_replica), max(r.bytes_per_replica)
     times = f"{r.broadcast_bytes / r.nbytes:.1f}x of that" if r.nbytes else ""
     return [
@@ -144,10 +144,10 @@ def byte_rows(r: Report) -> list[tuple[str, str, str]]:
 def make_report(
     header: Header, catalog: Catalog, plans: Sequence[SubPlan], site: Site, *, relay: bool = False
 ) -> Report:
-    """Computes the report of one refit of all replicas at once. `relay`: as of `plan_replicas`."""
+    """Computes the report of one refit of all replicas at once. `relay`: see `plan_replicas`."""
     p, summaries = predict(plans, site, relay=relay), [x.summary for x in plans]
     every = range(len(plans))
-    # Replicas that hand bytes on take those of one plan from trainers, whoever of them takes which.
+    # A group of replicas that hand bytes on takes the bytes of one plan from the trainers.
     sent = [plans[i] for i, some in enumerate(site.together(every)) if not relay or some[0] == i]
     first = summaries[0]
     out = np.sum([x.summary.bytes_out for x in sent], axis=0)
@@ -215,7 +215,7 @@ def _kinds(p: Prediction) -> tuple[Kind, ...]:
 
 
 def _matrix(plans: Sequence[SubPlan], site: Site, p: Prediction, shares: Sequence[tuple[int, int]]) -> Matrix:
-    """shares: As of `predict.own`, what each replica takes from trainers."""
+    """shares: What each replica takes from trainers, see `predict.own`."""
     trainers, workers = plans[0].trainers, sum(x.workers for x in plans)
     if max(trainers, workers) <= RANKS_DRAWN:
         table, at = np.zeros((trainers, workers), np.int64), 0

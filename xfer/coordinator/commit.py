@@ -37,7 +37,7 @@ VOID = "its storages, or the bytes in them, are not those that it staged for; re
 
 
 class Phase(Enum):
-    """Phase of one replica in one refit. `TRANSITIONS` lists the moves between them."""
+    """Phase of one replica in one refit. `TRANSITIONS` lists the moves between phases."""
 
     STAGING = "staging"
     ARMING = "arming"
@@ -105,7 +105,7 @@ class Totals:
     held: dict[int, bytes] = field(default_factory=dict)  # trainer -> digests of bytes that others hold too
 
     def add(self, client: Client, x: m.Moved, source: bool) -> None:
-        """Add what a rank reports. `source`: it has the weights, and is no worker of this replica."""
+        """Add what a rank reports. `source`: whether the rank has the weights, and is no worker of this replica."""
         self.pack_s, self.wire_s = max(self.pack_s, x.pack_s), max(self.wire_s, x.wire_s)
         self.unpack_s, self.verify_s = max(self.unpack_s, x.unpack_s), max(self.verify_s, x.verify_s)
         self.apply_s = max(self.apply_s, x.apply_s)
@@ -168,14 +168,14 @@ class ReplicaRefit:
 
     @property
     def able_since(self) -> float:
-        """When trainers were ready and all workers armed, or only connected if bytes are staged first; 0.0 if that is not so yet."""
+        """Monotonic time since which all sources are ready and all workers armed (connected, if bytes are staged first); 0.0: not yet."""
         ready, staging = self.refit.ready_at, self.phase is Phase.STAGING
         there = self.replica.joined if staging else len(self.armed) == self.replica.size
         return max(ready, self.armed_at) if ready and there else 0.0
 
     @property
     def may_be_read(self) -> bool:
-        """Whether some worker reads trainers' storages, or may yet in this refit.
+        """Whether some worker reads trainers' storages, or may still do so in this refit.
 
         Staged bytes that turn out not to fit are brought anew while all trainers hold their weights.
         """
@@ -203,7 +203,7 @@ class ReplicaRefit:
     # ---- forward
 
     def arm(self) -> None:
-        """Tell the controller, unless its replica is still joining: it would not listen, and is told when the replica is ready."""
+        """Send Arm to the controller. While the replica joins, its controller takes no Arm: it is sent when the replica is ready."""
         r = self.replica
         free = r.controller is not None and not r.unsettled and not r.phase.before_ready
         free = free and r.first in (None, self.refit)
@@ -289,8 +289,8 @@ class ReplicaRefit:
         return False
 
     def _stages_first(self) -> bool:
-        """Whether bytes come into scratch before the engine is armed. If they cannot, arm it now: it serves no whole version, is not
-        back from an earlier refit, or has to read its layout anew, which it does when it is armed."""
+        """Whether bytes come into scratch before the engine is armed. They cannot if the engine serves no whole version, is not back from
+        an earlier refit, or has to read its layout anew: it is then armed now, and reads its layout when it is armed."""
         r = self.replica
         if self.phase is Phase.STAGING and (r.dirty or r.unsettled or not r.complete and not r.phase.before_ready):
             self.to(Phase.ARMING)
@@ -311,7 +311,7 @@ class ReplicaRefit:
         relays.began(refit, self)
 
     def read(self, worker: int) -> None:
-        """A worker is done: it reads no trainer's storage any more, and others may read all of its bytes."""
+        """Note that a worker is done: it no longer reads a trainer's storage, and others may read all of its bytes."""
         self.totals.bytes_in.setdefault(worker, 0)
         self._reads_no_more(worker)
         relays.part_ready(self.refit, self, worker, ALL_PARTS)
@@ -322,7 +322,7 @@ class ReplicaRefit:
             self.refit.moved_on(self)
 
     def done(self) -> None:
-        """Every rank is done with what it was told last."""
+        """Every rank has carried out the last Go."""
         if self.phase is Phase.MOVING:
             self.decide()
         elif self.phase is Phase.STAGING:
@@ -333,7 +333,7 @@ class ReplicaRefit:
             self.refit.arm(self.replica)
 
     def _apply(self) -> None:
-        """All workers are armed, and hold what they have staged: they bring it into live storage."""
+        """Let the workers copy staged bytes into live storage: all are armed, and the bytes fit."""
         co, r, refit = self.refit.coordinator, self.replica, self.refit
         self.to(Phase.MOVING)
         refit.owed.begin([r], sources=False)

@@ -47,7 +47,7 @@ REFUSED_S = 2.0
 
 
 class Coordinator:
-    """Give it events by `handle` and carry out the effects that it returns, in their order.
+    """A state machine: call `handle` with each event, and carry out the effects that it returns, in their order.
 
     Args:
         options: the arguments of trainer 0's connect().
@@ -86,13 +86,14 @@ class Coordinator:
         self.at(now + logs.EVERY_S, self._log_waiting)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Handle one event.
+        """Handle one event. Raises nothing: a bug fails the job.
 
         Args:
+            event: what happened.
             now: monotonic time in seconds.
 
         Returns:
-            What is to be done, in order. It never raises.
+            The effects to carry out, in order.
         """
         self.now = max(self.now, now)
         # Due timers run first: if this process was stopped, others have acted on those deadlines already.
@@ -116,7 +117,7 @@ class Coordinator:
                 self._own_fault(e)
 
     def _own_fault(self, e: Exception) -> None:
-        """After a bug here, no process may have to wait for its deadline."""
+        """Fail the job after a bug here, so that no process waits for its deadline."""
         own = XferError(f"the coordinator failed: {type(e).__name__}: {e}")
         self.fail(self, e if isinstance(e, XferError) else own)
 
@@ -368,7 +369,7 @@ class Coordinator:
             scope.end(error, by)
 
     def _end(self, r: Replica, error: XferError, by: Client | None, gone: bool) -> None:
-        """Replica `r` cannot go on: one of its processes is gone, or it got no plan or link, or a process cannot join."""
+        """End replica `r`: one of its processes is gone, it got no plan or link, or a process cannot join."""
         refit, before = self.refit, r.phase
         part = refit.parts[r.index] if refit is not None else None
         if r.first is not None and not gone:
@@ -449,8 +450,8 @@ class Coordinator:
                 self.fail(self, e)
 
     def _derive(self, replica: Replica) -> None:
-        """Once every worker of a replica has said what it takes: make a catalog with the tensors that they need derived. While bytes
-        move by the old catalog the new one waits until all trainers are ready for the next refit."""
+        """Make a catalog with the derived tensors that a replica's workers need, once all of them have told what they need. While bytes
+        move by the old catalog, the new one waits until all trainers are ready for the next refit."""
         if replica.wanted and len(replica.wanted.keys() | replica.inventories.keys()) == replica.size:
             self.derived = self.derived.union(*replica.wanted.values())
             replica.wanted = {}
@@ -462,7 +463,7 @@ class Coordinator:
         """Unite what the trainers export, and what they have to derive from it. Returns whether there is a new catalog.
 
         Args:
-            anew: Whether to make a new one of what is in the old one, if nothing has changed.
+            anew: Make a new catalog even if nothing has changed.
 
         Raises:
             LayoutError: trainers disagree about a tensor.
@@ -490,7 +491,7 @@ class Coordinator:
         return True
 
     def _inventory_came(self, client: Client, msg: m.InventoryMsg) -> None:
-        """Keep the digest of a layout. No plan that was made before may run any more."""
+        """Keep the digest of a layout. Plans that were made before may not run any more."""
         if msg.generation != self.generation:
             return  # made from an older catalog; the client is about to receive the newer one
         h, refit = client.hello, self.refit
@@ -509,7 +510,7 @@ class Coordinator:
             refit.advance()
 
     def _trainers_changed(self) -> None:
-        """What trainers export, or its layout, has changed. Plans with a donor stand."""
+        """Note that the trainers' exports, or their layouts, have changed. Plans with a donor stay valid."""
         for r in self.replicas.values():
             r.stale = r.stale or r.first is None
 

@@ -188,7 +188,7 @@ class Planning:
     # ---- unmapping, before trainers free their storages
 
     def release(self, client: Client, call: int) -> None:
-        """A trainer is about to free its storages: every process that reads them unmaps them, then the trainer is told.
+        """Unmap a trainer's storages before the trainer frees them: every process that reads them unmaps them, then the trainer is told.
 
         Workers read trainers' storages; where trainers gather they read each other's too. The next refit opens the
         routes again.
@@ -227,7 +227,7 @@ class Planning:
         client.send(m.CloseRoutes(replica))  # even if it was asked before: it may have opened routes again since
 
     def closed(self, client: Client, replica: int | None = None) -> None:
-        """This client has unmapped, or (None) is gone."""
+        """Note that this client has unmapped the storages for a replica, or is gone (`replica` None)."""
         self._closing = {(c, r) for c, r in self._closing if c is not client or replica not in (None, r)}
         self._answer_releases()
 

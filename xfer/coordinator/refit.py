@@ -33,7 +33,7 @@ logger = logging.getLogger("xfer")
 
 
 class Owed:
-    """Which ranks have not said `Done` for which replicas.
+    """The ranks that have not said `Done`, and for which replicas.
 
     Ranks are numbered as in the domain of a replica: sources, then its workers. A set of replicas is an integer with bit `r`
     for replica `r`. Each replica is watched at the first rank that owes it, so a `Done` concerns only the replicas that are
@@ -59,7 +59,7 @@ class Owed:
         return index if self.is_source(client) else self._sources + index
 
     def begin(self, replicas: Sequence[Replica], sources: bool = True) -> None:
-        """All ranks of these replicas are told Go, or their workers only."""
+        """Note that all ranks of these replicas (without `sources`: their workers only) were told Go, and owe a `Done`."""
         more = self._sources + max(r.size for r in replicas) - len(self._owed)
         self._owed += [0] * more
         self._watched += [0] * more
@@ -145,14 +145,14 @@ class Transfer:
             self.arm(part.replica)
 
     def advance(self) -> None:
-        """Let every replica begin that can. Called whenever something changed that they may wait for."""
+        """Let every replica begin that can. Called whenever something has changed for which a replica may wait."""
         raise NotImplementedError
 
     def advance_soon(self) -> None:
-        """A replica is out of it, and others may have waited for it. For use inside of `advance`."""
+        """Call `advance` after the present event: a replica has left, for which others may have waited. Callable inside `advance`."""
 
     def moved_on(self, part: ReplicaRefit) -> None:
-        """A replica has another phase or other readers, or was told to move bytes."""
+        """Note that a replica has another phase or other readers, or was told to move bytes."""
         raise NotImplementedError
 
     def trainers_waited_for(self) -> list[str]:
@@ -165,7 +165,7 @@ class Transfer:
         self.coordinator.soon(self.finish_if_over)  # no part has to be open
 
     def finish_if_over(self) -> None:
-        """End it if no part is open."""
+        """End the transfer if no part is open."""
         raise NotImplementedError
 
     def go(
@@ -181,7 +181,7 @@ class Transfer:
         return m.Go(self.number, replicas, epochs, self.version, self.verify, left, together, tells, bases, kind)
 
     def handle(self, client: Client, msg: m.Armed | m.PartReady | m.Done | m.Committed | m.Stopped | m.Settled) -> None:
-        """A rank or a controller said something about this transfer."""
+        """Handle a message of a rank or a controller about this transfer."""
         if isinstance(msg, m.Done):
             return self._done(client, msg)
         if (part := self.parts.get(client.hello.replica)) is None:
@@ -198,7 +198,7 @@ class Transfer:
             part.settled(msg)
 
     def _done(self, client: Client, msg: m.Done) -> None:
-        """A rank has moved its part for some replicas.
+        """Note that a rank has moved its part for some replicas.
 
         Raises:
             ProtocolError: the message names a replica that does not exist or, from a worker that receives, that is not its own.
@@ -307,8 +307,8 @@ class Refit(Transfer):
             part.arm()
 
     def arm_after(self) -> float:
-        """Seconds between the first call and Arm with which all engines of this refit would have armed shortly before the last
-        trainer was ready. An engine that is armed earlier does not serve meanwhile, and gains nothing. 0.0 if some did not arm."""
+        """Seconds by which the next refit sends Arm after its first call: with them, all engines of this one would have armed shortly
+        before the last trainer was ready. An engine that is armed earlier stops serving for nothing. 0.0 if some did not arm."""
         took = [part.armed_at - part.told_at for part in self.parts.values() if part.told]
         if not self.ready_at or not took or min(took) < 0.0:
             return 0.0
@@ -377,7 +377,7 @@ class Refit(Transfer):
             self.advance()
 
     def _put_aside(self, wanted: int) -> None:
-        """Go on without replicas whose engines are still not back from an earlier refit, if the callers want no more than the others."""
+        """Go on without replicas whose engines are not back from an earlier refit, if the other replicas are as many as `wanted`."""
         late = [p for p in self.waiting.values() if p.replica.unsettled]
         if sum(not p.over for p in self.parts.values()) - len(late) < wanted:
             return
@@ -457,7 +457,7 @@ class Refit(Transfer):
     # ---- the end
 
     def _note_drained(self, part: ReplicaRefit) -> None:
-        """Tell trainers when no worker of a replica reads their storages, nor will. One that waits may, however late it joins."""
+        """Tell trainers that no worker of a replica reads their storages, or will do so. A replica that waits may, however late it joins."""
         if not self.called or part.drained or part.may_be_read or self.coordinator.refit is not self:
             return
         co, part.drained = self.coordinator, True
@@ -491,7 +491,7 @@ class Refit(Transfer):
         return not self.parts[replica.index].over
 
     def has_told(self, replica: Replica) -> bool:
-        """Whether its processes have joined before, and hear what becomes of this refit."""
+        """Whether the replica's processes have joined, and will be told how this refit ends."""
         part = self.parts[replica.index]
         return (part.told or replica.joined) and not part.over
 

@@ -136,7 +136,7 @@ class Replica:
         vars(self).update(vars(fresh))
 
     def tell(self, message: m.Message) -> None:
-        """Send it to the controller, if that is connected."""
+        """Send a message to the controller, if it is connected."""
         if self.controller is not None:
             self.controller.send(message)
 
@@ -155,14 +155,14 @@ class Replica:
         return seconds
 
     def settled(self, msg: m.Settled) -> None:
-        """Its controller said what the engine serves after a refit."""
+        """Note what the engine serves after a refit, as its controller told."""
         self.unsettled, self.dirty = 0, self.dirty and not msg.serving
         if msg.version is not None:
             self.version = msg.version
 
     @property
     def holds(self) -> m.Holds:
-        """What its workers hold together, by their hellos and the refits since then."""
+        """What its workers hold: the bytes of one version ("whole"), random ones ("nothing"), or a "mix"."""
         if not self.dirty:
             return "whole"
         return "nothing" if all(c.hello.holds == "nothing" for c in self.workers.values()) else "mix"
@@ -174,7 +174,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class Ended:
-    """A session that failed before all its trainers had come. The `missing` ones may come late, to the next session."""
+    """A session that failed before all its trainers had come. The `missing` trainers may come late, to the next session."""
 
     session: str
     error: m.WireError

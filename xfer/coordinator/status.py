@@ -22,7 +22,7 @@ def here(co: Coordinator) -> str:
 
 
 def waited_for(co: Coordinator) -> list[str]:
-    """What a refit, or the beginning of the job, waits for: one short line each."""
+    """List what a refit, or the beginning of the job, waits for: one short line each."""
     if co.refit is not None:
         return co.refit.waiting_for()
     o, out = co.options, []
@@ -114,7 +114,7 @@ class Rejected:
             del self._refused[next(iter(self._refused))]
 
     def lines(self) -> list[str]:
-        """One line per rejected process."""
+        """One line per rejected rank, and one for all callers with another token."""
         out = [f"rejected: {why}" for why in self._refused.values()]
         if self._unproven:
             callers = "a caller" if self._unproven == 1 else f"{self._unproven} callers"

@@ -77,7 +77,7 @@ class Storages(Protocol):
         are none."""
 
     def as_bound(self) -> bool:
-        """Whether the storages are those of `roots`, by a whole look. Called on a worker that stages bytes; may raise why they are not."""
+        """Whether the storages are those of `roots`, by a whole look. Called on a worker that stages bytes. May raise the reason instead."""
 
     def before(self) -> None:
         """Called just before the first byte may move."""
@@ -100,10 +100,10 @@ class _Staged:
 
     Attributes:
         attempt: Its number.
-        bound: Binding generation of the storages into which it goes.
-        base: The refit by changes whose bytes these held; 0: none.
+        bound: Binding generation of the live storages.
+        base: The refit by changes whose bytes the live storages held; 0: none.
         held: The bytes.
-        looked: Whether these storages were as they are bound when the bytes had come.
+        looked: Whether the live storages were unchanged when the last byte had come.
     """
 
     attempt: int
@@ -120,8 +120,8 @@ class DirectPlane:
         party: Client of the rendezvous.
         side: This rank's storages.
         replica: The replica that the plane serves.
-        joint_rank: This rank in the replica's domain: trainers first, then workers. Where a donor takes the place of the trainers,
-            a worker gets another one with its plan.
+        joint_rank: This rank in the replica's domain: trainers first, then workers. In a first copy a worker gets another joint rank
+            with its plan.
         cache: Where plans are kept between runs.
     """
 
@@ -163,7 +163,7 @@ class DirectPlane:
 
     @property
     def sends(self) -> bool:
-        """Whether this rank sends bytes over the present routes that nobody pulls."""
+        """Whether this rank sends messages over its link in a refit by the present routes."""
         routed = self._routed
         return routed is not None and routed.plan.p2p_out > 0
 
@@ -350,7 +350,7 @@ class DirectPlane:
         stop.check()  # a `stop` that was called meanwhile saw no routes
 
     def _scratch_for(self, order: m.OpenLink, part: PlanPart, live: Sequence[torch.Tensor]) -> Scratch | None:
-        """Return the scratch into which a worker's bytes come, the one that it has if that serves."""
+        """Return the scratch into which a worker's bytes come: the present one, if it fits."""
         old, self._scratch = self._scratch, None
         if order.scratch is None or self.side.role != "worker":
             return None
@@ -421,14 +421,14 @@ class DirectPlane:
         )  # fmt: skip
 
     def _looks_as_bound(self) -> bool:
-        """Look at the storages while the engine serves. What is wrong is told in the pause, by the look that then is a whole one."""
+        """Look at the storages while the engine serves. False after an error: the whole look in the pause then raises it."""
         try:
             return self.side.as_bound()
         except Exception:
             return False
 
     def _look_again(self) -> None:
-        """See what the quick look in the pause does not, before the commit."""
+        """Check before the commit what the quick look in the pause leaves out."""
         if not self.side.as_bound():
             raise RebindError(
                 "storages of this worker changed after its bytes were staged; the next refit reads them anew",
@@ -465,7 +465,7 @@ class DirectPlane:
         return self._scratch.extra_bytes if self._scratch is not None else 0
 
     def _by_route(self, routed: routes.Routed, handed_on: int) -> tuple[m.RouteTaken, ...]:
-        """Return the bytes that came by each route. `handed_on`: those of the link that other workers of the replica sent."""
+        """Return the bytes that came by each route. `handed_on`: bytes that other workers of the replica sent over the link."""
         r, wire = routed.report, "nccl" if self.side.device.type == "cuda" else "gloo"
         pulled = "rdma" if routed.kind is peer_rdma else "peer"
         pulled = "relay" if routed.place is not None and routed.place.follows else pulled

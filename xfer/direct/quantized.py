@@ -41,8 +41,8 @@ ROOT = SCRATCH + "fp8"
 
 @dataclass(frozen=True, slots=True)
 class _MatrixPart:
-    """A box of the matrix that lies in one storage of this rank. `at`: byte of its values in scratch. `whole`: the part of it that has
-    whole blocks, if any. The rest is measured before it is quantized."""
+    """A box of the matrix that lies in one storage of this rank. `at`: byte in scratch where its quantized values begin. `whole`: the part
+    of the box that consists of whole blocks, if any. The rest is measured before it is quantized."""
 
     box: Box
     source: Fragment
@@ -62,9 +62,10 @@ class _InScratch:
     """A matrix in one form.
 
     Attributes:
-        blocks: The part of its grid that this rank has scales of, at byte `at` of scratch.
+        blocks: The part of the grid of which this rank has the scales, at byte `at` of scratch.
         amax: Where the largest values of these blocks begin among those of all matrices, if some part has to be measured.
-        shared: int64 [2, n], of the blocks of which other ranks have parts: numbers in the catalog, and places of the largest values.
+        shared: int64 [2, n], for the n blocks of which other ranks have parts: row 0, number in the catalog; row 1, place of the
+            largest value.
     """
 
     rule: ScaleRule
@@ -80,10 +81,10 @@ class _Geometry:
     """How the parts of a matrix that a rank holds lie among the matrix's blocks.
 
     Attributes:
-        pieces: Disjoint boxes, each with the number of the held box that it is of, and with the part of it that has whole blocks.
-        blocks: Disjoint boxes of the matrix's grid: what the pieces touch.
+        pieces: Disjoint boxes, each with the number of the held box that it is cut from, and with its part that has whole blocks.
+        blocks: Disjoint boxes of the matrix's grid, which hold all blocks that the pieces touch.
         bounds: A box of the grid around them.
-        shared: int64 [2, n], of the blocks of which the pieces have a part, and not all: numbers in the grid, and in `bounds`.
+        shared: int64 [2, n], for the n blocks of which the pieces have a part only: row 0, number in the grid; row 1, in `bounds`.
     """
 
     pieces: tuple[tuple[Box, int, Box | None], ...]
@@ -230,10 +231,10 @@ class Quantized:
             ) from e
 
     def measure(self, until: float) -> PartialBlocks | None:
-        """Measure what has to be measured before `run`. Returns the blocks of which this rank has only a part; None if there are none.
+        """Measure the largest values of blocks that `run` needs. Returns the blocks of which this rank has only a part; None if none.
 
         Args:
-            until: Monotonic time until which a GPU may take.
+            until: Monotonic time by which a GPU must have done it.
         """
         for q in self._quantizers:
             q.measure()
@@ -321,7 +322,7 @@ def _fragment(name: str, box: Box, at: int, strides: Ints, dtype: str) -> Fragme
 
 
 def _disjoint(held: Iterable[tuple[Box, T]]) -> list[tuple[Box, T]]:
-    """The boxes without what an earlier one has, since a rank may hold an element twice."""
+    """The boxes, each without the elements of earlier ones: a rank may hold an element twice."""
     out: list[tuple[Box, T]] = []
     for box, f in held:
         left = [box]
@@ -338,14 +339,14 @@ def _bounding(boxes: Sequence[Box]) -> Box:
 
 
 def _whole_blocks(box: Box, shape: Ints) -> Box | None:
-    """The part of a box of a matrix that has whole blocks."""
+    """The part of a box of a matrix that consists of whole blocks; None if there is none."""
     first = [-(-o // BLOCK) * BLOCK for o in box.origin]
     end = [e if e == n else e // BLOCK * BLOCK for e, n in zip(box.end, shape)]
     return Box(tuple(first), tuple(e - o for o, e in zip(first, end))) if all(map(int.__lt__, first, end)) else None
 
 
 def _held_in_part(boxes: Sequence[Box], bounds: Box, shape: Ints) -> np.ndarray:
-    """Which blocks of `bounds`, a box of the matrix's grid, these disjoint boxes have a part of, and not all. bool."""
+    """For each block of `bounds`, a box of the matrix's grid: whether these disjoint boxes have a part of it only. bool."""
     held = np.zeros(bounds.extent, np.int64)
     for b in boxes:
         rows, cols = (_common(o, n, first, count) for o, n, first, count in zip(b.origin, b.extent, *_pair(bounds)))

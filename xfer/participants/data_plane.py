@@ -128,8 +128,8 @@ class DataPlane(Protocol):
         """Whether nothing is mapped any more after `unmap`."""
 
     def cut_off(self) -> bool:
-        """End the reading of destinations from this rank's storages where this rank can do that; routes must then be opened again.
-        Returns whether none reads any more."""
+        """Make destinations unable to read this rank's storages, if the route allows that; routes must then be opened again. Returns
+        whether no destination can read them any more."""
 
     def make_plan(self, inputs: m.PlanInputs, stop: Stop) -> PlanFacts:
         """Plan this rank's part. Closes the link of the previous plan."""
@@ -165,8 +165,8 @@ class DataPlane(Protocol):
         """
 
     def looked(self, attempt: int) -> bool:
-        """Whether all bytes of this attempt are in scratch here, and this worker's storages were as they are bound when the bytes had come.
-        They are looked at again, whole, before this attempt's `Done`."""
+        """Whether all bytes of this attempt are in scratch here, and this worker's storages were unchanged when the last byte arrived.
+        A whole look at them follows before this attempt's `Done`."""
 
     def part_ready(self, ready: m.PartReady) -> None:
         """Note that the workers from which this one reads have these parts."""

@@ -68,7 +68,7 @@ class Lane:
         device: Device of the weights.
         replica: Number of the replica that gets the weights.
         plane: Moves the bytes.
-        may_open: Called before a link is opened; waits until it may be, or the work has to stop.
+        may_open: Called before a link is opened. It returns when the link may be opened, and raises if the work has to stop.
 
     Attributes:
         done_attempt: The last attempt whose transfer has succeeded on this rank.

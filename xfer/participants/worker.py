@@ -1,8 +1,7 @@
 """The engine worker's part of a session: join once, then one `receive` per refit, inside the engine's own call.
 
-No call here raises into the engine, and none takes longer than its deadline: vLLM reads its workers' replies in rank order
-and stops at the first failure, after which every later answer belongs to the wrong call. Outcomes travel on xfer's own
-channel.
+No call here raises into the engine, and every wait has a deadline: vLLM reads its workers' replies in rank order and stops at
+the first failure, after which every later answer belongs to the wrong call. Outcomes travel on xfer's own channel.
 """
 
 from __future__ import annotations
@@ -91,12 +90,11 @@ class WorkerSide(Protocol):
         """
 
     def check(self, quick: bool = False) -> str:
-        """Return the value of a `Change` (data_plane.py). Raises if weights that stay as they are
-        (`keep=`) are lost.
+        """Return the value of a `Change` (data_plane.py). Raises if weights that refits leave alone (`keep=`) are lost.
 
         Args:
-            quick: Another check has said "same" a moment ago, and a whole one follows before the commit. This one may say "same" if
-                the tensors are the same objects at the same addresses.
+            quick: Return "same" if the tensors are the same objects at the same addresses. Allowed if a check has returned "same" a
+                moment ago, and a whole one follows before the commit.
         """
 
     def rebind(self) -> None:
@@ -311,7 +309,8 @@ class WorkerSession:
     def receive(self, attempt: int, deadline_s: float) -> None:
         """Run one refit attempt, from armed to decided.
 
-        Returns by the deadline and raises nothing: see the module.
+        Raises nothing: see the module. Waits for the decision until `STOP_GRACE_S` after the deadline, and for a transfer that was
+        stopped as long again.
 
         Args:
             attempt: Number of the attempt.

@@ -26,7 +26,7 @@ class PlanCache:
         self._files = FileCache(directory, SUFFIX, _MAGIC, max_bytes)
 
     def get(self, key: str, rank: int) -> PlanPart | None:
-        """The part of these inputs, or None where there is no whole one of this version, these inputs and this rank."""
+        """The stored part of these inputs and this rank; None if there is none, or it is damaged or of another version."""
         body = self._files.get(_name(key, rank)) if KEEPS else None
         if body is None:
             return None
@@ -37,7 +37,7 @@ class PlanCache:
         return part if (part.key, part.program.rank) == (key, rank) else None
 
     def put(self, part: PlanPart) -> bool:
-        """Whether the part was stored; that it could not be is no error."""
+        """Store a part. Returns whether it was stored; failure raises nothing."""
         return KEEPS and self._files.put(_name(part.key, part.program.rank), part.to_bytes())
 
 

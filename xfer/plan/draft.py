@@ -85,7 +85,7 @@ class Draft:
 def make_draft(
     catalog: Catalog, sources: Sequence[Inventory], destinations: Sequence[Inventory], options: PlanOptions
 ) -> Draft:
-    """Raises what planner.plan_replica raises."""
+    """Make the draft for all replicas of one layout. Arguments and errors: see planner.plan_replica."""
     _check(catalog, sources, destinations, options)
     src_cls, src_inv = _classes(sources)
     dst_cls, dst_inv = _classes(destinations)

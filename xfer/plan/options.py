@@ -1,4 +1,4 @@
-"""Options of a plan. All of it is part of the plan's digest; none of it is about one refit."""
+"""Options of a plan. All of them are part of the plan's digest; none is about one refit."""
 
 from __future__ import annotations
 
@@ -31,16 +31,15 @@ class PlanOptions:
     """`bucket_bytes`: most wire bytes of one message (one source, one destination, one wave).
     `wave_bytes`: most wire bytes that one rank sends, and most that it receives, in one wave: what staging buffers
     must hold; 0 stands for two buckets.
-    `drop`: checkpoint tensors that no engine need read; `narrow`: tensors whose cast to a dtype that holds neither
-    all that the trainer's holds nor all that the checkpoint's holds is wanted. Both: names or fnmatch patterns; a
-    grouped name (`…experts.*.up_proj.weight`) is one.
+    `drop`: checkpoint tensors that no engine need read. `narrow`: tensors that may be cast to a dtype that can represent
+    the values of neither the trainer's dtype nor the checkpoint's. Both: names or fnmatch patterns; a grouped name
+    (`…experts.*.up_proj.weight`) counts as a pattern.
     `hosts`: host of every joint rank (trainers first), or empty when no rank is nearer than another.
     `site`: the links between ranks and who sits where, in place of `hosts`; sources are then chosen for time over
     links. `replica`: which of the site's replicas this plan is for.
     `remote_cost`: what a byte to another host costs a source, in bytes to its own host.
-    `rotation`: shifts which source a destination starts with. `rotations`: how many sub-plans run at once,
-    `rotation` being the number of this one; they then start as far from each other as can be. 0: `rotation` counts
-    sources.
+    `rotation`: shifts the source with which a destination starts. `rotations`: number of sub-plans that run at once,
+    of which this one is number `rotation`; they start as far from each other as possible. 0: `rotation` counts sources.
     `align_bytes`: granule of all cuts; a power of two and at least 8, the largest element.
     `relay`: bytes that come from other hosts and that several workers of one host need are sent to one of these, which hands
     them on to the others.
@@ -89,8 +88,8 @@ class PlanOptions:
         return self.bucket_bytes // self.align_bytes * self.align_bytes
 
     def host_numbers(self) -> tuple[int, ...]:
-        """Host of every joint rank, numbered by first appearance: what a host is called does not matter to a plan, who
-        shares one does. Empty when not known.
+        """Host of every joint rank, numbered by first appearance, since plans do not depend on hosts' names. Empty when not
+        known.
         """
         seen: dict[str | int, int] = {}
         hosts = self.site.hosts(self.replica) if self.site is not None else self.hosts

@@ -1,7 +1,7 @@
 """From a catalog and inventories to a sub-plan: draft, balance, schedule. Pure and deterministic.
 
 Equal inputs give equal sub-plans on every rank and in every run: nothing here reads a clock, an address, a hash seed
-or the order of a dict. What replicas of one layout share is draft.py's, the tables themselves are subplan.py's.
+or the order of a dict. draft.py makes the part that replicas of one layout share; subplan.py has the tables.
 """
 
 from __future__ import annotations
@@ -67,8 +67,7 @@ def plan_replica(
 
 
 class Drafts:
-    """The last draft, shared by the plans of several replicas. Thread-safe: a second caller waits for
-    it."""
+    """Keeps the last draft for the plans of several replicas. Thread-safe: a second caller waits for the draft."""
 
     def __init__(self) -> None:
         self._draft: tuple[str, Draft] | None = None
@@ -110,7 +109,7 @@ def plan_replicas(
     Args:
         relay: Replicas on the same hosts hand bytes on to each other, and so do workers of a replica. These replicas have one plan, and
             the sources are chosen for the first of them only.
-        told: called with the number of replicas planned so far.
+        told: Called with the number of replicas planned so far.
 
     Raises:
         XferError: as plan_replica.
@@ -133,7 +132,7 @@ def plan_replicas(
 
 
 def _refuse_misplaced(trainers: int, workers: int, options: PlanOptions) -> None:
-    """LayoutError when the options' site has other ranks. Of every replica by itself: replicas may differ in size."""
+    """Raise LayoutError if the options' site has other ranks. Called for each replica, since replicas may differ in size."""
     if options.site is None:
         return
     placed = len(options.site.trainers), len(options.site.replicas[options.replica])
@@ -148,8 +147,8 @@ def _refuse_misplaced(trainers: int, workers: int, options: PlanOptions) -> None
 
 
 def finish(draft: Draft, deal: Deal, key: str, options: PlanOptions) -> SubPlan:
-    """The sub-plan of one replica. Draft and deal were made with options of equal `for_draft()`, the deal on the same
-    site.
+    """The sub-plan of one replica. Draft and deal must be made with options of equal `for_draft()`, and the deal with the
+    same site.
     """
     shares = deal.shares(options)
     pair_src, pair_dst, pair_common, pair_bytes = _pairs(shares)
@@ -181,7 +180,7 @@ def finish(draft: Draft, deal: Deal, key: str, options: PlanOptions) -> SubPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Shares:
-    """As the columns of subplan.Tables that begin with `share_` and `copy_`."""
+    """The columns of subplan.Tables that begin with `share_` and `copy_`."""
 
     src: np.ndarray
     dst: np.ndarray
@@ -206,7 +205,7 @@ class Deal:
         ends = np.append(stream.start, int(stream.nbytes.sum()))
         self._demands: list[Demand] = []
         self._base: list[tuple[int, int]] = []  # where a demand's bytes begin and end in the stream
-        self._others: list[list[tuple[int, int]]] = []  # who else needs them, and where they begin for that one
+        self._others: list[list[tuple[int, int]]] = []  # other destinations that need them, and where they begin there
         takers: dict[tuple[int, Hashable], list[tuple[int, int, int]]] = defaultdict(list)
         for g, (holders, common) in enumerate(zip(stream.group_holders, stream.group_common)):
             for d in stream.group_destinations[g]:

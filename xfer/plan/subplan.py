@@ -10,7 +10,7 @@ Bytes that several workers of a host need from other hosts may be *common*: one 
 the others get copies of the share from it. Rows of copies follow from those of the share: what a worker receives in a
 wave it sends on `LAG` waves later.
 
-Here live the tables and their expansion. How they come about is planner.py's, what a rank keeps of them part.py's.
+This module has the tables and their expansion. planner.py makes them; part.py has the part that a rank keeps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ tables do not prove equal code."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tables:
-    """Everything that rows follow from. Byte positions in streams are int64; classes are of ranks with equal
+    """Everything from which rows are computed. Byte positions in streams are int64. A class is a set of ranks with equal
     inventories.
     """
 
@@ -121,8 +121,8 @@ class SubPlan:
             yield rows[rows["dst"] == rank]
 
     def handed_on(self, rank: int) -> np.ndarray:
-        """For each share of common bytes that trainer `rank` sends, the workers that get them from the one that it sends them to.
-        int32 [n, 2]: (`common` of its rows, joint rank)."""
+        """The workers that get a copy of a share that trainer `rank` sends to another worker.
+        int32 [n, 2]: (`common` of the share's rows, joint rank of the worker)."""
         t = self.tables
         mine = t.share_src[t.copy_share] == rank
         return np.stack([t.share_common[t.copy_share[mine]], t.copy_dst[mine]], axis=1).astype(np.int32)
@@ -130,9 +130,9 @@ class SubPlan:
     def shared(self, rank: int) -> np.ndarray:
         """The boxes of trainer `rank` that go to some worker and that other trainers hold too.
 
-        Rows of dtype ROW whose source and destination are that rank's own storage, so that a checksum of either
-        side is of the bits that lie there. `dst` is the number of the set of trainers that hold the box, equal on
-        all of them: of one tensor and one set, all members have the same elements. Empty for a worker.
+        Rows of dtype ROW. Source and destination are that rank's own storage, so a checksum of either side covers the bits
+        that lie there. `dst` is the number of the set of trainers that hold the box, equal on all of them: all members of
+        a set have the same elements of a tensor. Empty for a worker.
         """
         t, held = self.tables, self.sources.table
         if rank not in range(self.trainers):
@@ -175,7 +175,7 @@ class SubPlan:
         return _settle(rows), piece[row]
 
     def _handed_on(self, rows: np.ndarray, piece: np.ndarray, copies: np.ndarray) -> np.ndarray:
-        """What the destinations of rows, of these pieces, hand on. copies: of all those shares and destinations (`copy_share`)."""
+        """Rows of the copies `copies` (indices of `copy_share`). rows: the rows of their shares; piece: the piece of each row."""
         t, want = self.tables, self.destinations.table
         by_number = np.argsort(rows["common"], kind="stable")
         number, share = rows["common"][by_number], t.copy_share[copies]
@@ -346,7 +346,7 @@ def _settle(rows: np.ndarray) -> np.ndarray:
 
 
 def _falling(rows: np.ndarray) -> np.ndarray:
-    """What sorts rows by falling alignment of their sizes, so that each begins at a multiple of its own."""
+    """A sort key of rows: falling alignment of their sizes, so that each row begins at a multiple of its alignment."""
     nbytes = row_wire_bytes(rows)
     return -(nbytes & -nbytes)
 

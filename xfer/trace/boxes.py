@@ -218,8 +218,9 @@ def refined(f: Fragment, shape: Ints, dims: Ints) -> list[Fragment]:
 
 
 def split_of(shape: Ints, fragments: Iterable[Fragment]) -> Ints:
-    """Dims in which all of `fragments` (of one tensor of `shape`) are boxes without steps, as far as there are any; ()
-    for `shape` itself. A dim of which every q-th index is held becomes two: which group of q, and where in it.
+    """A split of `shape`: dims in which `fragments` of one tensor become boxes without steps. A dim of which every q-th
+    index is held becomes two: the group of q, and the place in it. A dim whose steps do not divide one another stays whole.
+    () if no dim is split, or more than `MAX_DIMS` would come of it.
     """
     factors = [{q for f in fragments if f.steps and (q := f.steps[k]) > 1} for k in range(len(shape))]
     if not any(factors):

@@ -42,9 +42,9 @@ class Catalog:
 
     @staticmethod
     def union(parts: Iterable[tuple[str, Iterable[TensorSpec]]]) -> Catalog:
-        """One catalog of what several ranks (`who`, specs) name. LayoutError lists every name on which two of them
-        disagree. Of different splits the finest counts, for all members of a group; those that do not fit together are
-        dropped.
+        """One catalog of all tensors that several ranks (`who`, specs) name. LayoutError lists every tensor on which two
+        ranks disagree. If members of a group have different splits, all get the one that refines the others; without such
+        a one, none has a split.
         """
         seen: dict[str, tuple[TensorSpec, str]] = {}
         bad: dict[str, list[str]] = {}
@@ -72,8 +72,8 @@ class Catalog:
         """This catalog and the quantized form of some of its matrices.
 
         Args:
-            wanted: Pairs of a matrix and a rule (derived.py). One of a group of experts stands for all of them. Names that
-                are not here are left out.
+            wanted: Pairs of a matrix and a rule (derived.py). One expert's matrix stands for those of its group. Names that
+                are not in this catalog are left out.
         """
         members = {
             (n, rule) for name, rule in wanted if name in self._named for n in self.members(self.grouped(name)[0])
@@ -131,8 +131,8 @@ class Catalog:
 
     @cached_property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """Canonical tensors: groups with a leading expert dim, and everything that is in no group; sorted by name. Their
-        shapes are those that plans use: `dims` of the specs."""
+        """Grouped tensors, with a leading expert dim, and all tensors that are in no group; sorted by name. Their shapes
+        are those that plans use: `dims` of the specs."""
         alone = [replace(s, shape=s.dims, split=()) for s in self.specs if self._place[s.name][1] is None]
         groups = [
             replace(m[0], name=g, shape=(len(m), *m[0].dims), split=(), of=m[0].of and _group_name(m[0].of))

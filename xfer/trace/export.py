@@ -79,8 +79,8 @@ class ExportWatch(Watch):
     def _on_meta(self, func, args: tuple, kwargs: dict) -> dict:
         """Receive buffers and copies of meta tensors stay on meta, also when another device was asked for.
 
-        Empty buffers of floats have no values yet and come out as meta; anything with real values (index
-        arithmetic, which is integers, and `arange` or `tensor` of any kind) stays real.
+        Empty buffers of floats have no values yet and become meta tensors; tensors with real values (integers for index
+        arithmetic, and `arange` or `tensor` of any dtype) stay real.
         """
         device = kwargs.get("device")
         if device is None and func is not aten.empty.memory_format:
@@ -95,8 +95,8 @@ class ExportWatch(Watch):
         return kwargs
 
     def note_export(self, name: str, tensor: torch.Tensor) -> bool:
-        """Enter an exported tensor. Whether any part of it is this rank's. A name may come again, with the same
-        shape.
+        """Enter an exported tensor. Returns whether any part of it is this rank's. A name may be entered again, with the
+        same shape.
         """
         with unseen():
             seen = (tensor.shape, tensor.dtype)

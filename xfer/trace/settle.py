@@ -37,8 +37,8 @@ from xfer.trace.watch import not_given
 
 
 def settle(pieces: Sequence[Piece]) -> list[Piece]:
-    """The pieces that are left of writes in this order, disjoint, the order kept. Unsupported if that cannot be
-    said.
+    """The disjoint pieces that remain after writes in this order, in the same order. Unsupported if they cannot be
+    determined.
     """
     last = {p.dst: i for i, p in enumerate(pieces) if p.dst.size}  # the same region written again: the last one stands
     alive = sorted(last.values())
@@ -99,7 +99,7 @@ def _run(r: Region) -> bool:
 
 
 class Ledger:
-    """Collects what both sides' traces end in. `given`: the sources that were offered, with their full shapes.
+    """Collects the final state of a trace, of either side. `given`: the sources that were offered, with their full shapes.
 
     `checkpoint_is_source`: engine side (checkpoint tensors flow into storages); else the trainer's, where parameters
     flow into checkpoint tensors.
@@ -201,7 +201,7 @@ class Ledger:
         self.fills.append(Fill(target, r.offset, shape, strides, dtype_name(value.dtype), bits))
 
     def _share(self, p: Piece) -> list[Piece]:
-        """The parts of a computed piece that this rank answers for: not all of it where ranks computed it together."""
+        """The parts of a computed piece that this rank reports: not the whole piece if ranks computed it together."""
         together = isinstance(p.origin, OperatorResult) and any(isinstance(x, Foreign) for x in walk(p.origin))
         return own_parts(p) if together else [p]
 

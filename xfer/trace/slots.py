@@ -139,8 +139,8 @@ class Slots:
 
     Keeps modules and their tables, but no tensor: a replaced parameter must be freed although a plan still knows it
     (one of a replaced layer is, when this is). `empty`: tensors without bytes and on the meta device are read too;
-    those without bytes lie in root "". `unmapped`: given flat tensors over storages, returns a question: which of them, by number,
-    have no memory behind their addresses (kernels/cuda_driver.py has it). `bind` and `check` ask it and refuse those storages.
+    those without bytes lie in root "". `unmapped`: takes flat tensors over storages and returns a function, which returns the numbers
+    of those without memory behind their addresses (kernels/cuda_driver.py). `bind` and `check` call it and refuse such storages.
     """
 
     def __init__(
@@ -154,8 +154,8 @@ class Slots:
         self.slots, self._empty, self._unmapped = tuple(slots), empty, unmapped
         self.by_name = {slot.name: slot for slot in self.slots}
         self._known: _SlotReading | None = None
-        # A module replaced in the tree leaves its slots behind, intact and dead: so the edges are compared as well. What is needed
-        # for that lies in flat lists: at every refit the interpreter finds a model's objects cold, and each costs time.
+        # A module that was replaced in the tree leaves its slots behind, unchanged and unused. So the edges of the tree are compared
+        # as well, in flat lists: at every refit a model's objects are no longer in caches, and each of them costs time.
         modules = [module for tree in trees for module in tree.modules()]
         self._vars = [vars(module) for module in modules]
         self._dicts = {name: [own[name] for own in self._vars] for name in ("_modules", "_parameters", "_buffers")}
@@ -203,17 +203,17 @@ class Slots:
         """Look whether the modules and tensors in the tables are the same objects at the same addresses.
 
         Returns:
-            None if they are not. Else a function that looks, on any thread and at any time before the next `bind`, at what was not seen: a
-            table that another one has replaced in its module, a tensor that got another shape, strides or dtype in its place. It
-            returns whether there is none of these. What lies in the tables by then does not matter.
+            None if they are not. Else a function for the rest of the check, callable on any thread before the next `bind`. It returns
+            whether no table of a module was replaced, and no tensor got another shape, strides or dtype in its place. Later changes
+            of the tables' contents do not matter.
 
         Raises:
             RebindError: There is no memory behind some storages.
         """
         known = self._known
         with _plain():
-            # The interpreter visits all tables in one call, which needs few of their cold bytes. A tensor of a slot that was
-            # replaced is seen even if the new one has its id: the weak reference is dead.
+            # One call of the interpreter visits all tables, and so loads few cold bytes into caches. A replaced tensor is
+            # noticed even if the new one has its id, because the weak reference to it is dead.
             if known is None or self._objects() != self._ids or not known.is_there():
                 return None
         known.refuse_unmapped()
@@ -230,8 +230,8 @@ class Slots:
         return all(all(map(is_, map(dict.get, self._vars, repeat(name)), kept)) for name, kept in self._dicts.items())
 
     def _tree_is_same(self) -> bool:
-        """Without a call of Python for each module, as `holds` for each tensor. Fewer tensors in a table: told by
-        name when read."""
+        """Whether the modules and tables are the same, checked without a Python call per module. Missing tensors are named
+        when they are read."""
         return (
             self._tables_in_place()
             and [*map(len, self._edges)] == self._edge_counts
@@ -292,9 +292,9 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class _SlotReading:
-    """Result of one `bind`. `contents`: columns of table, key, weak tensor, whether it is the local part of what is in the table, and
-    then of `_LAID_OUT`, of every slot; `devices` by slot name; `unmapped`: asks which roots, by number, have no memory behind them
-    now."""
+    """Result of one `bind`. `contents`: columns with one entry per slot: table, key, weak tensor, whether that is the local part of the
+    DTensor in the table, then one column for each of `_LAID_OUT`. `devices`: by slot name. `unmapped`: returns the numbers of roots
+    that have no memory behind them now."""
 
     places: dict[str, SlotPlace]
     roots: tuple[Root, ...]
@@ -312,8 +312,8 @@ class _SlotReading:
             )
 
     def holds(self) -> bool:
-        """Whether all of it is still so. The address alone is not enough: freed memory comes back at the same address, for another
-        dtype even (a router bias that turns fp32)."""
+        """Whether every slot still has its tensor, at the same address and with the same layout. The address alone is not enough: freed
+        memory comes back at the same address, even for another dtype (a router bias that becomes fp32)."""
         tables, keys, refs, parts, *_ = self.contents
         for ref, inside, part in zip(refs, map(dict.get, tables, keys), parts):
             t = ref()
@@ -322,7 +322,7 @@ class _SlotReading:
         return self.is_there() and self.is_laid_out()
 
     def is_there(self) -> bool:
-        """Whether each tensor lives, at its address. Of what is in the tables it looks at DTensors alone: each has its local tensor."""
+        """Whether each tensor exists, at its address. In the tables it checks DTensors only: each must have the same local tensor."""
         tables, keys, refs, parts, addresses, *_ = self.contents
         tensors = [ref() for ref in refs]
         whole = map(dict.get, compress(tables, parts), compress(keys, parts))
@@ -333,8 +333,8 @@ class _SlotReading:
         )
 
     def is_laid_out(self) -> bool:
-        """Whether each tensor lives, and has its layout, wherever it is. Both looks run in every refit, so column by column and without
-        a call of Python for each tensor."""
+        """Whether each tensor exists and has its layout, at any address. Both checks run in every refit, so they go column by column,
+        without a Python call per tensor."""
         tensors = [ref() for ref in self.contents[2]]
         return (
             all(map(is_not, tensors, repeat(None)))

@@ -300,7 +300,7 @@ class Watch(TorchDispatchMode):
         return out
 
     def operand(self, t: torch.Tensor) -> Operand | Literal:
-        """A tensor argument of an operator that has to be run again."""
+        """A tensor argument of an operator that has to be run again, as an operand of its expression."""
         if t.device.type != "meta":
             return Literal(t.detach().clone())
         store = self.store(t)

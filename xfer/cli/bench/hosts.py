@@ -1,7 +1,7 @@
 """Several hosts in one `xfer bench`: all run the same command, and the first one has the others start processes.
 
-They meet as doctors do (cli/line.py). The first host, which listens, measures. Each other one starts the processes that it is told to,
-hands orders on to them (children.py) and sends their answers back, until the first one says that it is over or its connection ends.
+They meet as doctors do (cli/line.py). The first host listens and measures. Each other host starts processes on request, hands orders on
+to them (children.py) and sends their answers back, until the first host ends the run or its connection ends.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from xfer.rendezvous.channel import dial_socket
 
 SEND_S, SLACK_S = 60.0, 10.0
 IDLE_S = 24 * 3600.0
-"""Most seconds between two orders to a host, while others read layouts and refit by other processes."""
+"""Most seconds that a host waits for an order, while other hosts read layouts and refit."""
 Start = Callable[[str, str, Any], Process]
-"""Starts a process: of "rank", a name and a `Task`, or of the side whose layouts it reads, a name and a `TraceTask`."""
+"""Starts a process. Arguments: "rank", a name and a `Task`; or the side whose layouts the process reads, a name and a `TraceTask`."""
 
 
 class Attendance(Note, frozen=True):
     """Host -> first host: the first message.
 
     Attributes:
-        name: Of the host.
-        asked: The options that must be alike on all hosts.
+        name: The host's name.
+        asked: Option -> value, of those that must be equal on all hosts.
         gpus: Number of GPUs.
-        frameworks: `Framework.versions` of those that it has, by side.
-        machine: For the JSON.
+        frameworks: Side -> package -> version, of the frameworks that the host has.
+        machine: What the JSON output says of the host.
     """
 
     name: str
@@ -54,13 +54,13 @@ class Attendance(Note, frozen=True):
 
 
 class Met(Note, frozen=True):
-    """First host -> host: all have come. `first`: its name."""
+    """First host -> host: all have come. `first`: the first host's name."""
 
     first: str
 
 
 class Spawn(Note, frozen=True):
-    """First host -> host: start a process. `number`: of this request, and from then on of the process."""
+    """First host -> host: start a process. `number` names this request, and from then on the process."""
 
     number: int
     kind: str
@@ -84,7 +84,7 @@ class Halt(Note, frozen=True):
 
 
 class Answered(Note, frozen=True):
-    """Host -> first host: the process is ready, or has obeyed; or the error of either (`XferError.to_wire`)."""
+    """Host -> first host: the process is ready or has carried out an order, or its error (`XferError.to_wire`)."""
 
     number: int
     value: Any = None

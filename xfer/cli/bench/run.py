@@ -50,7 +50,7 @@ class Job:
 
     @property
     def workers(self) -> int:
-        """Of one replica."""
+        """Number of workers of one replica."""
         return len(self.destinations.ranks)
 
     @property
@@ -70,7 +70,8 @@ def placed(job: Job, hosts: Sequence[BenchHost], trainer_hosts: int | None, devi
     """Spread the trainers over the first hosts and the workers over the rest, or both over all.
 
     Args:
-        trainer_hosts: How many of them have trainers. None: their part of all processes, but not all of several hosts.
+        trainer_hosts: Number of hosts with trainers. None: in proportion to the trainers' part of all processes; of several hosts at
+            least one is left for workers.
         device: "cpu" or "cuda". Processes of a host take its GPUs in turn.
     """
     size, workers, taken = len(hosts), job.world - job.trainers, Counter[str]()
@@ -91,7 +92,7 @@ class RouteResult:
     """What was measured by one route, in seconds; lists have one entry per timed refit.
 
     Attributes:
-        route: As asked for.
+        route: The route that was asked for.
         error: Why it did not run to its end; "" if it did.
         bytes: Bytes that all workers received in a refit.
         carried: The routes that carried them, and bytes by each.
@@ -189,11 +190,11 @@ def bench(
     Args:
         job: The layouts.
         route: One of `ROUTES`.
-        places: Of each process: trainers first, then the workers of each replica. Trainer 0 is on this host.
+        places: One place per process: the trainers, then the workers of each replica. Trainer 0 is on this host.
         at: Name or address by which processes reach this host.
-        token: Of the sessions, and of all hosts.
+        token: The secret of the sessions, the same on all hosts.
         repeats: Number of timed refits, after two that are not timed; as many again with verify=True.
-        deadline_s: For connecting and for each refit.
+        deadline_s: Seconds for connecting, and for each refit.
         say: Called with what is being done.
     """
     found: dict[str, Any] = {"route": route}

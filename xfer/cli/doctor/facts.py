@@ -39,7 +39,7 @@ class Resolved:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU that this process sees. `peers`: numbers of those whose memory it can read."""
+    """A GPU that this process sees. `peers`: numbers of the GPUs whose memory it can read."""
 
     number: int
     name: str

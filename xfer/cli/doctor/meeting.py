@@ -1,10 +1,10 @@
 """Brings the doctors of several machines together, and measures between each two of them.
 
-The process that has an address of the rendezvous' host listens there, or one with `--listen` (cli/line.py). All dial it, this one too,
-and join with their facts. The leader, a thread of the process that listens, sends each of them the facts of all, tells pairs to visit
-each other, and sends everything that was found to all.
+The process that has an address of the rendezvous' host listens there, or one with `--listen` (cli/line.py). All processes dial it, this
+one too, and join with their facts. The leader, a thread of the process that listens, sends the facts of all to each process, tells pairs
+to visit each other, and sends all results to all.
 
-A visit (visits.py) has no process in common with others of its step. A process that is lost or late becomes a failure in the report, and
+Visits of one step (visits.py) have no process in common. A process that is lost or late becomes a failure in the report, and
 the others go on.
 """
 
@@ -66,7 +66,7 @@ class Begin(Note, frozen=True):
 
 
 class Visit(Note, frozen=True):
-    """Leader -> member: visit that one, now. `names`: labels of all by their identities. The rest: as `visit` takes it."""
+    """Leader -> member `me`: visit `other` now. `seen`, `names`, `stream_s`: see `visits.visit`. `offers`: memory of `other` to read."""
 
     me: HostFacts
     other: HostFacts
@@ -77,7 +77,7 @@ class Visit(Note, frozen=True):
 
 
 class Visited(Note, frozen=True):
-    """Member -> leader."""
+    """Member -> leader: the result of a visit."""
 
     paths: tuple[NetworkPath, ...]
     memory: tuple[MemoryRead, ...]
@@ -116,7 +116,7 @@ class Leader:
         self._thread.start()
 
     def close(self) -> None:
-        """Called when the own member has its result: the others have theirs, or do not read."""
+        """Called when this process's member has its result: by then the others have theirs, or do not read it."""
         self._thread.join(SLACK_S)
 
     def _run(self) -> None:
@@ -130,7 +130,7 @@ class Leader:
             self._send_away()
 
     def _send_away(self) -> None:
-        """Tells those who came when there were enough."""
+        """Tells processes that came after the last expected one."""
         for line, join in self._callers.late():
             said = f"all {self._terms.size} processes of --size had come before this one"
             failure = problem("meeting", join.facts.host, said, "give the number of all processes as --size")
@@ -187,7 +187,7 @@ class Leader:
         return bool(self._tried(line, lambda: line.send(note, until)))
 
     def _tried(self, line: Line, act: Callable[[], Any]) -> Any:
-        """What `act` returns; None if that member is gone, or is now."""
+        """Returns what `act` returns; None if that member was lost before, or is lost in `act`."""
         if line in self._gone:
             return None
         try:

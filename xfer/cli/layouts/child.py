@@ -50,7 +50,7 @@ class TraceTask(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def main(file: str) -> None:
-    """file: holds a `TraceTask`. Beside it comes a folder with the config and nothing that could be taken for weights."""
+    """Run the `TraceTask` in `file`. Makes a folder beside it, with the config and nothing that could be taken for weights."""
     task, folder = msgspec.msgpack.decode(Path(file).read_bytes(), type=TraceTask), Path(file).with_suffix(".config")
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(task.config))
@@ -95,11 +95,11 @@ class TrainerRanks(TensorNames):
         megatron_ranks.write_no_parameter()
 
     def names(self) -> list[str]:
-        """Empty for a family that this transformers lacks."""
+        """Return the checkpoint's tensor names; none for a family that this transformers lacks."""
         return super().names() if self._known else []
 
     def read(self, rank: int, names: list[str]) -> str:
-        """Return the checkpoint tensors that the rank exports, as a catalog. `names`: of the checkpoint's tensors."""
+        """Return the checkpoint tensors that the rank exports, as a catalog. `names`: all tensor names of the checkpoint."""
         from xfer.trainers import megatron_ranks
         from xfer.trainers.megatron import MegatronTrainer
 
@@ -112,7 +112,7 @@ class TrainerRanks(TensorNames):
         return _told(layout.traced.specs)
 
     def inventory(self, rank: int, catalog: str) -> str:
-        """Return the inventory of a rank that was read. `catalog`: of what all ranks of this side export."""
+        """Return the inventory of a rank that was read. `catalog`: the exports of all ranks of this side."""
         from xfer.plan.inventory import trainer_inventory
 
         roots, traced = self._found[rank]
@@ -136,7 +136,7 @@ class EngineRanks:
             pass
 
     def read(self, rank: int, catalog: str) -> str:
-        """Return the tensors that the rank needs derived, as a catalog. `catalog`: of what the trainers export."""
+        """Return the tensors that the rank needs derived, as a catalog. `catalog`: the trainers' exports."""
         import torch
 
         from xfer.engines.meta_model import make_meta_model
@@ -150,5 +150,5 @@ class EngineRanks:
         return _told(layout.derived)
 
     def inventory(self, rank: int, catalog: str) -> str:
-        """Return the inventory of a rank that was read. `catalog`: also of what is derived for any rank of this side."""
+        """Return the inventory of a rank that was read. `catalog`: the trainers' exports, with what any rank of this side needs derived."""
         return b64encode(self._found[rank].inventory(_catalog(catalog), rank).to_bytes()).decode()
