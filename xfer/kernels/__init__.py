@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 __all__ = ["BoundRows", "Side", "bind"]
 
 Side = Literal["src", "dst", "local"]
-"""Which end of the rows lies in this process: the sender's, the taker's, or both."""
+"""The end of the rows that lies in this process: the source's, the destination's, or both."""
 
 
 class BoundRows(Protocol):
-    """Rows tied to storages. All Python work is done at binding; the calls below only launch copies.
+    """Rows bound to storages. All Python work per row is done at binding; the calls below only launch copies.
 
     A wire buffer is a flat uint8 tensor; a row's bytes begin at its `wire` column. A bound object keeps views of every
     buffer that it was called with, so callers pass the same few buffers again and again.
@@ -34,8 +34,8 @@ class BoundRows(Protocol):
 
     @property
     def scratch_bytes(self) -> int:
-        """Kept beside buffers: on CPUs for casts of values that are not aligned to their own size, which no usual plan has; on
-        GPUs for the kernels' tables of tiles, too."""
+        """Bytes that this object holds beside buffers: scratch for casts of values that are not aligned to their own size, which
+        no usual plan has, and on GPUs the kernels' tables of tiles."""
 
     def prepare(self, buffer: torch.Tensor) -> None:
         """Builds the views of `buffer` now instead of in the first call with it."""
@@ -50,7 +50,7 @@ class BoundRows(Protocol):
         """side "local": storage -> storage."""
 
     def fill(self) -> None:
-        """side "dst" or "local": sets the destination of every FILL row; the other calls pass FILL rows over."""
+        """side "dst" or "local": sets the destination of every FILL row. The other calls skip FILL rows."""
 
 
 def bind(
@@ -61,12 +61,12 @@ def bind(
     src_roots: Sequence[torch.Tensor] | None = None,
     programs: int | None = None,
 ) -> BoundRows:
-    """Ties `rows` (dtype ROW) to storages.
+    """Binds `rows` (dtype ROW) to storages.
 
     `roots[i]` is a flat uint8 tensor over the whole of storage i of this rank's inventory. For side "local" they are
-    the taker's, and `src_roots` the sender's when the two inventories differ (default: the same list). LayoutError,
-    listing every row, when a row reaches outside its storage or names a storage that is not there. programs: how many
-    of a GPU's programs a call may take, for copies that run beside other kernels; default: all that it can use.
+    the destination's, and `src_roots` the source's when the two inventories differ (default: the same list). LayoutError
+    lists every row that reaches outside its storage or names a storage that is not there. programs: most programs of a
+    kernel that a call may launch, for copies that run beside other kernels; default: all that the GPU can use.
     """
     some = roots if len(roots) else (src_roots or ())
     if len(some) and some[0].is_cuda and find_spec("triton") is not None:

@@ -31,7 +31,7 @@ from xfer.trace.derived import BLOCK, block_grid
 FLOOR = 1e-4
 """The least amax of a block, so that blocks of zeros have a scale."""
 LARGEST = 448.0
-"""Of float8_e4m3fn."""
+"""The largest number of float8_e4m3fn."""
 WEIGHT_DTYPES = (torch.bfloat16, torch.float32)
 CHUNK = 1 << 20
 """Elements that the torch twin works on at once, about: its scratch is a few float32 tensors of this size."""

@@ -1,14 +1,14 @@
-"""Checksums of canonical tensors by position: what senders read and what engines hold, compared as one number.
+"""Checksums of checkpoint tensors by position, to compare what sources send with what engines hold, as one number.
 
 The number is two sums modulo 2**32, k = 0 in its low half and k = 1 in its high half. Each element adds to sum k
 
     weight[k](tensor, index) * (bits[k] + PLUS[k])
 
-where `index` is its linear index in the canonical tensor. So the sum over all senders' rows for a taker equals the sum
-over the taker's own fragments, however either side cuts the tensors and in whatever order it walks them, while an
+where `index` is its linear index in the checkpoint tensor. So the sum over all sources' rows for a destination equals the
+sum over the destination's own fragments, however either side cuts the tensors and in whatever order it reads them, while an
 element that is wrong, missing, doubled or in the wrong place changes it.
 
-bits: of the destination-typed value. 2 bytes: extended to 32 with their sign, for both k. 4 bytes: b ^ (b >> 16), for both.
+bits: those of the value in the destination's dtype. 2 bytes: extended to 32 with their sign, for both k. 4 bytes: b ^ (b >> 16), for both.
 8 bytes: low and high half of splitmix64's finalizer. 1 byte: elements 2i and 2i + 1 are element i of a tensor of 2 bytes. So the
 first adds weight[k](tensor, i) * (byte + PLUS[k]), the byte extended with zeros, and the second weight[k](tensor, i) * 256 * byte,
 extended with its sign. Pairs that lie as such are read as 2 bytes.
@@ -51,8 +51,8 @@ PLUS = (0x3C6EF372, 0xA54FF53A)
 
 
 class Sums:
-    """Checksums of several sets of rows, bound once: all Python per row happens here, `values` may be called again and
-    again. On CUDA one kernel reads everything (checksum_triton.py), as on the CPU torch does.
+    """Checksums of several sets of rows, bound once; `values` may be called any number of times. On CUDA one kernel adds all
+    rows that it can read (checksum_triton.py); torch adds the others, and on the CPU all of them, row by row in Python.
 
     Args:
         rows: dtype ROW. FILL rows have no place in a checkpoint tensor and count nothing.
@@ -85,25 +85,25 @@ class Sums:
 
     @classmethod
     def of_one(cls, rows: np.ndarray, roots, side: str, shapes, *, lent: bool = False) -> Sums:
-        """All rows are one set."""
+        """Checksums with all rows in one set."""
         return cls(rows, np.zeros(len(rows), np.int64), 1, roots, side, shapes, lent=lent)
 
     def values(self) -> list[int]:
-        """By set, 0 <= c < 2**64. One device synchronisation, at the end."""
+        """The checksum of each set, 0 <= c < 2**64. One device synchronisation, at the end."""
         self.begin()
         return self.ended()
 
     def lend(self, order):
-        """`TritonSums.lend`; None where torch sums. From then on `begin` comes behind the kernel that took them over."""
+        """See `TritonSums.lend`; None where torch sums. From then on call `begin` after the kernel that took tiles over."""
         return None if self._fast is None else self._fast.lend(order)
 
     def begin(self) -> None:
-        """On CUDA: begins to read, on the current stream, and waits for nothing."""
+        """On CUDA: begins to read, on the current stream, without a wait. On the CPU `ended` reads."""
         if self._fast is not None:
             self._fast.launch()
 
     def ended(self) -> list[int]:
-        """`values` of what `begin` began, on a stream that comes after it."""
+        """The checksums that `begin` began; call it on a stream that runs after that one."""
         out = self._slowly() if len(self._rows) else np.zeros(self._slots, np.uint64)
         if self._fast is not None:
             out = added(out, self._fast.values())
@@ -122,8 +122,8 @@ class Sums:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A row of a checksum: byte `offset` and canonical `index` of its first element, the tensor's two salts, and per dim
-    (extent, byte stride, step of the index), outermost first, merged where the next one continues."""
+    """A row of a checksum: byte `offset` of its first element and its `index` in the checkpoint tensor, the tensor's two salts,
+    and per dim (extent, byte stride, step of the index), outermost first; dims that continue each other are merged."""
 
     offset: int
     index: int
@@ -132,14 +132,14 @@ class Placed:
 
     @property
     def grouped(self) -> bool:
-        """Does it consist of whole groups, each in order?"""
+        """Whether the row consists of whole groups of eight elements, each in order."""
         if not self.dims or self.index % GROUP:
             return False
         n, _, step = self.dims[-1]
         return step == 1 and n % GROUP == 0 and all(c % GROUP == 0 for _, _, c in self.dims[:-1])
 
     def in_pairs(self) -> Placed | None:
-        """This row of bytes as one of pairs (dtype PAIR). None if it cuts a pair."""
+        """This row of single bytes as a row of pairs (dtype PAIR). None if it cuts a pair."""
         if not self.dims or self.index % 2:
             return None
         *outer, (n, s, step) = self.dims
@@ -150,22 +150,22 @@ class Placed:
         )
 
     def part(self, start: int, count: int) -> Placed:
-        """Of the outermost dim, `count` places from `start` on."""
+        """The part of this row with indices `start` to `start + count` of the outermost dim."""
         (_, s, c), *rest = self.dims
         dims = ((count, s, c), *rest) if count > 1 else tuple(rest)
         return Placed(self.offset + start * s, self.index + start * c, self.salts, dims)
 
 
 def placed(row, side: str, shapes: Sequence[Sequence[int]]) -> Placed | None:
-    """Where a row of a program lies and belongs. None for an empty one."""
+    """Where a row of a program lies in its storage and in the checkpoint tensor. None for an empty row."""
     extent, strides = row["extent"].tolist(), row[f"{side}_strides"].tolist()
     if 0 in extent:
         return None
     tensor, offset = int(row["tensor"]), int(row[f"{side}_offset"])
-    canonical = _index_strides(shapes[tensor], extent)
-    index = sum(o * c for o, c in zip(row["origin"].tolist(), canonical))
+    steps = _index_strides(shapes[tensor], extent)
+    index = sum(o * c for o, c in zip(row["origin"].tolist(), steps))
     dims: list[tuple[int, int, int]] = []
-    for n, s, c in zip(extent, strides, canonical):
+    for n, s, c in zip(extent, strides, steps):
         if n == 1:
             continue
         if s < 0:  # walk upwards in memory and backwards in the tensor
@@ -195,8 +195,8 @@ def _refuse_outside(rows: np.ndarray, roots: Sequence[torch.Tensor], side: str) 
 
 
 class Constants:
-    """The FILL rows of `rows`, bound once. They come from no tensor, so no checksum of tensors counts them; here their
-    bits are compared in this rank's storages."""
+    """The FILL rows of `rows`, bound once. They belong to no tensor, so no checksum covers them; here their bits in this
+    rank's storages are compared."""
 
     def __init__(self, rows: np.ndarray, roots: Sequence[torch.Tensor]):
         rows = rows[rows["op"] == Op.FILL]
@@ -303,9 +303,9 @@ class _Mixer:
 
 
 def _index_strides(shape: Sequence[int], extent: Sequence[int]) -> list[int]:
-    """Element strides of the canonical tensor, one per column of a row."""
+    """Element strides of the checkpoint tensor, one per column of a row."""
     if len(shape) > MAX_DIMS:
-        raise LayoutError(f"a canonical tensor of shape {tuple(shape)} has more than {MAX_DIMS} dims")
+        raise LayoutError(f"a checkpoint tensor of shape {tuple(shape)} has more than {MAX_DIMS} dims")
     full = [1] * (len(extent) - len(shape)) + [int(n) for n in shape]
     return [*accumulate(reversed(full[1:]), int.__mul__, initial=1)][::-1]
 

@@ -1,8 +1,8 @@
 """Checksums on CUDA: the sums of checksum.py by one kernel over a table of tiles, and bound once.
 
-The same numbers as the torch twin, bit for bit. A tile is `rows` runs of `width` elements of one row; it names where
-they lie and where in the canonical tensor they belong. What the kernel cannot read (values that are not aligned to
-their size, conversions that Triton rounds differently) the twin adds. Not here: what a checksum means (checksum.py).
+The same numbers as the torch twin, bit for bit. A tile is `rows` runs of `width` elements of one row; it has their place in
+the storage and in the checkpoint tensor. The twin adds what the kernel cannot read (values that are not aligned to their
+size, conversions that Triton rounds differently). Not here: what a checksum means (checksum.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TILE = 1 << 15
 """Units of a tile, at most; its square is below 2**32, which `magic` needs."""
 PROGRAMS_PER_SM, WARPS = 4, 8
 LENT_TILE = 1 << 13
-"""Of tiles that another kernel sums: what was copied for one has to be in the cache still. 128 KiB of bf16."""
+"""Most units of a tile that another kernel sums: the bytes that it copied for a tile must still be in the cache. 128 KiB of bf16."""
 BLOCK = {True: 512, False: 1024}
 """Units at a time, of groups (two 16-byte loads a thread in bf16) and of elements."""
 
@@ -89,7 +89,7 @@ def _group_words(raw, factors0, factors1, OWN: tl.constexpr, FINAL: tl.constexpr
 
 @triton.jit
 def _weighed(x, keep, group, salt, H: tl.constexpr):
-    """What words of these groups add to a sum; nothing where not kept."""
+    """What the words of these groups add to a sum; 0 where `keep` is False."""
     return tl.where(keep, x * _weight(group + salt, H), tl.zeros_like(group))
 
 
@@ -222,7 +222,7 @@ class TritonSums:
             self._run(*table, count=0)
 
     def launch(self) -> None:
-        """Where some are lent, behind the kernel that sums those."""
+        """Sum all tiles that are not lent, on the current stream. Call it after the kernel that sums the lent ones."""
         if not self._lent:
             self._out.zero_()
         for table in self._tables:
@@ -233,9 +233,9 @@ class TritonSums:
         return joined(*self._out.cpu().numpy().astype(np.uint64).T)
 
     def lend(self, order: Callable[[np.ndarray, int], Order]) -> tuple[Lent, Order] | None:
-        """The largest table of whole groups that are read as they lie goes to another kernel, for good and once. order: of (tiles, bytes
-        of a group), in which order it sums those that it takes; the rest stays here. None, and nothing changes, where there is no such
-        table."""
+        """Give the largest table of whole groups that need no conversion to another kernel. It can be done once, and not be undone.
+        order: from (tiles, bytes of a group), the tiles that the kernel takes, and their order; the other tiles stay here. Returns None,
+        and changes nothing, if there is no such table."""
         if self._lent:
             raise RuntimeError("these sums were lent to another kernel already")
         fit = [i for i, ((own, final, whole), *_) in enumerate(self._tables) if whole and own == final]
@@ -279,7 +279,7 @@ def _aligned(where: Placed, base: int, item: int) -> bool:
 
 
 def _in_groups(where: Placed, base: int, own: int, final: int) -> bool:
-    """Can the kernel take this row in whole groups, each of them dense and where loads of 16 bytes may begin?"""
+    """Whether the kernel can read this row in whole groups, each of them dense and at an address that loads of 16 bytes allow."""
     if final in (1, 8) or not where.grouped or where.dims[-1][1] != own or (base + where.offset) % 16:
         return False
     if where.dims[-1][0] == GROUP:  # one to a row: `_tiles` would step over them

@@ -58,7 +58,7 @@ def allocation(pointer: int) -> Allocation:
 
 
 def identity(pointer: int) -> int:
-    """Of the allocation that an address lies in. DriverError as `allocation`."""
+    """`Allocation.identity` of the allocation that an address lies in. DriverError as `allocation`."""
     found = ctypes.c_uint64()
     _call("cuPointerGetAttribute", ctypes.byref(found), _BUFFER_ID, ctypes.c_uint64(pointer))
     return found.value
@@ -127,9 +127,9 @@ def close_handle(pointer: int, device: torch.device) -> None:
 
 
 class Graph:
-    """What `work` gives to `stream`, recorded once and launched as one; nothing of it may wait for the host, allocate or
-    use another stream. Recording does not run it, and other threads may use the device meanwhile. DriverError when it
-    cannot be recorded; the stream is as before then. What it points to is the caller's to keep.
+    """The work that `work` launches on `stream`, recorded once and launched as one. It may not wait for the host, allocate or
+    use another stream. Recording does not run it, and other threads may use the device meanwhile. DriverError if it cannot
+    be recorded; the stream is unchanged then. The caller keeps the memory that the work uses.
     """
 
     def __init__(self, stream: torch.cuda.Stream, work: Callable[[], object]):
@@ -151,7 +151,7 @@ class Graph:
         _call("cuGraphLaunch", self._exec, ctypes.c_void_p(stream.cuda_stream))
 
     def __del__(self) -> None:
-        if self._exec:  # one that still runs ends first, says CUDA
+        if self._exec:  # CUDA lets a graph that still runs end first
             _driver().cuGraphExecDestroy(self._exec)
 
 
@@ -169,7 +169,7 @@ class _Memcpy2D(ctypes.Structure):
 
 
 class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes; places of no type are no hint."""
+    """CUmemcpyAttributes, without hints about locations."""
 
     _fields_ = [("order", ctypes.c_int), ("places", ctypes.c_int * 4), ("flags", ctypes.c_uint)]
 
@@ -178,12 +178,12 @@ class CopyBatch:
     """Copies between device memory, own or mapped, in any order: `launch` gives all to a stream, in few calls.
 
     runs: (to, from, bytes). boxes: (to, from, pitch there, pitch here, bytes of a row, rows). Addresses and bytes; pitches up to
-    2 GiB. The memory is the caller's to keep. An engine does not pause between the runs of a batch, as it does between copies of a
+    2 GiB. The caller keeps the memory. An engine does not pause between the runs of a batch, as it does between copies of a
     stream (benchmarks/RESULTS.md). A driver before CUDA 12.8 has no batches and takes runs one by one.
     """
 
     BATCH = 256
-    """Runs. An engine begins when the driver has looked at a whole batch, 0.5 us a run, and pauses 4 us between two (H200)."""
+    """Runs of a batch. An engine begins when the driver has read a whole batch, 0.5 us a run, and pauses 4 us between two (H200)."""
 
     def __init__(self, runs: Sequence[tuple[int, int, int]], boxes: Sequence[tuple[int, int, int, int, int, int]] = ()):
         n = self._count = len(runs)
@@ -199,7 +199,7 @@ class CopyBatch:
         self._how, self._first = _Attributes(order=_IN_STREAM_ORDER), ctypes.c_size_t(0)
 
     def launch(self, stream: torch.cuda.Stream) -> None:
-        """DriverError when the driver refuses one. Blocks the host where the stream holds too much already."""
+        """Launch the copies on a stream. Raises DriverError if the driver refuses one. Blocks the host while the stream's queue is full."""
         on = ctypes.c_void_p(stream.cuda_stream)
         for box in self._boxes:
             _call("cuMemcpy2DAsync_v2", ctypes.byref(box), on)

@@ -1,8 +1,8 @@
 """The part of a pull that a copy engine brings while the kernel moves the rest: long runs, and large boxes of rows.
 
-Loads by multiprocessors level off at 94 % of what a copy engine gets over NVLink. A GPU reads from others by one engine, which
-carries out one copy after the other, whatever streams they are on. So it brings all of one sender before it turns to the next:
-takers that begin with different senders then never share one (benchmarks/RESULTS.md). Not here: tiles and kernels
+Loads by multiprocessors reach at most 94 % of a copy engine's rate over NVLink. A GPU reads from others by one engine, which
+carries out one copy after the other, on whatever streams they are. So it copies all bytes of one source before it turns to the next:
+destinations that begin with different sources then never read from the same one (benchmarks/RESULTS.md). Not here: tiles and kernels
 (triton_impl.py), the driver's calls (cuda_driver.py), whose storages these are and how a pull is stopped (transport/peer.py).
 """
 
@@ -25,15 +25,15 @@ _MAX_PITCH = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a copy engine gets. All measured on H200s.
+    """The part of a pull that goes to a copy engine. All numbers were measured on H200s.
 
-    share: of each sender's bytes, at most.
+    share: largest share of each source's bytes, 0 to 1.
     least: bytes of the shortest run.
-    box_bytes: shorter runs go if at least so many bytes of them lie at one pitch on either end. They are one copy then; an engine
+    box_bytes: shorter runs go too if at least this many bytes of them lie at one pitch on either end. They are one copy then; an engine
         pauses some microseconds between two such copies.
-    row_bytes: the shortest run of such a box.
-    cut_bytes: a run is cut in two at a multiple of that.
-    most: copies. A stream that waits for a word holds only so many before its host has to wait too.
+    row_bytes: bytes of the shortest run of such a box.
+    cut_bytes: a run is cut in two at a multiple of this many bytes.
+    most: largest number of copies. With more of them queued, a stream that waits for a word makes its host wait too.
     """
 
     share: float
@@ -45,10 +45,10 @@ class Rule:
 
 
 PULLED = Rule(0.8)
-"""The last fifth is the shortest copies, as in a 4B model, which the kernel moves at the same time. Between 65 and 100 % it changes
-a pull by at most 2 %, from one sender and from several: the order of the senders is what counts (benchmarks/RESULTS.md)."""
+"""The kernel moves the shortest copies, a fifth of the bytes, at the same time. A share between 65 and 100 % changes the time of a pull of
+a 4B model by at most 2 %, from one source and from several: the order of the sources matters more (benchmarks/RESULTS.md)."""
 READ_TOO = Rule(1.0)
-"""Where this GPU is read while it reads: the kernel's requests take room from outgoing data, and other GPUs' engines wait behind them."""
+"""For a GPU that is read while it reads: a kernel's requests take bandwidth from outgoing data, and other GPUs' engines wait for them."""
 NOTHING = Rule(0.0)
 
 
@@ -72,20 +72,20 @@ class PitchedRuns(NamedTuple):
 def divided(
     found: Sequence[StridedCopy], rule: Rule, turns: Turns
 ) -> tuple[list[StridedCopy], list[list[PitchedRuns]]]:
-    """(for the kernel, for a copy engine by sender, in their turn): the largest boxes of each sender, up to the rule's share of its
-    bytes. Senders `turns.beside` are on the taker's own GPU and the kernel's. Both together move what `found` does; a box may be
-    cut in two.
+    """Divide the moves of a pull into (those for the kernel, those for a copy engine by source, in the order of turns). The engine gets the
+    largest boxes of each source, up to the rule's share of its bytes. The kernel gets all of the sources `turns.beside`, which are on the
+    destination's own GPU. Both together move what `found` moves; a box may be cut in two.
     """
     if not rule.share:
         return list(found), []
     groups = turns.groups or [0] * (1 + max((m.left_root for m in found), default=0))
-    room: dict[int, float] = {}  # of each sender, bytes that the engine may still have
+    room: dict[int, float] = {}  # source -> bytes that the engine may still get
     boxes: list[tuple[PitchedRuns, StridedCopy]] = []
     kernel: list[StridedCopy] = []
     for m in found:
         group = groups[m.left_root]
         away = group not in turns.beside
-        room[group] = room.get(group, 0.0) + rule.share * prod(m.extent)  # of casts elements, which are few or all
+        room[group] = room.get(group, 0.0) + rule.share * prod(m.extent)  # elements of casts, not bytes: casts are few, or all
         some = list(_boxes(m, rule)) if away else []
         if some and len(boxes) + len(some) <= rule.most:
             boxes += [(b, m) for b in some]
@@ -143,8 +143,8 @@ def _move(box: PitchedRuns, m: StridedCopy) -> StridedCopy:
 
 
 class CopyEngine:
-    """Copies on a stream of its own, between `begin` and `end` of the caller's current one. Not to be recorded in a graph. `turns`:
-    what is copied one after the other."""
+    """Copies on a stream of its own, ordered after `begin` and before `end` on the caller's current stream. Must not be recorded in a
+    graph. `turns`: groups of boxes, copied one group after the other."""
 
     def __init__(
         self,
@@ -166,11 +166,11 @@ class CopyEngine:
         self._fork, self._join = torch.cuda.Event(), torch.cuda.Event()
 
     def begin(self) -> None:
-        """Copies come after what the current stream was given before."""
+        """Makes the copies wait for the earlier work of the current stream."""
         self._fork.record(torch.cuda.current_stream(self._device))
 
     def end(self) -> None:
-        """Launches the copies; what the current stream is given next comes after them, also where not all could be launched
+        """Launches the copies, and makes later work of the current stream wait for them, also if not all could be launched
         (DriverError)."""
         self._stream.wait_event(self._fork)
         try:

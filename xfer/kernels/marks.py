@@ -87,7 +87,7 @@ class ChangeMarks:
     Args:
         sizes: Bytes of each of its storages.
         device: Where these lie.
-        parts: What is compared with copies, as of `rest_of`; None: all of the storages.
+        parts: The spans that are compared with copies, see `rest_of`; None: all bytes of the storages.
 
     Attributes:
         tensor: The marks, flat uint8.

@@ -166,7 +166,7 @@ class MarkKernels:
 
 
 def _tiles(part: ByteRange, now: Sequence[torch.Tensor], copy: torch.Tensor | None, places: np.ndarray) -> np.ndarray:
-    """Tiles of `_compare` over a part, which begins at a word."""
+    """Tiles of `_compare` over a part, which begins at a word of marks; int64 [n, 6]."""
     step, n = TILE_WORDS * WORD, part.stop - part.start
     at = np.arange(0, n, step)
     some = np.minimum(step, n - at)
@@ -183,11 +183,11 @@ class MarkedCopies:
 
     Args:
         tables: The copies.
-        bits: int64 [storages of the from end]: the address of each one's bits.
-        programs: Programs of a launch.
+        bits: int64 [source storages]: the address of each storage's marks.
+        programs: Number of programs of a launch.
 
     Attributes:
-        moved: int64 [storages of the from end]: bytes that the last run copied out of each.
+        moved: int64 [source storages]: bytes that the last run copied out of each.
     """
 
     def __init__(self, tables: Sequence[Table], bits: torch.Tensor, programs: int):

@@ -14,21 +14,21 @@ __all__ = ["Quantizer", "ScaleRule", "WeightBox", "grid", "quantizer"]
 
 
 class Quantizer(Protocol):
-    """Boxes tied to their tensors. All Python work is done at binding; the calls only launch, on the current stream."""
+    """Boxes bound to their tensors. On GPUs all Python work is done at binding; the calls only launch, on the current stream."""
 
     @property
     def scratch_bytes(self) -> int:
-        """The kernels' tables on the GPU."""
+        """Bytes of the kernels' tables on the GPU."""
 
     def measure(self) -> None:
         """Writes the `amax` of every box that has one."""
 
     def run(self) -> None:
-        """Writes values and scales of every box that has them; by `amax` where there is one."""
+        """Writes values and scales of every box that has them, by its `amax` if it has one."""
 
 
 def quantizer(boxes: Sequence[WeightBox], rule: ScaleRule) -> Quantizer:
-    """Ties boxes to their tensors. On GPUs a call launches one kernel for each kind of box, however many boxes there are.
+    """Binds boxes to their tensors. On GPUs a call launches one kernel for each kind of box, however many boxes there are.
 
     Args:
         boxes: All on one device.

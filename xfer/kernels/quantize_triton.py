@@ -205,7 +205,7 @@ def _words(b: WeightBox) -> tuple[int, ...]:
 
 
 def _strides(t: torch.Tensor) -> tuple[int, int]:
-    """Without those over a single row or column, which can be anything."""
+    """Row and column stride, in elements; 0 over a single row or column, where torch's stride can be anything."""
     row, column = (stride if n > 1 else 0 for n, stride in zip(t.shape, t.stride()))
     return row, column
 

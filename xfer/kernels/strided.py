@@ -29,8 +29,8 @@ class StridedCopy(NamedTuple):
     """`dims`: (extent, left stride, right stride), outermost first. Offsets and strides in bytes, strides >= 0.
 
     When the dtypes are equal the innermost dims count *bytes* (the element is a dim of its own, already joined with
-    its neighbours), else *elements*. `left` is the storage (for local rows: the sender's), `right` the wire buffer
-    (the taker's). `mirrored`: indices of dims to be walked backwards on the right end.
+    its neighbours), else *elements*. `left` is the storage (for local rows: the source's), `right` the wire buffer
+    (the destination's). `mirrored`: indices of dims to be walked backwards on the right end.
     """
 
     left_root: int
@@ -101,7 +101,7 @@ def _simplest(left: tuple, right: tuple, extent: list[int]) -> list[StridedCopy]
     for n, a, b in zip(extent, lstrides, rstrides):
         if n == 1:
             continue
-        if a < 0:  # start from the lowest address; the other end turns round with it
+        if a < 0:  # begin at the lowest address; the other end is reversed, too
             loff, roff, a, b = loff + (n - 1) * a, roff + (n - 1) * b, -a, -b
         if b < 0:
             if a == 0:

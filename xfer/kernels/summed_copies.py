@@ -113,8 +113,8 @@ def _copy_and_sum(
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """copies: int64, the tiles of copies by where they write. queue, needs: as of the kernel, by these new numbers. taken: bool by
-    tile of sums: the others need too many copies."""
+    """copies: int64, the tiles of copies in the order of the addresses that they write. queue, needs: see the kernel; they use the tiles'
+    numbers in this order. taken: bool per tile of sums: False if it needs too many copies."""
 
     copies: np.ndarray
     queue: np.ndarray
@@ -156,7 +156,7 @@ class SummedCopies:
 
     @property
     def nbytes(self) -> int:
-        """Of the tables."""
+        """Bytes of the tables."""
         return sum(t.nbytes for t in (self.tiles, self._queue, self._needs, self._words, self._lent.tiles))
 
     def run(self, src: torch.Tensor, dst: torch.Tensor, abort: torch.Tensor | None, entries: int | None = None) -> None:

@@ -102,7 +102,7 @@ def cast_tables(
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """The order of the tiles of a pull. Storage r of the from end belongs to group `groups[r]`. Groups take turns of about
+    """The order of the tiles of a pull. Storage r of the sources belongs to group `groups[r]`. Groups take turns of about
     `burst` bytes (0: of a tile), in the order of their numbers; a group with fewer bytes takes shorter turns, so that all end
     together. Groups `beside` have no turn: their tiles are spread evenly among all others.
 
@@ -116,7 +116,7 @@ class Turns:
 
 
 def interleaved(table: Table, turns: Turns) -> Table:
-    """The same tiles in that order."""
+    """The same tiles in the order of `turns`."""
     group = np.asarray(turns.groups, np.int64)[table.tiles[:, 0] & 0xFFFFFFFF]
     count = int(group.max(initial=0)) + 1
     share, most = np.zeros(len(group)), 0

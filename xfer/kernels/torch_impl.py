@@ -44,7 +44,7 @@ class Space:
         return (self.start + offset) % item == 0 and all(s % item == 0 for s in strides)
 
     def view(self, dtype: torch.dtype, offset: int, extent: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
-        """`offset` and `strides` in bytes, multiples of the item size; as_strided checks the bounds."""
+        """A view of one box. `offset` and `strides` in bytes, multiples of the item size; as_strided checks the bounds."""
         item = dtype.itemsize
         typed = self._typed.get(dtype)
         if typed is None:

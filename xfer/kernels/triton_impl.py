@@ -165,10 +165,9 @@ class _Launch:
     programs: int
 
     def load(self, abort: torch.Tensor | None) -> None:
-        """Compiles the kernel and loads it to the device, without moving anything. Loading a module can wait for all
-        that runs on the device; a first launch in a refit then waits for NCCL's kernel, which
-        waits for a peer: for ever,
-        where the peer is gone (seen on H200).
+        """Compiles the kernel and loads it to the device, without moving anything. Loading a module can wait for all work that runs
+        on the device. So a first launch in a refit could wait for NCCL's kernel, which waits for a peer: for ever if the peer is gone
+        (seen on H200).
         """
         self.run(self.tiles, self.tiles, abort, count=0)
 
@@ -292,7 +291,7 @@ class TritonRows:
             other.unpack(buffer)
 
     def copy(self, kernels: Callable[[], object] | None = None) -> None:
-        """kernels: launches what `move` does in another way."""
+        """See `BoundRows.copy`. kernels: called in place of `move`, to launch its work in another way."""
         if self.side != "local":
             raise TypeError(f"copy() is for rows bound as local, these are bound as {self.side}")
         if self._engine:
@@ -302,7 +301,7 @@ class TritonRows:
             self._engine.end()
 
     def move(self) -> None:
-        """All of `copy` but what copy engines bring."""
+        """Does `copy`, without the part of copy engines."""
         self._run(self._launches, self._left, self._dst)
         if self._twin:
             self._twin.copy()
@@ -351,7 +350,7 @@ class TritonRows:
             self._twin.prepare(buffer)
 
     def _through(self, side: str, buffer: torch.Tensor) -> torch.Tensor | None:
-        """The table that holds the buffer's address, or None where the twin has to do everything."""
+        """The tensor that holds the buffer's address, or None if the torch twin has to move all rows."""
         if self.side != side:
             raise TypeError(f"rows bound as {self.side} cannot be used as {side}")
         key = (buffer.data_ptr(), buffer.numel())
@@ -404,7 +403,7 @@ class TritonRows:
         return out
 
     def _with_sums(self, summed: Sums | TritonSums) -> SummedCopies | None:
-        """The launch of 16-byte units, which then is in `_launches` no more, with sums in it. None where there is nothing for it."""
+        """A launch of the copies in 16-byte units together with sums, which it takes out of `_launches`. None if either has none."""
         from xfer.kernels.summed_copies import UNIT, SummedCopies, ordered
 
         found = next((x for x in self._launches if x.unit == UNIT), None)
@@ -424,7 +423,7 @@ class TritonRows:
         return torch.tensor([t.data_ptr() for t in tensors] or [0], dtype=torch.int64).to(self._device)
 
     def _split(self, rows: np.ndarray, side: str, left: Sequence[torch.Tensor], roots: Sequence[torch.Tensor]):
-        """(rows for these kernels, rows for the twin), as masks."""
+        """(rows for these kernels, rows for the torch twin), as bool arrays."""
         odd = np.zeros(len(rows), bool)
         ends = {"src": ["src"], "dst": ["dst"], "local": ["src", "dst"]}[side]
         storage = {"src": left, "dst": roots}

@@ -3,8 +3,8 @@
 An optimizer announces itself (`announce`) and copies by `write`. A trainer's side that offers these parameters holds a `Written`, in
 which such a copy sets the bits of the granules that it changes (marks.py). So it needs no copy of them and no comparison with one.
 
-Anything else may write parameters, too, and tells nobody. So a `Written` also has a checksum of each tensor (checksum.py), which a
-write brings up to date by what it changes. `settle` reads the tensors: if one has another checksum, something else has written it, and
+Other code may write parameters without an announcement. So a `Written` also has a checksum of each tensor (checksum.py), which each
+`write` updates by what it changes. `settle` reads the tensors: if one has another checksum, something else has written it, and
 all of its granules are marked.
 
 A Triton kernel compares, writes and marks all tensors of a call in one pass on CUDA (written_triton.py); here is its torch twin.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from xfer.kernels.written_triton import MarkedWrites
 
 DTYPES = (torch.bfloat16, torch.float16)
-"""Of the tensors that are written."""
+"""Dtypes of tensors whose writes can be marked."""
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 MOST_TABLES = 64
 """Tables that a `Written` keeps. A layer-wise optimizer writes its parameters in as many turns as it has groups."""
@@ -61,12 +61,12 @@ def forget(writer: Writer) -> None:
 
 
 def wanted() -> bool:
-    """Whether somebody wants marks of anything."""
+    """Whether any `Written` exists, which needs marks."""
     return any(r() is not None for r in _known)
 
 
 def write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Do `into.copy_(value)` for each pair (into, value) in turn, and mark what that changes where somebody wants marks."""
+    """Do `into.copy_(value)` for each pair (into, value) in turn, and mark the changes of tensors in spans of a `Written`."""
     live = [known for r in reversed(_known) if (known := r()) is not None]
     found = ((next((k for k in live if k.takes(*pair)), None), pair) for pair in pairs)
     for known, some in groupby(found, itemgetter(0)):

@@ -19,7 +19,7 @@ from xfer.kernels.marks_triton import _on
 from xfer.kernels.triton_impl import _to_bfloat16
 
 TILE_WORDS, AT_ONCE, WARPS = 256, 4, 8
-"""Words of marks, 512 elements each, of which a program looks at the elements, and at whose it looks at once; warps of a program."""
+"""Words of marks of a program's tile (each for 512 elements), words that it handles at once, and its warps."""
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from enum import IntEnum
 import numpy as np
 
 MAX_DIMS = 6
-"""Canonical dims of a row, grouped expert dim included. More is refused by the planner (`Unsupported`)."""
+"""Most dims of a row, with the experts' dim. The planner refuses tensors of more dims (`Unsupported`)."""
 
 DTYPES: tuple[str, ...] = (
     "bfloat16", "float16", "float32", "float64", "uint8", "int8", "int16", "int32", "int64", "bool",
@@ -37,7 +37,7 @@ ITEM = np.array([ITEMSIZE[n] for n in DTYPES], np.int64)
 
 
 LAG = 2
-"""A worker hands common bytes on so many waves after that in which they come. While it sends a step it still receives the one before."""
+"""Number of waves after which a worker sends on the common bytes that it received. While it sends, it still receives the wave before."""
 
 
 class Op(IntEnum):
