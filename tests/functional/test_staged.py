@@ -114,7 +114,7 @@ def test_a_computation_that_waits_for_a_rank_that_has_stopped_ends_by_the_deadli
     on, last = threading.Event(), world.sources[1]
     run = last.done.run
     last.done.run = lambda *a: (on.wait(60), run(*a))
-    for version, text in ((2, "was not there in time"), (3, "a computation of an earlier refit has not ended")):
+    for version, text in ((2, "was not computed in time"), (3, "a computation of an earlier refit has not ended")):
         out = world.fails(version, e.DeadlineExceeded, text, within=1.5 + CALL_GRACE_S, deadline_s=1.5)
     assert all("trainer" in r.where for r in out), out
     assert [s.computations for s in world.sources] == [2, 2]

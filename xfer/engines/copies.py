@@ -54,7 +54,7 @@ class Copies:
         self._watch: _AttributeWatch | None = None
 
     def look(self) -> None:
-        """Raise Unsupported that names all of them, if there are any."""
+        """Raise Unsupported if there are such tensors. The error names all of them."""
         with torch._C.DisableTorchFunctionSubclass():
             own = storages(self._trees)
             theirs = own.union(self._exempt())
@@ -203,7 +203,7 @@ class _AttributeWatch:
 
 
 def _has_room(value: Any, depth: int = DEPTH) -> bool:
-    """Whether a tensor could appear here: the value is None, or a container without tensors that is empty or has such a value."""
+    """Whether a tensor may be put here later: the value is None, an empty container, or a container of no tensors with such a value."""
     if value is None:
         return True
     if not isinstance(value, _CONTAINERS) or not depth or any(True for _ in tensors_in("", value)):

@@ -405,7 +405,7 @@ class OfflineLLM(Handle):
         """Do nothing: an `LLM` has no pause, and an earlier controller has opened the gate."""
 
     def ask_paused(self, timeout: float) -> None:
-        """Do nothing: only controllers close the gate."""
+        """Do nothing: no other party can pause an `LLM`."""
 
     def stay_paused(self, timeout: float = ASK_S) -> None:
         """Open the gate, at once even while a call does not return.

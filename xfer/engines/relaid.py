@@ -34,7 +34,7 @@ class AfterLoading:
         vllm_config: The configuration that the twin was built with.
         twin: A new twin.
         relaid: Modules of the live model.
-        prefix: Of module names in errors.
+        prefix: Goes before module names in errors.
     """
 
     def __init__(self, vllm_config: VllmConfig, twin: torch.nn.Module, relaid: Sequence[Relaid], prefix: str = ""):
@@ -110,7 +110,7 @@ def refuse_other_operators(recipes: Iterable[Recipe], makers: Sequence[str], pre
     Args:
         recipes: Of a trace in which these modules ran.
         makers: Their paths.
-        prefix: Of module names in errors.
+        prefix: Goes before module names in errors.
 
     Raises:
         Unsupported: It names every such tensor.
@@ -125,9 +125,9 @@ def refuse_computed(results: Sequence[str], relaid: Sequence[Relaid], prefix: st
     """Refuse backends that compute bytes instead of moving them.
 
     Args:
-        results: Names of tensors that a trace has no places for, each with ": " and a reason, or without.
+        results: Names of tensors for which a trace has no places; ": " and a reason may follow a name.
         relaid: The modules that were processed in the trace.
-        prefix: Of module names in errors.
+        prefix: Goes before module names in errors.
 
     Raises:
         Unsupported: It names every module that has such tensors.

@@ -159,7 +159,7 @@ def refuse_kept_results(vllm_config: Any) -> None:
         bad.append(f"ec_transfer_config: {ec.ec_connector}: vLLM has no reset for encoder connectors")
     if bad:
         raise Unsupported(
-            "what older weights computed would be loaded again after a refit, from caches that vLLM does not reset",
+            "after a refit this engine would load results of older weights from caches that vLLM does not reset",
             [
                 *bad,
                 f"start vLLM without it; or, if it keeps nothing from one request to the next or you empty it yourself at every "

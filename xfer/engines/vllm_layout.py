@@ -313,10 +313,10 @@ class EngineModel:
             twin: The twin.
             specs: The checkpoint's tensors.
             live: The live models.
-            built: The watch under which it was built.
-            processed: What vLLM did to the live model; `rule` is that of all models of this engine.
+            built: The watch under which the twin was built.
+            processed: What vLLM did to the live model. Its `rule` holds for all models of this engine.
             make: Makes another twin.
-            prefix: Of module names in errors.
+            prefix: Goes before module names in errors.
             head: An untied head that takes the embedding.
         """
         after = AfterLoading(self.vllm_config, twin, processed.relaid, prefix)

@@ -119,7 +119,7 @@ class XferWeightSynchronizer(WeightSynchronizer):
 
     @staticmethod
     def _in(actors: Iterable[Any], function: Callable[[Any], Any]) -> list[Any]:
-        """Call the function with each actor's own object, in that actor, in all at once."""
+        """Call the function in all actors at the same time, each with its own object. Returns the results in order."""
         return ray.get([a.__ray_call__.remote(function) for a in actors])
 
 

@@ -91,7 +91,7 @@ class _Ungathered:
 
 
 def _init(generation: VLLMGeneration) -> None:
-    """What `VLLMGeneration._init_vllm` does in server mode, without a communicator of NCCL."""
+    """Replaces `VLLMGeneration._init_vllm`: the same for server mode, without an NCCL communicator."""
     wrong = []
     if generation.mode != "server":
         wrong.append(f'vllm_mode={generation.mode!r}: use "server"; TRL starts its colocated vLLM without xfer')

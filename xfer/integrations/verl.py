@@ -63,7 +63,7 @@ class XferCheckpointEngine(CheckpointEngine):
     """
 
     wire_format = "delta_flush"
-    """verl's name for updates that may have nothing to load. Of such a one, its adapter only notes the step."""
+    """verl's name for updates that may have nothing to load. verl's adapter then only notes the step."""
 
     def __init__(
         self,
@@ -84,7 +84,8 @@ class XferCheckpointEngine(CheckpointEngine):
         self._invitation: dict[str, str] | None = None
 
     def prepare(self) -> dict[str, Any]:
-        """Return the address and token of trainer rank 0, and the number of the replica of which this is the first worker."""
+        """Return trainer rank 0's address and token on that rank, nothing on other trainers. On a rollout worker return `replica`: the
+        replica's number on its first worker, else None."""
         adapter = getattr(self.worker, "server_adapter", None)
         if adapter is not None:
             return {"replica": adapter.replica_rank if adapter.rollout_rank == 0 else None}

@@ -164,7 +164,7 @@ def _load(optimizer: LayerWise, folder: str | Path, source: Source | None, ranks
     wrong: list[str] = []
     known, groups, grouped = _opened(reader, Path(folder), wrong)
     if not wrong and len(groups) != len(optimizer.param_groups):
-        wrong.append(f"{len(groups)} parameter groups were saved, here are {len(optimizer.param_groups)}")
+        wrong.append(f"{len(groups)} parameter groups were saved, and this optimizer has {len(optimizer.param_groups)}")
     refuse = partial(ranks.refuse, wrong, f"{folder} cannot be loaded into this model", LayoutError)
     pieces = _pieces(optimizer, source, wrong, refuse)
     refuse()
@@ -404,7 +404,7 @@ def _read_pieces(
     """Adds to `found` the boxes of the checkpoint tensors that the adapter finds in these tensors of this rank."""
     layout = source.read()
     if layout.traced.recipes or layout.traced.gathers:
-        wrong.append("tensors that are computed while exporting (adapters) have no optimizer state")
+        wrong.append("the adapter computes tensors while it exports (merged LoRA), and these have no optimizer state; merge them first")
     shapes = {s.name: tuple(s.shape) for s in layout.traced.specs}
     base = {name: t.data_ptr() for name, t in layout.tensors.items()}
     at = sorted(((t.data_ptr(), n, t) for n, t in tensors.items() if t.numel()), key=lambda x: x[:2])
@@ -417,7 +417,7 @@ def _read_pieces(
         start, name, p = at[i]
         size = p.element_size()
         if f.steps or min((*f.strides, 0)) < 0:
-            wrong.append(f"{f.tensor}: lies in {name} in a way that checkpoints cannot name")
+            wrong.append(f"{f.tensor}: lies in {name} with steps or in reverse; a checkpoint has only dense boxes")
             continue
         strides = tuple(s // size for s in f.strides)
         found[name].append(

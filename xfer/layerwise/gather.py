@@ -192,7 +192,7 @@ class ParamGather:
         wires: Sequence[Wire] = (),
     ):
         if prefetch_depth < 1:
-            raise LayoutError(f"prefetch_depth is {prefetch_depth}; at least one bucket is fetched ahead")
+            raise LayoutError(f"prefetch_depth is {prefetch_depth}; give the number of buckets to fetch ahead, at least 1")
         self.buckets, self.overlap, self.prefetch_depth = tuple(buckets), overlap, prefetch_depth
         self.deadline_s, self.label, self.blank = deadline_s, label, blank
         self.version = 0
@@ -447,7 +447,7 @@ class ParamGather:
         names = [m.name for s in b.shares for m in s.members]
         if bad := [n for n, was, is_ in zip(names, b.versions, b.now()) if was != is_]:
             raise StaleWeights(
-                "parameters were written while they were on their way from their owners",
+                "parameters were written while their owners were sending them",
                 [
                     f"{n}: drain() on all ranks before it is written; build the model anew and load a checkpoint"
                     for n in bad

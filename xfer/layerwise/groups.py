@@ -97,10 +97,10 @@ class Trains:
             bad.append("param_groups: parameters were added, removed or moved between groups")
         elif now.stepped != self.stepped or now.seen != self.seen:
             bad.append(
-                "param_groups: groups were added or replaced, and nothing would read them; change what is in those there are"
+                "param_groups: groups were added or replaced, which has no effect; change values in the groups that were there"
             )
         raise LayoutError(
-            "what is trained has changed since owners were chosen",
+            "the trained parameters have changed since owners were chosen",
             [f"{line}; close() this optimizer and build a new one, on all ranks" for line in sorted(bad)],
             where=who,
         )

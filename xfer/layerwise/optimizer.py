@@ -137,7 +137,7 @@ class LayerWise:
         self._after_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's, for all parameters and not only those of this rank."""
+        """Does what torch's `zero_grad` does, for all parameters and not only those of this rank."""
         for _, p in self._trained:
             if set_to_none:
                 p.grad = None
@@ -247,7 +247,7 @@ class LayerWise:
                 o.target.grad = None if o.param.grad is None else o.param.grad.to(o.target.dtype)
 
     def _total(self, mine: torch.Tensor) -> torch.Tensor:
-        """Sums `mine`, a value of the gradients that a rank owns, over all ranks. Every gradient counts once."""
+        """Sums `mine` over all ranks: a value that each rank computes of the gradients that it owns. Every gradient counts once."""
         dense = self._peers[0]
         mine = mine.to(dense.device)
         if dense.wire is not None:
@@ -259,7 +259,7 @@ class LayerWise:
         return True
 
     def padding(self, pieces: Mapping[str, tuple[ParameterBox, ...]]) -> dict[str, ParameterBox]:
-        """The rows that pad a vocabulary, by name of the parameter. Collective. pieces: as of `copied`."""
+        """The rows that pad a vocabulary, by name of the parameter. Collective. pieces: see `copied`."""
         return {}
 
     def copied(self, pieces: Mapping[str, tuple[ParameterBox, ...]]) -> dict[str, tuple[ParameterBox, ...]]:

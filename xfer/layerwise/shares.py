@@ -51,7 +51,7 @@ class Share:
     home: torch.Tensor | None
 
     def staging(self, fill: bool) -> torch.Tensor:
-        """A run to send from or to receive into, for parameters without a home. fill: copy the parameters' bytes into it."""
+        """A new run to send from or to receive into, if `home` is None. fill: copy the parameters' bytes into it."""
         run = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         if fill:
             copy_bits([_view(run, m) for m in self.members], [m.param.detach() for m in self.members])
@@ -87,7 +87,7 @@ class Share:
 def settle_in(
     owned: Mapping[int, Sequence[tuple[str, torch.nn.Parameter]]], *, move: bool, fixed: frozenset[int]
 ) -> list[Share]:
-    """The shares of one bucket: for each owner and device at most one with a home and one without.
+    """The shares of one bucket: for each owner and device at most one with a `home` and one without.
 
     Args:
         owned: owner -> (name, parameter).

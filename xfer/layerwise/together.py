@@ -19,13 +19,13 @@ _PREFIX = "xfer layerwise calls"
 
 
 class Together:
-    """One call.
+    """One call that all ranks make.
 
     Args:
-        what: The call, in errors.
-        where: This rank, in errors.
+        what: Name of the call, for errors.
+        where: This rank, for errors.
         deadline_s: Seconds of each meeting.
-        store: None for a process without others.
+        store: Where the ranks meet; None for a process without other ranks.
     """
 
     def __init__(

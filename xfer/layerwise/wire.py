@@ -46,8 +46,8 @@ class Wire:
     then, and every method raises it.
 
     Args:
-        link: Among these ranks; the wire closes it.
-        store: These ranks' own, with a prefix.
+        link: The link among these ranks; the wire closes it.
+        store: The store of these ranks alone, with a prefix.
         deadline_s: Seconds from the start of a collective to its end.
     """
 
@@ -138,17 +138,17 @@ class Wire:
         return self._start(lambda pg: pg.reduce([tensor], options), lambda: f"gradients on their way to rank {owner}")
 
     def send(self, tensor: torch.Tensor, to: int) -> dist.Work:
-        """Over gloo only, as `receive`."""
+        """Starts to send a tensor to a rank. Over gloo only."""
         return self._start(lambda pg: pg.send([tensor], to, 0))
 
     def receive(self, tensor: torch.Tensor, source: int) -> dist.Work:
-        """Messages of a pair of ranks match in the order in which they are posted."""
+        """Starts to receive from a rank, over gloo. Messages of a pair of ranks match in the order in which they are posted."""
         return self._start(lambda pg: pg.recv([tensor], source, 0))
 
     def meet(self, what: Callable[[], str], received: Sequence[torch.Tensor], word: torch.Tensor) -> dist.Work:
-        """Starts to sum all ranks' words, in place. When the work has been waited for, all ranks have started theirs (on GPUs: their
-        streams have reached it), or it was aborted, which leaves another number there. received: flat uint8 tensors whose bytes
-        come only after it."""
+        """Starts to sum all ranks' `word`s, in place. After a wait for the work, `word` has the sum if all ranks have started theirs (on
+        GPUs: their streams have reached it). If the work was aborted, `word` has another number. received: flat uint8 tensors whose bytes
+        arrive after this meeting."""
         return self._start(lambda pg: pg.allreduce([word]), what, received)
 
     # ---- small collectives, complete on return (over NCCL: for the current stream)
@@ -222,8 +222,8 @@ class Wire:
             _for_seconds(_SPOIL_S, lambda: self._spoil(missing, aborted=True))
 
     def _spoil(self, missing: list[Post], aborted: bool = False) -> None:
-        """Writes NaNs where bytes were to arrive, and perhaps half have: a forward that was waiting for them gives NaNs, and not
-        numbers that look right."""
+        """Writes NaNs over tensors that did not arrive, or only in part: a forward that waits for them then gives NaNs, and not numbers
+        that look right."""
         torch.cuda.set_device(self.device)
         with torch.cuda.stream(self._spare):
             if aborted:

@@ -126,7 +126,7 @@ def _refuse(units: Sequence[Sequence[TaskSize]]) -> None:
     if twice := sorted(name for name, n in Counter(t.name for t in tensors).items() if n > 1):
         raise LayoutError("tensors appear twice in the export", twice)
     if not tensors:
-        raise LayoutError("the trainers export no tensor")
+        raise LayoutError("the trainers export no tensor", ["give the trainer's adapter a model with parameters"])
 
 
 def _group(tasks: Sequence[TaskSize], limit: int) -> GatherGroup:

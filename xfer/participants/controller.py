@@ -40,8 +40,8 @@ class ControllerPhase(Enum):
     """Phase of a controller. Its `error` and `torn` say what the engine may serve.
 
     JOINING -> READY        the engine's workers and the coordinator know each other
-    JOINING, READY -> OVER  the replica could not join, or the controller failed: no refit reaches it, and `error` says why
-    any -> CLOSED           by its owner
+    JOINING, READY -> OVER  the replica could not join, or the controller failed: no refit reaches it, and `error` is the reason
+    any -> CLOSED           its owner has closed it
     """
 
     JOINING = "joining"
@@ -67,7 +67,7 @@ class Controller:
         replica: The replica's number.
         deadline_s: Seconds for joining, and the default of the waits below.
         engine_rendezvous: The rendezvous as the engine's workers reach it, if that differs.
-        keep: Globs of engine parameters that stay as they are.
+        keep: Globs of engine parameters that refits leave alone.
         tell: Called with the error that ends this controller before it meets the coordinator, which then cannot be told.
 
     Attributes:
@@ -212,7 +212,7 @@ class Controller:
             raise self._closed_error(f"was closed by its owner: no {call} any more")
 
     def _why(self) -> str:
-        """What this controller knows; quoted in timeout errors."""
+        """Return what this controller knows, to quote in timeout errors."""
         return "have all trainer ranks called xfer.connect()?" if self.error is None else f"meanwhile {self.error}"
 
     @contextmanager
@@ -280,7 +280,7 @@ class Controller:
                 self._party.close()  # else the coordinator would keep the replica's place for a controller that has ended
 
     def _next(self, party: RendezvousClient) -> None:
-        """Do what the coordinator says next, if it says something."""
+        """Carry out the coordinator's next message, if there is one."""
         try:
             message = party.take(time.monotonic() + 3600.0, "the next refit", m.Arm, m.Failed, m.ReplicaReady)
         except DeadlineExceeded:
@@ -398,7 +398,7 @@ class Controller:
         return said[0].error.error() if said else None
 
     def _met(self, party: RendezvousClient, label: str | None, held: bool) -> None:
-        """Take over what an earlier controller left: vLLM's update session, a pause and a label, bytes that must not be served.
+        """Take over the state that an earlier controller left: vLLM's update session, a pause and a label, bytes that must not be served.
 
         Called also when joining failed.
 
@@ -589,7 +589,7 @@ class _EngineCalls:
             self._fail(e)
 
     def call_again(self) -> None:
-        """Call `update` again after the workers, which were told to, have returned from it."""
+        """Call `update` again once the workers have returned from it; the coordinator has told them to."""
         logger.warning(
             "xfer: replica %d: its data-parallel ranks did not come together, as if somebody had resumed the engine during the refit; "
             "it is paused again", self._replica,

@@ -3,8 +3,8 @@
     Enter -> drain -> re-read what moved -> compute -> Ready -> (the lanes move bytes) -> Outcome
 
 With `wait="ready"` (`Session.publish`) the call returns once it has looked at the storages. All that follows runs in one background
-call, which the fence waits for. What the trainer's next forward may change, or takes part in, stays on the caller's thread: gathers,
-the look at the storages, and exports that ranks compute together over the trainer's own process groups.
+call, which the fence waits for. Work that the trainer's next forward may disturb stays on the caller's thread: gathers, the look at
+the storages, and exports that ranks compute together over the trainer's own process groups.
 
 The session, which is the state of a rank between refits, is in trainer.py.
 """
@@ -52,8 +52,8 @@ class RefitCall:
 
     Args:
         session: The rank's session.
-        asked: What it asks for.
-        wait: What it returns at: "commit", "sources" or "ready".
+        asked: The arguments of the call, for the coordinator.
+        wait: The event at which the call returns: "commit", "sources" or "ready".
 
     Attributes:
         number: Number of the present attempt.
@@ -118,8 +118,8 @@ class RefitCall:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Make an error say first what the caller must not do while a part of this refit still runs. Stop this refit if the caller is
-        interrupted (KeyboardInterrupt, for example) before its storages are free: it may then change the weights."""
+        """Put lines before those of an error: what the caller must not do while a part of this refit still runs. Stop this refit if the
+        caller is interrupted (KeyboardInterrupt, for example) before its storages are free, since it may then change the weights."""
         try:
             yield
         except XferError as e:
@@ -156,7 +156,7 @@ class RefitCall:
             )
 
     def _go_on(self) -> m.Outcome | None:
-        """Get ready and wait until this rank's storages are free, which returns None, or for the outcome."""
+        """Get ready, and wait until this rank's storages are free (returns None) or for the outcome."""
         self._attempt(self._get_ready)
         if self.wait != "commit" and self._wait_for_sources():
             return None
@@ -284,7 +284,7 @@ class RefitCall:
             raise error from e
 
     def _device_waited(self) -> float:
-        """Wait for what this rank had launched when it was called, as a blocking refit does in its drain. Returns the seconds."""
+        """Wait for the device's work from before the call, as a blocking refit does in its drain. Returns the seconds."""
         began = time.perf_counter()
         if self.session.device.type == "cuda":
             try:
@@ -293,7 +293,7 @@ class RefitCall:
             except Aborted:
                 raise computing.Over from None
             except DeadlineExceeded:
-                raise self._late("this rank's device has not done in time what was launched before the call") from None
+                raise self._late("this rank's device did not finish in time the work that was launched before the call") from None
         return time.perf_counter() - began
 
     def _computed(self) -> float:
@@ -304,7 +304,7 @@ class RefitCall:
             )
         except computing.Unfinished:
             raise self._late(
-                "what this rank's export computes was not there in time: other ranks take part in it, and one has not done its part; "
+                "this rank's export was not computed in time: other ranks take part in the computation, and one has not done its part; "
                 "the computation still waits for it, so do not train before it has ended"
             ) from None
         finally:
@@ -331,7 +331,7 @@ class RefitCall:
             (largest,) = party.questions.ask("blocks", self.until + SILENCE_S, measured, cancelled=self._is_over)
         except DeadlineExceeded:
             raise self._late(
-                "ranks that have parts of one block quantize it together, and not all have come in time"
+                "trainers that have parts of one FP8 block quantize it together, and not all have measured theirs in time"
             ) from None
         except PeerLost:
             raise computing.Over from None  # the outcome is in the inbox, or the reason why none will come
@@ -339,7 +339,7 @@ class RefitCall:
         side.quantize(largest)
 
     def _compare(self) -> None:
-        """Find out what has changed, and count the time of that alone."""
+        """Find out which bytes have changed, and measure the time of the comparison alone."""
         side, device, label = self.session.side, self.session.device, self.label
         if device.type == "cuda":
             wait_for_stream(device, self.until, label)
@@ -355,7 +355,7 @@ class RefitCall:
         return self.party.over(m.Outcome, lambda x: x.attempt == self.number)
 
     def _drained(self, alone: bool) -> float | None:
-        """Drain the source, after what an earlier call left running.
+        """Drain the source, after all work that an earlier call left running.
 
         Args:
             alone: The drain waits for no other rank and nothing is left running, so it needs no thread.
@@ -597,7 +597,7 @@ def begin_drain(
 
 
 def still_reading(suspects: Sequence[m.Reader], seconds: float) -> list[str]:
-    """Wait until these workers, which have told no end of their pulls (coordinator/commit.py), are dead.
+    """Wait until these workers are dead. They have not told the end of their pulls (coordinator/commit.py).
 
     Only processes of this host can be checked, which is enough: a pull does not leave a host. As everywhere in xfer,
     `host_identity()` identifies a host, so containers that share a name but not their process ids must set XFER_HOST.

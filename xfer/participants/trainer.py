@@ -49,11 +49,11 @@ class Source(Protocol):
     - `let_go()` drops its references to the trainer's tensors until the next `check`.
     - `fence_before(fence)` makes the framework call `fence` before it changes exported tensors outside of an optimizer's step.
     - `mark_writes(optimizer)` lets an optimizer of the framework mark what it changes (kernels/written.py), if it can.
-    - `finish_gathers()` is `drain` without its wait for the device: exported bytes are in memory for what the current stream does next.
+    - `finish_gathers()` is `drain` without its wait for the device: later work of the current stream finds the exported bytes in memory.
       A publish calls it in place of `drain`.
     - `finishes_alone()` returns whether `finish_gathers` now waits for no other rank. A publish then needs no thread for it.
-    - `begin_check()` is the part of a `check` that must come before the next forward. It returns None where `check` may not say "same",
-      else a function that returns whether it does. A publish calls that one in the background.
+    - `begin_check()` is the part of a `check` that must come before the next forward. It returns None if something has changed, else a
+      function for the rest, which returns whether `check` would return "same". A publish calls that function in the background.
 
     Attributes:
         rank: This trainer rank.
@@ -158,11 +158,11 @@ class TrainerSession:
         version: The last version that a replica committed; None before the first.
         attempt: Number of the last refit attempt.
         generation: Number of the catalog in use.
-        computed_bytes: Bytes of what this rank's layout computes.
+        computed_bytes: Bytes of scratch for tensors that this rank's layout computes.
         pending: A call that returned before its outcome was known.
         drain: The last call's drain, which may run longer than the call.
-        computing: What the last call computes, while it runs, perhaps after the call.
-        rest: What the last publish does in the background, while it runs.
+        computing: The last call's computation, while it runs, perhaps longer than the call.
+        rest: The background part of the last publish, while it runs.
         lanes: Lanes by replica. A lane is made when its first message comes.
     """
 
@@ -325,7 +325,7 @@ class TrainerSession:
     # ---- refitting
 
     def beside(self) -> torch.cuda.Stream | None:
-        """Return, on a GPU, a stream of xfer's own, behind all that the caller's stream was given."""
+        """Return, on a GPU, a stream of xfer's own, which waits for all earlier work of the caller's stream."""
         if self.device.type != "cuda":
             return None
         if self._stream is None:
@@ -393,7 +393,7 @@ class TrainerSession:
             self._before = self._ended(pending, pending.finish)
 
     def _ended(self, refit: RefitCall, call: Callable[[], RefitReport]) -> RefitReport:
-        """Run a call to the end of a refit, and tell observers of it. One that returns before the outcome is known is not told."""
+        """Run a call that ends a refit, and tell observers of its end. A call that returns before the outcome is not told."""
         error: XferError | None = None
         try:
             report = self._let_go(call())
@@ -424,13 +424,13 @@ class TrainerSession:
         return report
 
     def refresh(self, beside: bool = False) -> Callable[[], bool] | None:
-        """Read again what the framework has moved since the last refit. `tell` tells the coordinator what has changed.
+        """Read the storages again that the framework has moved since the last refit. `tell` tells the coordinator of changes.
 
         The adapter compares with its last look, so the next call must read again if this one fails.
 
         Args:
-            beside: Leave what the next forward does not change to a function, and return it (`Source.begin_check`). If it returns
-                False, call `distrust`.
+            beside: Return a function for the part of the check that may run beside the next forward (`Source.begin_check`). If the
+                function returns False, call `distrust`.
         """
         if beside and not self._stale and not self._released and hasattr(self.source, "begin_check"):
             if (rest := self.source.begin_check()) is not None:
@@ -450,7 +450,7 @@ class TrainerSession:
         return None
 
     def distrust(self) -> None:
-        """The layout is not what was read: the next refit reads it again."""
+        """Note that the layout has changed since it was read: the next refit reads it again."""
         self._stale = True
 
     def _read_again(self) -> None:

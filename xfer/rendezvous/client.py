@@ -66,7 +66,7 @@ class Questions:
     """Sends questions and waits for their answers. The reader thread calls `put` and `close`, any thread all else.
 
     Args:
-        send: Sends a message to the coordinator; it may take so many seconds.
+        send: Called with a message for the coordinator and the seconds that sending may take.
         label: This client, for errors.
     """
 
@@ -188,7 +188,7 @@ class RendezvousClient:
         on_lane: returns the lane of a replica, and may make it. The owner sets it before it sends anything that messages for
             lanes follow from.
         drained: by replica, the last refit for which the coordinator said `Drained`.
-        named: a refit, and the label of its version.
+        named: (number of a refit, label of its version), from the last message that told them.
         void: refits that were prepared and given up; no call has these numbers.
 
     Raises:

@@ -247,7 +247,7 @@ def relocate(fragments: Iterable[Fragment], places: Mapping[str, tuple[str, int]
     fragments = list(fragments)
     lost = sorted({f.root for f in fragments} - set(places))
     if lost:
-        raise LayoutError("parameters without a storage", (f"{n}: not in the model that is bound" for n in lost))
+        raise LayoutError("parameters without a storage", (f"{n}: traced, but not in the live model" for n in lost))
     out = []
     for f in fragments:
         root, base = places[f.root]

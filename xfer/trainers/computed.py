@@ -93,7 +93,7 @@ class Computed:
             raise Unsupported(
                 f"{len(traced.recipes)} parts of exported tensors are computed, which takes "
                 f"{self.nbytes + self.gathered_bytes} bytes of scratch on this rank; {limit} are allowed",
-                ["allow more, or train merged weights instead of adapters"],
+                ["allow more (MegatronTrainer(scratch_bytes=...)), or train merged weights instead of adapters"],
             )
         self.root = Root(name, self.nbytes)
         self.storage = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
@@ -134,7 +134,7 @@ class Computed:
         bad = torch.nonzero(needed & lacking).flatten().tolist()
         if bad:
             raise LayoutError(
-                "exported tensors are computed from what was gathered in two steps, which cannot be done again",
+                "exported tensors are computed from a gather of gathered tensors, which xfer cannot compute again",
                 [x.gathers[i].text().splitlines()[0][:200] for i in bad],
             )
         return torch.nonzero(needed).flatten().tolist()

@@ -237,7 +237,7 @@ class Mapping(peer_host.Mapping):
 
     def _in_time(self) -> None:
         if time.monotonic() > self.until:
-            raise PeerLost("no answer in time")
+            raise PeerLost("NIXL did not read it in time")
 
     def _begin(self, agent: _Agent, sender: int, call: peer_host.Runs) -> None:
         try:
