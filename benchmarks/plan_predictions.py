@@ -163,7 +163,7 @@ def distinct(inventories: Iterable[Inventory]) -> int:
 
 
 def into_hosts(some: Sequence[str]) -> None:
-    """Print, of the host of engines where it is most, the bytes that enter it beside the bytes that its workers need."""
+    """Print the bytes that enter a host of engines, and the bytes that its workers need, for the host with the largest ratio."""
     print("| mapping | each replica by itself | with relays |\n|---|---|---|")
     for name in some:
         catalog, sources, destinations, site = job(name)

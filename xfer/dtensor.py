@@ -176,7 +176,7 @@ def _describe(
     shape: Sequence[int] | None,
     group: ProcessGroup,
 ) -> tuple[Side, torch.Tensor | None]:
-    """What this rank says of one side, and its local tensor. LayoutError, Unsupported when that cannot be moved."""
+    """This rank's description of one side, and its local tensor. LayoutError, Unsupported if the tensor cannot be moved."""
     from torch.distributed.tensor import DTensor
 
     found_mesh: MeshInfo | None

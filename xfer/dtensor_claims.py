@@ -44,7 +44,7 @@ class Local(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Side(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What one rank knows of the source or of the destination; None for what it does not know.
+    """One rank's description of the source or of the destination. A field that the rank does not know is None.
 
     Attributes:
         mesh: Mesh, in ranks of the group.
@@ -99,7 +99,7 @@ class Layout:
 
 
 def layouts(claims: Sequence[Claim]) -> tuple[Layout, Layout, Ints]:
-    """What the claims of all ranks say together.
+    """Combine the claims of all ranks.
 
     Args:
         claims: One per rank of the group, by rank; none with an error.

@@ -1,4 +1,4 @@
-"""What the ranks of a process group keep between calls of `xferdtensor`: opened routes, a link.
+"""State that the ranks of a process group keep between calls of `xferdtensor`: opened routes, a link.
 
 Routes are those of refits (transport/routes.py). They are kept by what all ranks say of a transfer, and bound to the
 addresses of the tensors of each call; they hold no memory of the caller but sources that other ranks have mapped.
@@ -107,7 +107,7 @@ class GroupState:
     # ---- messages between ranks
 
     def exchange(self, data: bytes, deadline: float) -> list[bytes]:
-        """As of `RankExchange`. When it returns, all ranks have closed the routes that this rank closed before it, which are then freed."""
+        """See `RankExchange`. When it returns, all ranks have closed the routes that this rank closed before it, which are then freed."""
         leaving = len(self._leaving)
         said = self.ranks.exchange(data, deadline)
         del self._leaving[:leaving]

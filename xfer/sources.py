@@ -1,8 +1,8 @@
 """Which code this is: digests of xfer's version and its own source files. Two processes that must compute the same thing
 compare them.
 
-A number that somebody has to raise is forgotten one day. Not here: what they are compared for (plan/subplan.py), and what is
-kept on disk under them (plan/cache.py, cli/layouts).
+A version number would have to be raised by hand, and could be forgotten. Not here: the comparisons (plan/subplan.py), and the
+files that are kept on disk under digests (plan/cache.py, cli/layouts).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 @cache
 def digest_of(*parts: str) -> str:
-    """Of xfer's version and all Python files of these packages and modules of it ("plan", "cli/describe.py"), 16 hexadecimal
-    digits.
+    """Digest of xfer's version and of all Python files of these packages and modules of xfer ("plan", "cli/describe.py"); 16
+    hexadecimal digits.
 
-    Of a package that was installed without its sources only the version is in it: bytecode names the Python that it is for and
-    the folder that it was compiled in, so no two environments of one job would agree.
+    If xfer was installed without its sources, only the version counts: bytecode contains its Python version and the folder in
+    which it was compiled, so the environments of one job would not agree.
     """
     h = hashlib.blake2b(__version__.encode() + b"\0", digest_size=8)
     for part in sorted(parts):

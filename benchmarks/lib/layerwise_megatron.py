@@ -101,7 +101,7 @@ def _plain() -> dict:
 def measure(
     rank, shape: Shape, bucket_bytes: int, new: Callable[[], Net], groups: Callable[[Net], list], step_of, rounds: int
 ):
-    """(forward ms, whole step ms, timelines) as of Step.measure, the number of buckets, and bytes owned by rank."""
+    """(forward ms, whole step ms, timelines), see Step.measure, the number of buckets, and bytes owned by rank."""
     import megatron.core.parallel_state as mpu
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 

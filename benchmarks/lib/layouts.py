@@ -209,8 +209,8 @@ class Layout:
         return trainer_inventory(catalog, rank=rank, host="", roots=roots, fragments=fragments)
 
     def in_fp8(self, catalog: Catalog) -> Layout:
-        """This layout of an engine as it is if it serves what `catalog` derives. Each parameter of it has a storage of its own, and
-        its scales get another one."""
+        """This engine's layout if the engine serves the FP8 matrices that `catalog` derives. Each parameter must have a storage of its
+        own; its scales get another one."""
         bases = {s.name: s for s in catalog.exported}
         forms = {s.of: quantized(bases[s.of], s.rule) for s in catalog.specs if s.of}
         out = Layout()

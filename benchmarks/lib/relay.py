@@ -141,7 +141,7 @@ class Relay:
         self.word.view(torch.int32).copy_(self._free, non_blocking=True)
 
     def _number(self, part: int) -> int:
-        """What says that a destination has this part of this run."""
+        """The number that a destination writes when it has this part of this run."""
         return (self._runs - 1) * (self._parts + 1) + part + 1
 
 

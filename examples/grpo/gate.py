@@ -35,7 +35,7 @@ def sums(trainer: torch.Tensor, engine: torch.Tensor) -> torch.Tensor:
 
 
 def added(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sums of all parts, as `sums` gives them."""
+    """All parts, which `sums` returned, as one: counts and sums add up, the largest |d| is the maximum."""
     both = torch.stack([torch.zeros(4, dtype=torch.float64), *parts])
     return torch.cat([both[:, :3].sum(0), both[:, 3:].amax(0)])
 

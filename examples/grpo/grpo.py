@@ -96,8 +96,8 @@ def shared(batch: Batch | None, prompt: int) -> Batch:
 
 
 def step(trainer, batch: Batch, *, micro_batches: int = 4, clip: float = 0.2) -> gate.Gap:
-    """One optimizer step. Returns the gap between trainer and engine on the batch's tokens, the same on all ranks; it is
-    of the weights *before* the step, those that made the tokens, and costs no forward pass of its own."""
+    """One optimizer step. Returns the gap between trainer and engine on the batch's tokens, the same on all ranks. The gap is
+    that of the weights *before* the step, which made the tokens, and costs no forward pass of its own."""
     from megatron.core import parallel_state as ps
     from megatron.core.pipeline_parallel import get_forward_backward_func
 

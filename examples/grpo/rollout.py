@@ -69,7 +69,7 @@ def follow(model: str, **more) -> None:
 
 
 def password(token: str) -> str:
-    """What clients send. Not the token itself: clients need not know that."""
+    """The password that clients send. It follows from the token, which clients need not know."""
     return hmac.new(token.encode(), b"rollout", hashlib.sha256).hexdigest()
 
 

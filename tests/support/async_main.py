@@ -195,7 +195,7 @@ class Engine:
         self.tasks = [asyncio.create_task(task()) for task in (ask, ask, disturb)]
 
     async def disturbed(self) -> dict:
-        """Ends that, and says what was done."""
+        """End the disturbance and the requests. Returns the numbers of pauses and resumes, and the version."""
         *asking, disturbing = self.tasks
         disturbing.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -20,7 +20,7 @@ def install() -> None:
 
 
 def _all_gatherv(self, input_, dim: int = 0, sizes: list[int] | None = None):
-    """`sizes`: rows of each rank; those of a list of tensors are the same."""
+    """`sizes`: number of rows of each rank, the same for all tensors of a list."""
     if isinstance(input_, list):
         return [_all_gatherv(self, t, dim, sizes) for t in input_]
     if dim != 0:

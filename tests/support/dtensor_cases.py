@@ -430,7 +430,7 @@ def plans_that_differ_never_run(rank):
 
 
 def zz_ranks_that_do_not_come(rank):
-    """A late rank is a deadline, at the first meeting and when the ranks know each other; a dead one is lost at once."""
+    """A late rank raises DeadlineExceeded, at the first meeting and at later ones; a dead rank raises PeerLost at once."""
     first, known = dist.new_group([0, 1]), dist.new_group([0, 1])
     dying = dist.new_group([2, 3])
     mesh = MeshInfo.line("x", [0, 1])

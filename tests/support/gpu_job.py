@@ -129,7 +129,7 @@ class Engine:
 
 
 class Job:
-    """`config`: an HF config of a family of examples.common.toy. `address`: of trainer 0, as URLs have it. `host_of`: as of `Family`."""
+    """`config`: an HF config of a family of examples.common.toy. `address`: address of trainer 0, as in URLs. `host_of`: see `Family`."""
 
     def __init__(self, work: Path, config: dict, address="127.0.0.1", host_of=lambda name: None):
         self.work, self.config, self.token = Path(work), config, secrets.token_hex(16)
@@ -190,7 +190,7 @@ class Job:
             c.expect("built", timeout=120)
 
     def meet(self, engines: list[Engine], keep: Sequence[str] = (), serve: Mapping = {}, **connect) -> list[dict]:
-        """`serve`: more arguments of `xfer.serve`; `connect`: of `xfer.connect`."""
+        """Serve the engines and connect the trainers. `serve`, `connect`: more arguments of `xfer.serve` and `xfer.connect`."""
         self.rendezvous = f"tcp://{self.address}:{free_port()}"
         for i, e in enumerate(engines):
             e.ask("serve", "serving", rendezvous=self.rendezvous, replica=i, keep=keep, **serve)

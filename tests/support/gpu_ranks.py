@@ -58,7 +58,7 @@ def _main(rank: int, size: int, port: int, part: str, kwargs: dict, env: dict, f
 
 
 def spawn(part: str, size: int, env: dict | None = None, **kwargs) -> list:
-    """What `part(rank, size, store, device, **kwargs)` returned in each of `size` processes. `env`: by rank."""
+    """Return the results of `part(rank, size, store, device, **kwargs)` in `size` processes. `env`: rank -> variables."""
     port = free_port()
     store = TCPStore("127.0.0.1", port, None, True, timedelta(seconds=60), wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:

@@ -70,7 +70,7 @@ def until(condition, what: str, *groups: Group, seconds: float = 300) -> None:
 
 
 class Steps:
-    """What a loop printed."""
+    """The steps that a loop has printed."""
 
     def __init__(self, loop: Group):
         self.loop = loop

@@ -283,7 +283,7 @@ class Cluster:
         """A fabric file (xfer/plan/fabric_file.py) of this cluster.
 
         Args:
-            trainers, replicas: The number of each rank, as of `place`.
+            trainers, replicas: The number of each rank, see `place`.
             rate: bit/s of a NIC that payload reaches; default: the rate to which each is shaped now.
         """
         gpus = [[g] for g in range(self.ranks)] if self.nics > 1 else [list(range(self.ranks))]
@@ -315,7 +315,7 @@ def _port(host: Host, nic: int) -> str:
 
 
 def _run(host: Host, *words: str, told: str | None = None) -> str:
-    """Only the network is the host's: process ids, by which other hosts' namespaces are named, are not."""
+    """Run a command in the host's network namespace alone: it names other hosts' namespaces by this machine's process ids."""
     enter = ["nsenter", f"--net=/proc/{host.net or host.nets[0]}/ns/net"]
     done = subprocess.run([*enter, *words], input=told, capture_output=True, text=True)
     if done.returncode:

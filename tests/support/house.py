@@ -43,8 +43,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("integrations",),
     ("cli", "__init__", "__main__"),
 )
-"""Top-level modules and packages of xfer, lowest first. Each may import what stands before it, and itself. Of two packages in one
-line none may import the other; modules in one line may."""
+"""Top-level modules and packages of xfer, lowest first. Each may import those before it, and itself. Two packages in one line may not
+import each other; two modules may."""
 
 
 @dataclass(frozen=True)

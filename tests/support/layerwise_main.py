@@ -347,7 +347,7 @@ def different_ranks():
 
 
 def buffers_of_their_own():
-    """Each rank has running statistics of its own data. Those of rank 0 are saved, all of them, as DDP would spread them."""
+    """Each rank has running statistics of its own data. A checkpoint has all of rank 0's, since DDP would broadcast these."""
     folder = everybody(tempfile.mkdtemp())[0]
     torch.manual_seed(0)
     net = nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(4, 4), nn.BatchNorm1d(4))))

@@ -117,7 +117,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def backward(model: nn.Module, optimizer, number: int, rank: int = 0) -> float:
-    """New gradients, of a rank's batch of that number; its loss."""
+    """Compute gradients of a rank's batch number `number`. Returns the loss."""
     loss = loss_of(model, batch(number, rank))
     optimizer.zero_grad()
     loss.backward()
@@ -125,14 +125,14 @@ def backward(model: nn.Module, optimizer, number: int, rank: int = 0) -> float:
 
 
 def step(model: nn.Module, optimizer, number: int, rank: int = 0) -> float:
-    """One step of training on a rank's batch of that number; its loss."""
+    """Train one step on a rank's batch number `number`. Returns the loss."""
     loss = backward(model, optimizer, number, rank)
     optimizer.step()
     return loss
 
 
 def digest_of(params: Iterable[torch.Tensor]) -> str:
-    """Digest of the bytes of all of these, in order."""
+    """Digest of the bytes of these tensors, in order."""
     h = hashlib.sha256()
     for p in params:
         h.update(p.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())

@@ -33,7 +33,7 @@ class Worker:
 
     @property
     def judged(self) -> dict[str, torch.Tensor]:
-        """Which bytes of each live storage a refit answers for: all of parameters and buffers but kept ones."""
+        """Whether a refit must write each byte, by live storage: all bytes of parameters and buffers but kept ones. bool."""
         out = {r.name: torch.zeros(r.nbytes, dtype=torch.bool) for r in self.inventory.roots}
         for spans, value in ((self.layout.footprint, True), (self.layout.kept, False)):
             for s in spans:
@@ -41,18 +41,18 @@ class Worker:
         return out
 
     def scramble(self, seed: int) -> None:
-        """Noise in every byte that a refit answers for, so that whatever it leaves out shows."""
+        """Fill every byte that a refit must write with noise, so that a byte that it leaves out is noticed."""
         for i, (root, storage) in enumerate(zip(self.inventory.roots, self.storages)):
             noise = torch.Generator().manual_seed(seed * 1_000_003 + i)
             new = torch.empty_like(storage).random_(0, 256, generator=noise)
             storage.copy_(torch.where(self.judged[root.name], new, storage))
 
     def finish(self) -> None:
-        """After the wire: what the loader computes."""
+        """Run the recipes, after all bytes have come."""
         run_recipes(self.layout, dict(zip((r.name for r in self.inventory.roots), self.storages)))
 
     def wrong(self, version: int) -> list[str]:
-        """Storages that differ from what vLLM's loader leaves, with the first such byte of each."""
+        """Storages that differ from those that vLLM's loader filled, with the number of wrong bytes and the first one."""
         bad = []
         for root, got, want in zip(self.inventory.roots, self.storages, self.truth[version]):
             where = torch.nonzero((got != want) & self.judged[root.name]).flatten()

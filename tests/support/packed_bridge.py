@@ -141,7 +141,7 @@ def regrouped(trainer: Trainer) -> None:
 
 
 def adapted(trainer: Trainer) -> None:
-    """Adapters come to a model that has been synced without them, and have learnt something."""
+    """Add trained LoRA adapters to a model that has been synced without them."""
     from megatron.bridge.peft.lora import LoRA
 
     trainer.chunks = LoRA(**LORA)(trainer.chunks, training=True)

@@ -38,7 +38,7 @@ def gathered(source: PackedSource) -> tuple[dict[str, torch.Tensor], int]:
 
 
 def placed(source: PackedSource) -> tuple[dict[str, torch.Tensor], int]:
-    """As a feed does it: each message straight into its buffer."""
+    """Place each message in its buffer, as a feed does. Returns the tensors, and the most collectives of a message."""
     plan, out, most, mine = source.begin(), {}, 0, source.assembly.here
     buffers, unpacker = Buffers(2, source.device), Unpacker(source.device)
     buffers.begin(plan.messages)

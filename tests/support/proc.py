@@ -146,7 +146,7 @@ class Child:
                 raise AssertionError(f"{self.name}: {event} while waiting for {kinds}\n{self.tail()}")
 
     def ask(self, do: str, *kinds: str, timeout: float = 300.0, **command) -> dict:
-        """kinds: of the answer; none for the command's own name."""
+        """Send a command and return its answer. kinds: kinds of answer to accept; default: the command's own name."""
         self.say(do=do, **command)
         return self.expect(*kinds or (do,), timeout=timeout)
 
@@ -184,7 +184,7 @@ class Children(list[Child]):
     """Processes that are asked the same thing, such as the ranks of a job."""
 
     def ask(self, do: str, *kinds: str, timeout: float = 300.0, **command) -> list[dict]:
-        """The answers of all, in their order. As of `Child`.
+        """The answers of all, in their order. See `Child`.
 
         Raises:
             AssertionError: A child failed or the time is up, with the answers of all. Most others wait for it for ever, so they are soon

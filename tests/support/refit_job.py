@@ -65,7 +65,7 @@ class Engine:
         return self.child.ask(do, *kinds, timeout=timeout, **more)
 
     def observe(self, force: bool = False) -> Observed:
-        """Inside `serving()`."""
+        """Return the engine's version, outputs and checksums, read inside `serving()`."""
         e = self.ask("observe", "observed", force=force)
         return Observed(e["version"], e["outputs"], e["checksums"])
 

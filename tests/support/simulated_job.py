@@ -523,7 +523,7 @@ class Job(World):
             e.check()
 
     def ended(self, seconds: float = 1000.0) -> list:
-        """Wait for the calls of processes that live and are not stopped. What each rank heard in the last call."""
+        """Wait for the calls of processes that are neither dead nor stopped. Returns the result of each one's last call."""
         gone = lambda i: f"trainer {i}" in self.sim.dead | self.sim.stopped  # noqa: E731
         self.sim.block(lambda: all(map(gone, self.running)), self.sim.now + seconds)
         assert all(map(gone, self.running)), self.coordinator.refit and self.coordinator.refit.waiting_for()

@@ -56,5 +56,5 @@ class Probe:
         self._resident = memory.forget_peak()
 
     def xfer_grown(self):
-        """Bytes that this worker grew by at most, since `xfer_forget_peak`."""
+        """Bytes by which this worker's peak memory grew since `xfer_forget_peak`."""
         return memory.grown(self._resident)

@@ -50,7 +50,7 @@ def forms(folder: str, parallel: dict, options: dict) -> dict:
 
 def row(folder: str, world: str, parallel: dict, replicas: int, options: dict, native: str) -> dict:
     """Refits replicas from the file `world`, which family_trainer.py has left. `parallel`: EngineParallel; `options`: EngineArgs;
-    `native`: as of family_trainer.row."""
+    `native`: see family_trainer.row."""
     trainers = Trainers.load(world)
     specs = checkpoint_specs(folder)
     versions = [random_weights(specs, v) for v in range(len(trainers.weights))]

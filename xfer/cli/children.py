@@ -32,8 +32,8 @@ class Process(Protocol):
     """A process that obeys, of this host or of another one.
 
     Attributes:
-        name: Of the process, in errors.
-        ready: Done when its object is made, with what that raised.
+        name: Name of the process, for errors.
+        ready: Done when the process has made its object, with the error if that failed.
     """
 
     name: str

@@ -3,8 +3,8 @@
     trainer        measures its parts                                  -> Measured
     coordinator    all trainers have measured, or have no such block   -> Reply to each, with the largest values
 
-A trainer that has no part of a block says nothing of its own, and no message is sent where no block is shared. Trainers need not
-know who has the rest of a block.
+A trainer without a part of such a block sends nothing, and without such blocks there are no messages. Trainers need not know which
+trainers have the rest of a block.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _BITS = np.dtype("<u4")
 
 
 class SharedBlocks:
-    """What the trainers of one refit have measured and wait for.
+    """The measured blocks of the trainers in one refit, and the trainers that wait for the largest values.
 
     Attributes:
-        used: Some trainer has measured. If exports have changed, all have to measure again by a new catalog.
+        used: Whether some trainer has measured. If exports have changed, all trainers have to measure again by a new catalog.
     """
 
     def __init__(self, refit: Refit):
@@ -42,10 +42,10 @@ class SharedBlocks:
         return {c.hello.index for c in self._waiting}
 
     def measured(self, client: Client, msg: m.Measured) -> None:
-        """A trainer has measured.
+        """Note that a trainer has measured.
 
         Raises:
-            ProtocolError: It has not one value for each block, or names a block that the catalog does not have.
+            ProtocolError: The message does not have one value for each block, or names a block that the catalog does not have.
         """
         co = self._refit.coordinator
         if msg.generation == co.generation and co.catalog is not None:

@@ -501,7 +501,7 @@ class ReplicaRefit:
         return DeadlineExceeded(text, [f"waiting for {w}" for w in self.waiting_for()])
 
     def waiting_for(self) -> list[str]:
-        """What keeps the replica in its phase, trainers included: one line each."""
+        """List what the replica waits for in its phase, trainers included: one line each."""
         return [*self.refit.trainers_waited_for(), *self.own_waiting_for()]
 
     def own_waiting_for(self) -> list[str]:

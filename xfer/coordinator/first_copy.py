@@ -95,7 +95,7 @@ class FirstCopy(Transfer):
                 broadcast(self.sources, self.go([part]))
 
     def handle(self, client: Client, msg: m.Armed | m.PartReady | m.Done | m.Committed | m.Stopped | m.Settled) -> None:
-        """As of `Transfer`. Ranks that are none of this copy have the same numbers."""
+        """See `Transfer`. Ranks that are none of this copy have the same numbers."""
         if client in (*self.sources, *self.joiner.processes()):
             super().handle(client, msg)
 

@@ -159,7 +159,7 @@ class Transfer:
         return []
 
     def end(self, error: XferError, by: Client | None = None, gone: bool = False) -> None:
-        """End the parts of all replicas that are not decided. Only `Coordinator.fail` calls this. Arguments as of `ReplicaRefit.end`."""
+        """End the parts of all replicas that are not decided. Only `Coordinator.fail` calls this. Arguments: see `ReplicaRefit.end`."""
         for part in self.parts.values():
             part.end(error, by, gone)
         self.coordinator.soon(self.finish_if_over)  # no part has to be open
@@ -457,7 +457,7 @@ class Refit(Transfer):
     # ---- the end
 
     def _note_drained(self, part: ReplicaRefit) -> None:
-        """Tell trainers that no worker of a replica reads their storages, or will do so. A replica that waits may, however late it joins."""
+        """Tell trainers that no worker of a replica reads their storages, or will. A replica that waits may, however late it joins."""
         if not self.called or part.drained or part.may_be_read or self.coordinator.refit is not self:
             return
         co, part.drained = self.coordinator, True
@@ -504,7 +504,7 @@ class Refit(Transfer):
         ]
 
     def waiting_for(self) -> list[str]:
-        """What the refit waits for, one line each."""
+        """List what the refit waits for, one line each."""
         lines = self.trainers_waited_for() if self.open else []
         lines += [w for part in self.parts.values() for w in part.own_waiting_for()]
         return list(dict.fromkeys(lines))
@@ -516,7 +516,7 @@ class Refit(Transfer):
         co.at(co.now + logs.EVERY_S, self._log_waiting, of=self)
 
     def phase_of(self, client: Client) -> str:
-        """What a process is doing, for `xfer status`."""
+        """The activity of a process, for `xfer status`."""
         h = client.hello
         if h.role != "trainer":
             return self.parts[h.replica].phase.value

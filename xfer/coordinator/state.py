@@ -1,4 +1,4 @@
-"""What the coordinator knows: clients, replicas and their phases, the options of the job, the store, and the rules of admission.
+"""The coordinator's data: clients, replicas and their phases, the options of the job, the store, and the rules of admission.
 
 Nothing here decides a refit.
 """

@@ -1,7 +1,7 @@
 """One trainer rank's matrices that it keeps in block FP8 itself: engines that serve that form get its bytes and scales as they are.
 
-Nothing is computed and nothing is copied. What engines ask for are derived tensors (trace/derived.py), and a rank offers the storages
-of its own parameters as parts of them. quantized.py makes the derived tensors of matrices that are held in bf16 or fp32.
+Nothing is computed and nothing is copied. Engines ask for derived tensors (trace/derived.py), and a rank offers the storages of its own
+parameters as parts of them. quantized.py makes the derived tensors of matrices that are held in bf16 or fp32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NATIVE = "native"
 
 
 class Native:
-    """What one trainer rank offers of derived tensors out of its own parameters.
+    """The parts of derived tensors that one trainer rank offers out of its own parameters.
 
     Args:
         catalog: The session's checkpoint tensors.

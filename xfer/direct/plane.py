@@ -77,7 +77,7 @@ class Storages(Protocol):
         are none."""
 
     def as_bound(self) -> bool:
-        """Whether the storages are those of `roots`, by a whole look. Called on a worker that stages bytes. May raise the reason instead."""
+        """Whether the storages are those of `roots`, by a whole look. Called on a worker that stages bytes. May raise instead of False."""
 
     def before(self) -> None:
         """Called just before the first byte may move."""
@@ -96,7 +96,7 @@ class Storages(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Staged:
-    """What an attempt has brought into scratch.
+    """The bytes that an attempt has brought into scratch.
 
     Attributes:
         attempt: Its number.

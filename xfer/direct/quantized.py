@@ -64,8 +64,7 @@ class _InScratch:
     Attributes:
         blocks: The part of the grid of which this rank has the scales, at byte `at` of scratch.
         amax: Where the largest values of these blocks begin among those of all matrices, if some part has to be measured.
-        shared: int64 [2, n], for the n blocks of which other ranks have parts: row 0, number in the catalog; row 1, place of the
-            largest value.
+        shared: int64 [2, n], for the n blocks of which other ranks have parts: number in the catalog; place of the largest value.
     """
 
     rule: ScaleRule
@@ -84,7 +83,7 @@ class _Geometry:
         pieces: Disjoint boxes, each with the number of the held box that it is cut from, and with its part that has whole blocks.
         blocks: Disjoint boxes of the matrix's grid, which hold all blocks that the pieces touch.
         bounds: A box of the grid around them.
-        shared: int64 [2, n], for the n blocks of which the pieces have a part only: row 0, number in the grid; row 1, in `bounds`.
+        shared: int64 [2, n], for the n blocks of which the pieces have only a part: number in the grid; number in `bounds`.
     """
 
     pieces: tuple[tuple[Box, int, Box | None], ...]

@@ -1,5 +1,4 @@
-"""What a trainer rank keeps of a refit, to find out in a later one what has changed: copies of what plans read of its storages, or marks of
-every write."""
+"""A trainer rank's memory of a refit, by which a later one finds changed bytes: copies of what plans read, or marks of every write."""
 
 from __future__ import annotations
 
@@ -31,11 +30,11 @@ def read_parts(rows: np.ndarray, sizes: Sequence[int], without: Sequence[ByteRan
 
 class Remembered:
     """Copies and marks of what plans read of a trainer rank's storages. Spans that an optimizer writes by marking writes
-    (kernels/written.py) have no copies, unless bytes are sent that nobody pulls: messages are compared with copies.
+    (kernels/written.py) have no copies, unless messages are sent, which are compared with copies.
 
     Attributes:
         refit: Number of the refit; 0: none.
-        marks: Of what has changed since; None if destinations do not pull.
+        marks: The granules that have changed since; None if destinations do not pull.
     """
 
     def __init__(self) -> None:
@@ -68,7 +67,7 @@ class Remembered:
             roots: The storages as they were compared and sent; flat uint8.
             plans: The rows that read them, by the digest of their plan.
             pulled: Whether destinations pull.
-            sends: Whether bytes are sent that nobody pulls.
+            sends: Whether messages are sent, beside pulls or without any.
 
         Returns:
             Whether there are other marks than before, which destinations have to map.

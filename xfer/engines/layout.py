@@ -60,7 +60,7 @@ class EngineLayout:
         return tuple(s for s in self.traced.specs if s.of and s.name in taken)
 
     def inventory(self, catalog: Catalog, rank: int, host: str = "") -> Inventory:
-        """What the worker of that rank publishes."""
+        """The inventory that the worker of that rank publishes."""
         return engine_inventory(
             catalog, rank=rank, host=host, roots=self.roots, fragments=self.traced.fragments, fills=self.traced.fills,
             footprint=self.footprint, kept=self.kept, staged=self.staged, reads=self.traced.reads,

@@ -105,11 +105,11 @@ def makers(live: LiveStorages, twin: torch.nn.Module, prefix: str = "") -> list[
 
 
 def refuse_other_operators(recipes: Iterable[Recipe], makers: Sequence[str], prefix: str = "") -> None:
-    """Refuse what modules make by operators that are not torch's own: these may talk to other ranks, or write what no trace sees.
+    """Refuse tensors that modules make by operators other than torch's own: these may use other ranks, or write untraced memory.
 
     Args:
-        recipes: Of a trace in which these modules ran.
-        makers: Their paths.
+        recipes: The recipes of a trace in which the modules ran.
+        makers: Paths of the modules.
         prefix: Goes before module names in errors.
 
     Raises:

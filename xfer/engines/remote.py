@@ -26,7 +26,7 @@ _AGAIN_S = 0.5
 DRAFTERS_ASKED = (0, 28)
 """The first vLLM whose workers say whether they have a drafter."""
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Of requests to servers of engines. It ignores `http_proxy`: `init` carries the job's token, which http:// sends in clear."""
+"""Opens requests to servers of engines. It ignores `http_proxy`: `init` carries the job's token, which http:// sends in clear."""
 
 
 class HttpEngine(Handle):

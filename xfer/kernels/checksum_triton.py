@@ -82,7 +82,7 @@ def _words(x, OWN: tl.constexpr, FINAL: tl.constexpr, AS: tl.constexpr):
 
 @triton.jit
 def _group_words(raw, factors0, factors1, OWN: tl.constexpr, FINAL: tl.constexpr, AS: tl.constexpr, PLUS0, PLUS1):
-    """Of each group, a row of `raw`: its two words, times the factors of its elements."""
+    """The two words of each group (a row of `raw`): its elements' words times their factors, added up."""
     x, y = _words(raw, OWN, FINAL, AS)
     return tl.sum(x * factors0, 1).to(tl.uint32) + PLUS0, tl.sum(y * factors1, 1).to(tl.uint32) + PLUS1
 
@@ -166,7 +166,7 @@ def _sum_tiles(
 @dataclass(frozen=True, slots=True)
 class Lent:
     """Tiles of whole groups that another kernel sums, into `out`, which it has to clear. constants: LOAD, AS, GROUP, the two PLUS, and
-    the two mixes, as of `_sum_tiles`."""
+    the two mixes, see `_sum_tiles`."""
 
     tiles: torch.Tensor
     factors: torch.Tensor

@@ -85,7 +85,7 @@ def divided(
     for m in found:
         group = groups[m.left_root]
         away = group not in turns.beside
-        room[group] = room.get(group, 0.0) + rule.share * prod(m.extent)  # elements of casts, not bytes: casts are few, or all
+        room[group] = room.get(group, 0.0) + rule.share * prod(m.extent)  # elements of casts, which are few or all
         some = list(_boxes(m, rule)) if away else []
         if some and len(boxes) + len(some) <= rule.most:
             boxes += [(b, m) for b in some]

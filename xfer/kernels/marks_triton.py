@@ -111,7 +111,7 @@ class MarkKernels:
     """Storages, copies of parts of them and their marks, bound to each other.
 
     Args:
-        now, before: As of `ChangeMarks.compare`.
+        now, before: See `ChangeMarks.compare`.
         marks: The marks, flat uint8.
         places: See `marks.places`.
         parts: Those of which `before` are copies.
@@ -213,7 +213,7 @@ class MarkedCopies:
 
         Args:
             src, dst: Addresses of the storages, int64.
-            abort: As of `TritonRows`; None: the copies cannot be stopped.
+            abort: See `TritonRows`; None: the copies cannot be stopped.
             count: 0 compiles and loads the kernels.
             here: `src` are storages laid out as those of `dst`, into which an earlier run has copied.
         """

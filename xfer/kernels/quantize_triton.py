@@ -24,7 +24,7 @@ COLUMNS = 11
 """int64 words of a box: address of the weight, its row and column stride; addresses and row strides of values, scales and amax; shape
 (rows << 32 | columns), place of its first element in the first block (row0 << 32 | col0). Strides in elements."""
 WARPS, REGISTERS = 8, 80
-"""Of a program, and at most of a thread: three programs fit on a multiprocessor of an H100, and nothing is spilled."""
+"""Warps of a program, and most registers of a thread: three programs fit on a multiprocessor of an H100, and nothing is spilled."""
 UNITS = (16, 1)
 """Elements in a row that one thread reads and writes together: 16 where addresses, strides, widths and col0 are multiples of it."""
 FUSED, MEASURE, FROM_AMAX = range(3)

@@ -26,7 +26,7 @@ BEHIND = 256
 """Copy tiles between the last that a sum needs and the sum. Fewer, and sums wait for copies under way; more, and what they read has
 left the cache."""
 MOST = 64
-"""Copy tiles that a sum may need. One that needs more, as of narrow columns, is added by the kernel of checksum_triton.py."""
+"""Copy tiles that a sum may need. One that needs more, such as a sum over narrow columns, is added by the kernel of checksum_triton.py."""
 WARPS, COPY_BLOCK, SUM_BLOCK = 8, 1024, 512
 
 
@@ -160,7 +160,7 @@ class SummedCopies:
         return sum(t.nbytes for t in (self.tiles, self._queue, self._needs, self._words, self._lent.tiles))
 
     def run(self, src: torch.Tensor, dst: torch.Tensor, abort: torch.Tensor | None, entries: int | None = None) -> None:
-        """src, dst: addresses of the storages. abort: as of `TritonRows`; where it stopped this, sums mean nothing. On the current
+        """src, dst: addresses of the storages. abort: see `TritonRows`; where it stopped this, sums mean nothing. On the current
         stream, and when the device has done with the sums of the run before, which this clears. entries: 0 compiles and loads."""
         self._words.zero_()
         self._lent.out.zero_()

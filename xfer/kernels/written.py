@@ -105,7 +105,7 @@ class Written:
 
     Args:
         roots: The storages, flat uint8.
-        spans: As of `spans_of`.
+        spans: See `spans_of`.
 
     Attributes:
         bits: Laid out as marks; their head means nothing. Flat uint8.

@@ -89,7 +89,7 @@ class MarkedWrites:
 
     Args:
         writes: The writes, into tensors of one device.
-        spans: As of `Written`.
+        spans: See `Written`.
         places: See `marks.places`.
     """
 

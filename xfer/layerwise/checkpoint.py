@@ -145,7 +145,7 @@ def load(optimizer: LayerWise, folder: str | Path, source: Source | None = None)
     Args:
         optimizer: The optimizer to load into.
         folder: The folder that was given to `save`.
-        source: As of `save`.
+        source: See `save`.
 
     Raises:
         LayoutError: Lists parameters that the checkpoint lacks or has in another shape, or the files that `folder` lacks.
@@ -401,10 +401,10 @@ def _pieces(
 def _read_pieces(
     source: Source, tensors: Mapping[str, torch.Tensor], found: dict[str, list[ParameterBox]], wrong: list[str]
 ) -> None:
-    """Adds to `found` the boxes of the checkpoint tensors that the adapter finds in these tensors of this rank."""
+    """Adds to `found` the boxes of the checkpoint tensors that the trainer's adapter finds in these tensors of this rank."""
     layout = source.read()
     if layout.traced.recipes or layout.traced.gathers:
-        wrong.append("the adapter computes tensors while it exports (merged LoRA), and these have no optimizer state; merge them first")
+        wrong.append("tensors that the export computes (adapters) have no optimizer state: train merged weights")
     shapes = {s.name: tuple(s.shape) for s in layout.traced.specs}
     base = {name: t.data_ptr() for name, t in layout.tensors.items()}
     at = sorted(((t.data_ptr(), n, t) for n, t in tensors.items() if t.numel()), key=lambda x: x[:2])

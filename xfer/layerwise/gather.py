@@ -192,7 +192,7 @@ class ParamGather:
         wires: Sequence[Wire] = (),
     ):
         if prefetch_depth < 1:
-            raise LayoutError(f"prefetch_depth is {prefetch_depth}; give the number of buckets to fetch ahead, at least 1")
+            raise LayoutError(f"prefetch_depth={prefetch_depth}: fetch at least one bucket ahead")
         self.buckets, self.overlap, self.prefetch_depth = tuple(buckets), overlap, prefetch_depth
         self.deadline_s, self.label, self.blank = deadline_s, label, blank
         self.version = 0

@@ -223,10 +223,10 @@ class _Reads:
 def open_pulls(
     wire: Wire, shares: Sequence[Share], deadline_s: float, stream: torch.cuda.Stream | None
 ) -> Pulls | None:
-    """Maps what the other ranks of the wire own. Collective over the wire.
+    """Maps the parameters that the other ranks of the wire own. Collective over the wire.
 
     Args:
-        shares: Of all buckets of the wire's ranks, in the same order on all.
+        shares: The shares of all buckets of the wire's ranks, in the same order on all ranks.
         deadline_s: Seconds to wait for the other ranks.
         stream: On which to copy, on GPUs.
 

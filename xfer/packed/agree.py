@@ -67,7 +67,7 @@ def of_all_ranks(make: Callable[[], T], decoder: msgspec.msgpack.Decoder[T], dev
 
     Args:
         make: Returns this rank's value.
-        decoder: Of the value's type. Made at import: two threads that describe one class at once crash the process.
+        decoder: Decodes the value's type. Make it at import: two threads that describe one class at once crash the process.
         device: Device of this rank's tensors.
     """
     if alone():

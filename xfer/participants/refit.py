@@ -293,7 +293,7 @@ class RefitCall:
             except Aborted:
                 raise computing.Over from None
             except DeadlineExceeded:
-                raise self._late("this rank's device did not finish in time the work that was launched before the call") from None
+                raise self._late("this rank's device did not finish the work before the call in time") from None
         return time.perf_counter() - began
 
     def _computed(self) -> float:

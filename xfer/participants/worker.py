@@ -389,7 +389,7 @@ class WorkerSession:
 
         Args:
             party: The connection.
-            quick: As of `WorkerSide.check`.
+            quick: See `WorkerSide.check`.
 
         Returns:
             The error if the layout cannot be read. It ends the attempt only if trainers publish no newer catalog; their catalog may

@@ -255,13 +255,13 @@ def _common(columns: Sequence[np.ndarray], block: np.ndarray, members: Sequence[
     """Find pieces that several destinations need.
 
     Args:
-        columns: Of each piece, values that are equal for equal pieces on one host.
-        block: Of each piece, the number of the block that needs it.
+        columns: Per piece, values that are equal for equal pieces on one host.
+        block: Per piece, the number of the block of destinations that needs it.
         members: Destinations of each block.
 
     Returns:
-        The number of the set of blocks that need each piece, -1 where that is one destination; and a number that equal pieces have in
-        all of these blocks.
+        Per piece, the number of the set of blocks that need it (-1 if only one destination does), and a number that is the same for equal
+        pieces in all of these blocks.
     """
     if not len(block):
         return block, block

@@ -129,8 +129,8 @@ class Inventory:
         return first, stop
 
     def as_source(self) -> Inventory:
-        """What another replica may read of this engine worker, as what a trainer of the same rank holds: its fragments, but for
-        inputs of recipes, which may have been changed since a refit wrote them."""
+        """The part of this worker's inventory that another replica may read, as a trainer's inventory of the same rank. Inputs of
+        recipes are left out, since they may have changed after a refit wrote them."""
         first, end = self.scratch_roots()
         live = np.flatnonzero((self.table.root < first) | (self.table.root >= end))
         return Inventory(self.catalog, "trainer", self.rank, self.host, self.roots, self.table.take(live))

@@ -1,6 +1,6 @@
-"""What people write in TOML, JSON or on a command line, held against what can be handed on: integers of 64 bits,
-text that has a UTF-8 form, tables in tables to a depth that every reader can follow. What the words mean is the
-callers' (fabric_file.py, cli/describe.py).
+"""Checks of data that people write in TOML, JSON or on a command line: integers of 64 bits, text with a UTF-8 form, tables
+nested to a limited depth. Other data cannot be sent in messages. The callers know what the fields mean (fabric_file.py,
+cli/describe.py).
 """
 
 from __future__ import annotations

@@ -242,8 +242,8 @@ class _Messages:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Relayed:
-    """What workers read from those of other replicas: an entry for each worker of each replica and each replica that it reads from.
-    `seconds`: by which the last replica ends later than what comes from trainers."""
+    """Reads of workers from other replicas: one entry per worker and replica that it reads from. `seconds`: how much later the last
+    replica ends than the transfer from the trainers."""
 
     src_gpu: np.ndarray
     dst_gpu: np.ndarray
@@ -276,7 +276,7 @@ def _handed_on(
 def _within(
     plans: Sequence[SubPlan], gpus: Sequence[np.ndarray], shares: Sequence[tuple[int, int]]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What workers of each replica hand on to others of it: GPU, GPU, bytes. shares: as of `_Messages.of`."""
+    """Bytes that workers hand on to others of their replica: source GPU, destination GPU, bytes. shares: see `_Messages.of`."""
     columns: list[list[np.ndarray]] = [[np.zeros(0, np.int64)] for _ in range(3)]
     for plan, gpu, (share, of) in zip(plans, gpus, shares):
         t = plan.tables

@@ -53,7 +53,7 @@ def data_plane(device: torch.device) -> tuple[tuple[str, str], ...]:
 
 
 class LanePort(Protocol):
-    """What the client calls on a lane (participants/lane.py). All but `close` are called on the reader thread and may not block."""
+    """The methods of a lane that the client calls (participants/lane.py). All but `close` run on the reader thread and may not block."""
 
     def post(self, message: m.Message) -> None: ...
     def cancel(self, error: XferError, epoch: int | None) -> None: ...

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 CALL = "xfer:"
-"""What the name of a call begins with. A JSON object follows."""
+"""Prefix of the name of a call. A JSON object follows."""
 TARGET = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.get_weights_by_name"
 
 

@@ -41,7 +41,7 @@ def scales_of(values: Fragment, shape: Ints, width: int, root: str, offset: int,
 
     Args:
         values: The box, one byte per element; its offset counts from the parameter's first element.
-        shape: Of the matrix.
+        shape: Shape of the matrix.
         width: Columns of the parameter, whose rows are dense.
         root: Storage of the parameter's scales.
         offset: Byte of its first scale there.

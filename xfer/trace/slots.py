@@ -372,7 +372,7 @@ def _all_values(tables: Iterable[dict]) -> Iterator:
 
 _T = torch.Tensor
 _LAID_OUT = (_T.data_ptr, _T.storage_offset, attrgetter("dtype"), _T.size, _T.stride)
-"""Of a tensor, what tells that it lies as before in the same storage: one that was resized has another address."""
+"""Properties of a tensor that are all equal as long as it lies in the same place of the same storage. A resize changes the address."""
 _plain = torch._C.DisableTorchFunctionSubclass
 """Inside, a subclass's `__torch_function__` is not asked. vLLM's parameters have one, in Python, and each attribute
 that is looked at would go through it, while the engine waits."""

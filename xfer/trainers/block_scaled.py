@@ -140,7 +140,7 @@ class Seats:
 
 
 def _parts(p: object) -> dict[str, Any]:
-    """What a parameter of this kind, or a similar one, consists of; {} for any other."""
+    """The tensors of which a parameter of this kind, or a similar one, consists; {} for any other."""
     told = getattr(p, "get_metadata", None)
     return told() if told is not None else {}
 

@@ -30,7 +30,7 @@ TE_VERSION = "2.9.0"
 
 
 PACKAGES = ["transformer_engine", "mamba_ssm", "fla"]
-"""What is declared. A test that builds real layers of one of them takes it out first."""
+"""The packages that are declared. A test that builds real layers of one of them takes it out first."""
 
 
 class _LinearBase(torch.nn.Module):

@@ -51,7 +51,7 @@ def follow(bridge: Any, chunks: Sequence[torch.nn.Module], slots: Iterable[Slot]
         bridge: mbridge's bridge of the model.
         chunks: The model's chunks, one per virtual stage.
         slots: Their parameters and buffers.
-        rank: Of this trainer, for errors.
+        rank: Number of this trainer, for errors.
 
     Raises:
         LayoutError: The export raises, cannot be followed, computes a tensor, or leaves a trained parameter out.

@@ -67,7 +67,7 @@ class PeerBytes:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What the messages of some steps add up to."""
+    """Bytes by peer and number of messages, over some steps."""
 
     peers: tuple[PeerBytes, ...]
     messages: int

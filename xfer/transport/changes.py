@@ -58,7 +58,7 @@ class Changes:
     """The messages of a program, as a run by changes needs them. Binds at first use.
 
     Args:
-        program: As of P2P, for this and what follows.
+        program: See P2P, for this and what follows.
         roots: The storages that changes are written to.
         src_roots: The storages that messages are sent from.
         link: Carries the messages.

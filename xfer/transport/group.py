@@ -281,7 +281,7 @@ class GlooLink(Link):
         """Wait for a message as `work.wait` does, but no longer than until the link is aborted.
 
         Raises:
-            RuntimeError: As of torch.
+            RuntimeError: torch raised it.
         """
         try:
             waiter = self._idle.pop()

@@ -63,7 +63,7 @@ class TransferStats:
 
 
 class StepWatch(Protocol):
-    """What a run tells of the steps that this rank receives. Called in order, by the thread of the run."""
+    """Calls of a run about the steps that this rank receives. Called in order, by the thread of the run."""
 
     def arrived(self, step: int, stream: torch.cuda.Stream | None) -> None:
         """The bytes of a step are in their storages; on CUDA, when `stream` has done its present work."""
@@ -73,7 +73,7 @@ class StepWatch(Protocol):
 
 
 class Unwatched(StepWatch):
-    """For a run of which nobody asks."""
+    """A watch that does nothing."""
 
     def arrived(self, step: int, stream: torch.cuda.Stream | None) -> None:
         pass
@@ -184,7 +184,7 @@ class P2P:
 
     def held(self, scratch: Scratch, pulled: np.ndarray, marked: Callable[[], None] | None) -> Held:
         """Return what the last run, which was by changes, has brought into `scratch`. `pulled`: rows that came whole by another route.
-        `marked`: As of `Held`."""
+        `marked`: See `Held`."""
         if marked is None and self._changes.all_whole:
             return Held(scratch)
         here = [self.program.local(), self.program.fills(), pulled]

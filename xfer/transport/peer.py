@@ -51,7 +51,7 @@ _EAGER_S = 0.5e-3
 """Seconds for which `finish` polls without a sleep and only yields to other threads: small pulls end within that time."""
 _STOP_S = 2e-3
 MARKED_COST, MARKED_LEAST, MARKED_MOST = 1.6, 0.15, 1.06
-"""What a storage costs if only its marked granules are pulled, in units of a pull of all its bytes: so many times the share of granules
+"""The cost of a pull of a storage's marked granules, in units of a pull of all its bytes: so many times the share of granules
 that are marked, but at least and at most so much. `python -m benchmarks.gpu_session --staged --changed` has shown 0.15 and 0.23 where
 1.6 and 15 % of the granules are marked."""
 _TOKEN = secrets.token_bytes(16)
@@ -175,7 +175,7 @@ class Export:
         return msgspec.msgpack.encode(self.offer)
 
     def cut_off(self) -> bool:
-        """Ends the reading of others if that is possible, and returns whether none reads any more."""
+        """Makes others unable to read if that is possible. Returns whether no other rank can read any more."""
         return False
 
     def stale(self) -> list[str]:
@@ -391,8 +391,8 @@ def split(
     taken: dict[int, dict[int, frozenset[int]]],
     takes: Callable[[np.ndarray], np.ndarray] = takes,
 ) -> tuple[np.ndarray, Program]:
-    """Cuts a program into the rows that this rank pulls and a program of the rest, in which common bytes are: a worker hands on what it
-    receives.
+    """Cuts a program into the rows that this rank pulls and a program of the rest. Common bytes are in the rest, since a worker hands on
+    bytes that it receives.
 
     Every rank of the sub-plan calls it with the same `taken`.
 
@@ -431,7 +431,7 @@ class WaveGate(Protocol):
         """Called repeatedly while a pull is waited for, and once when all of it has arrived. Not called for a pull that was stopped."""
 
     def open(self) -> None:
-        """Called when the pull is stopped: frees, from another stream, the stream that `before` made wait."""
+        """Called when the pull is stopped. On another stream, it ends the wait that `before` put on the pull's stream."""
 
 
 class Pull:
@@ -457,7 +457,7 @@ class Pull:
             roots: Flat uint8 tensors over the storages of this rank.
             gate: If given, the pull is one launch for each wave that has rows, and otherwise one launch.
             read_too: Whether other ranks read from this GPU during the pull.
-            summed: As of `TritonRows`, for the rows of the first wave.
+            summed: See `TritonRows`, for the rows of the first wave.
             live: If given, `roots` are scratch for these storages. See `apply`.
             how: `burst`, bytes of a source's turn, and other options of `TritonRows`.
         """
@@ -690,7 +690,7 @@ class _Marked:
         return sum(t.numel() for t in self._here.values())
 
     def addresses(self, known: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """Of the bits of each storage; 0 for those of which nothing is pulled."""
+        """The address of each storage's bits; 0 for storages of which nothing is pulled."""
         some = [self._here[a].data_ptr() + int(self._there[a][1][b]) if a in self._here else 0 for a, b in known]
         return torch.tensor(some or [0], dtype=torch.int64).to(self._device)
 

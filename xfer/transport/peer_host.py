@@ -78,7 +78,7 @@ class Export:
         return msgspec.msgpack.encode(self.offer)
 
     def cut_off(self) -> bool:
-        """As of `peer.Export`."""
+        """See `peer.Export`."""
         return False
 
     def stale(self) -> list[str]:
@@ -94,7 +94,7 @@ class Mapping(peer.OpenedRoots[tuple[int, int]]):
         self.pids: dict[int, int] = {}
 
     def open(self, data: bytes, rank: int, wanted: Sequence[int]) -> None:
-        """As of `peer.Mapping`."""
+        """See `peer.Mapping`."""
         offer = peer._decode(data, Offer, rank)
         found = self.roots.setdefault(rank, {})
         if len(offer.places) != len(offer.allocations) or not offer.places:
@@ -118,7 +118,7 @@ class Mapping(peer.OpenedRoots[tuple[int, int]]):
             self.marks[rank] = peer.marks_of(rank, (marks.base, marks.nbytes), offer)
 
     def own(self, roots: Sequence[torch.Tensor], wanted: Sequence[int]) -> None:
-        """As of `peer.Mapping`."""
+        """See `peer.Mapping`."""
         self.roots[self.rank] = {i: (roots[i].data_ptr(), roots[i].numel()) for i in wanted}
         self.pids[self.rank] = os.getpid()
 
@@ -184,7 +184,7 @@ class Pull:
         gate: peer.WaveGate | None = None,
         read_too: bool = False,  # no effect here
         summed: object = None,  # no effect either: sums are taken between the parts
-        live: Sequence[torch.Tensor] = (),  # as of peer.Pull
+        live: Sequence[torch.Tensor] = (),  # see peer.Pull
     ):
         check_rows(rows, "dst", roots, roots)  # the kernel checks no addresses
         self._stopped, self._gate = False, gate
@@ -204,7 +204,7 @@ class Pull:
         return self._now is not self._parts
 
     def choose(self, base: int, deadline: float) -> None:
-        """As of `peer.Pull`.
+        """See `peer.Pull`.
 
         Raises:
             PeerLost: The memory of a source is gone.
@@ -230,7 +230,7 @@ class Pull:
         }
 
     def apply(self) -> None:
-        """As of `peer.Pull`."""
+        """See `peer.Pull`."""
         shift = np.array([b.data_ptr() - a.data_ptr() for a, b in zip(self._roots, self._live)], np.int64)
         for c in (c for calls in self._now.values() for c in calls):
             here = np.ascontiguousarray(c.runs[:, [0, 2]])
@@ -248,7 +248,7 @@ class Pull:
             self._gate.open()
 
     def over(self) -> bool:
-        """As of `peer.Pull`."""
+        """See `peer.Pull`."""
         return self._mapping.over()
 
     def finish(self, deadline: float, cancelled: Callable[[], bool] = lambda: False, where: str = "") -> PullStats:
@@ -282,7 +282,7 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """What one call of process_vm_readv reads. local, remote: iovecs (address, bytes), int64 [n, 2]. runs: the same before
+    """The reads of one call of process_vm_readv. local, remote: iovecs (address, bytes), int64 [n, 2]. runs: the same before
     adjacent ones are joined, int64 [n, 6]: local address, remote address, bytes, storage and offset in it, local storage."""
 
     sender: int

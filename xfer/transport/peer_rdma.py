@@ -28,7 +28,7 @@ from xfer.transport import peer, peer_host
 
 logger = logging.getLogger("xfer")
 SHORTEST = 4096
-"""As of peer_host.py. Shorter reads cost more than a copy into a message."""
+"""See peer_host.py. Shorter reads cost more than a copy into a message."""
 AHEAD = 4
 """Calls that a destination has under way with one source, each of up to `peer_host.BATCH_BYTES`."""
 OPEN_S = 10.0
@@ -48,7 +48,7 @@ def missing() -> str:
 
 
 def takes(rows: np.ndarray) -> np.ndarray:
-    """As of peer_host.py."""
+    """See peer_host.py."""
     return peer_host.takes(rows, SHORTEST)
 
 
@@ -107,7 +107,7 @@ class _Agent:
 
 
 class Export(peer_host.Export):
-    """As of peer_host.py. Without NIXL it offers nothing. Others may read as long as it lives."""
+    """See peer_host.py. Without NIXL it offers nothing. Others may read as long as it lives."""
 
     def __init__(
         self, rank: int, roots: Sequence[torch.Tensor], device: torch.device, marks: torch.Tensor | None = None
@@ -130,19 +130,19 @@ class Export(peer_host.Export):
         return super().to_bytes() if self.offer.probe is not None else b""
 
     def cut_off(self) -> bool:
-        """As of `peer.Export`: the memory is no longer registered."""
+        """See `peer.Export`: the memory is no longer registered."""
         if self._agent is not None:
             self._agent.close()
         self._agent = None
         return True
 
     def stale(self) -> list[str]:
-        """As of `peer.Export`."""
+        """See `peer.Export`."""
         return [] if self._agent is not None else ["reading by NIXL was ended"]
 
 
 class Mapping(peer_host.Mapping):
-    """As of peer_host.py. A connection that failed is opened again by the next read."""
+    """See peer_host.py. A connection that failed is opened again by the next read."""
 
     def __init__(self, rank: int, device: torch.device):
         super().__init__(rank, device)
@@ -156,7 +156,7 @@ class Mapping(peer_host.Mapping):
         self.until = 0.0  # deadline of reads that have no other one
 
     def open(self, data: bytes, rank: int, wanted: Sequence[int]) -> None:
-        """As of `peer.Mapping`."""
+        """See `peer.Mapping`."""
         offer = peer._decode(data, peer.Offer, rank)
         self._metadata[rank], self.until = offer.probe.handle if offer.probe else b"", time.monotonic() + OPEN_S
         super().open(data, rank, wanted)
@@ -179,7 +179,7 @@ class Mapping(peer_host.Mapping):
         agent.forget(into)
 
     def read(self, calls: Sequence[peer_host.Runs], check: Callable[[], None] | None = None, where: str = "") -> None:
-        """As of peer_host.py. With several calls under way at each source.
+        """See peer_host.py. With several calls under way at each source.
 
         Raises:
             PeerLost: The memory of a source is gone. With drained=False: bytes may still arrive.
@@ -207,7 +207,7 @@ class Mapping(peer_host.Mapping):
             raise
 
     def over(self) -> bool:
-        """As of peer_host.py. False after a `read` that raised with drained=False, until what it has begun has ended."""
+        """See peer_host.py. False after a `read` that raised with drained=False, until what it has begun has ended."""
         self._poll()
         if self._flying:
             return False
@@ -263,7 +263,7 @@ class Mapping(peer_host.Mapping):
 
 
 class Pull(peer_host.Pull):
-    """As of peer_host.py."""
+    """See peer_host.py."""
 
     _mapping: Mapping
 
@@ -272,6 +272,6 @@ class Pull(peer_host.Pull):
         super().__init__(rows, mapping, roots, **how)
 
     def choose(self, base: int, deadline: float) -> None:
-        """As of `peer.Pull`."""
+        """See `peer.Pull`."""
         self._mapping.until = deadline
         super().choose(base, deadline)

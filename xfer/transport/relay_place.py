@@ -42,8 +42,8 @@ _POLL_S, _WAIT_S = 100e-6, 5e-3
 
 
 class Handover(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The storages that a worker lets others read. It stays the same when routes are opened again. `rows`: digest of the rows that it
-    pulls or receives where it takes all shares; `offer`: a `peer.Offer` of rank `rank`, which no rank of the sub-plan has."""
+    """The storages that a worker lets others read, unchanged when routes are opened again. `rows`: digest of the rows that the worker
+    pulls or receives if it takes all shares. `offer`: a `peer.Offer` of rank `rank`, a number that no rank of the sub-plan has."""
 
     rank: int
     rows: bytes
@@ -62,10 +62,10 @@ def offer_of(kind: Any, program: Program, roots: Sequence[torch.Tensor], rank: i
 
 @dataclass(frozen=True, slots=True)
 class Relay:
-    """What a rank needs to find ways where replicas hand bytes on.
+    """A rank's data for routes on which replicas hand bytes on.
 
-    `hands`, on a worker: for each share of what it takes, the `Handover` of the worker that brings it, empty for the share that this one
-    brings. `say`: See `Steps`. `offer`: a `kind.Export` of its storages; None on trainers.
+    `hands`, on a worker: for each share of its bytes, the `Handover` of the worker that brings the share; empty for the share that this
+    worker brings. `say`: see `Steps`. `offer`: a `kind.Export` of its storages; None on trainers.
     """
 
     hands: tuple[bytes, ...]
@@ -111,8 +111,8 @@ class Steps:
 
     Args:
         follows: Whether the parts that are pulled come from other workers.
-        say: Called with (run, part) when all parts up to this one of what others read here are ready; ALL_PARTS after the last one.
-        pulled: Number of the last part of that of which something is pulled; -1 without any.
+        say: Called with (run, part) when all parts up to `part` are ready for others to read; ALL_PARTS after the last one.
+        pulled: Number of the last part of which something is pulled; -1 without any.
         received: Number of the last step of the link; -1 without any.
     """
 
@@ -197,17 +197,17 @@ class RelayPlace:
 
     Args:
         kind: The peer route, a `PeerKind`.
-        program: What this worker takes from the trainers if it takes all shares.
-        pulled: Rows of it (dtype ROW) that it can pull. It would receive the others.
-        step_bytes: As of `steps`.
-        relay: Which worker brings which share. If this one cannot read the others, it takes all shares from the trainers.
+        program: The program of this worker if it takes all shares from the trainers.
+        pulled: The program's rows (dtype ROW) that this worker can pull. It would receive the others.
+        step_bytes: See `steps`.
+        relay: The workers that bring the shares. If this one cannot read the others, it takes all shares from the trainers.
         roots: Flat uint8 tensors over the storages of this rank.
 
     Attributes:
         share: (the share that it takes from the trainers, number of shares); of 0 shares it takes none.
         follows: Whether it reads from other workers.
         receives: Whether it can take a part in a ring: it receives everything over its link, and pulls nothing from trainers.
-        rows: What it pulls, from trainers or from other workers. A row's wave is its part.
+        rows: The rows that it pulls, from trainers or from other workers. A row's wave is its part.
         why: The reason why it cannot follow.
     """
 
@@ -261,8 +261,8 @@ class RelayPlace:
         return msgspec.msgpack.encode(Handover(self._offer.rank, self._digest, self._offer.to_bytes()))
 
     def pull(self, mapping: Any) -> Any:
-        """The bound pull: from other workers if it follows, otherwise through `mapping` from the trainers. None if everything is
-        received."""
+        """The bound pull: from other workers if `follows`, otherwise through `mapping` from the trainers. None if all rows come over the
+        link."""
         if not len(self.rows):
             return None
         return self._kind.Pull(

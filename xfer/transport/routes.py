@@ -190,7 +190,7 @@ class Routed:
         return self.p2p.program
 
     def held(self, by_changes: bool) -> Held | None:
-        """What the last run has brought into scratch. `by_changes`: it had a base."""
+        """The bytes that the last run has brought into scratch; None without scratch. `by_changes`: whether the run had a base."""
         if self.scratch is None:
             return None
         if not by_changes:
@@ -224,8 +224,8 @@ class Routed:
         Args:
             gate: Cuts the pull into parts and runs between them. With a `place` the parts are the place's, and the gate is called
                 after each.
-            base: As of `P2P.run`. What is pulled, too, is only what has changed, where the sources have marks of that (kernels/marks.py).
-                What one replica pulls from another is pulled whole.
+            base: See `P2P.run`. Pulls, too, bring only changed granules, if the sources have marks of them (kernels/marks.py). Pulls
+                from other replicas bring all bytes.
         """
         t0 = time.perf_counter()
         if self.pull is None:
@@ -364,7 +364,7 @@ def open_link(
     """Opens a link: gloo on the CPU, NCCL on CUDA. Collective.
 
     Args:
-        refused: As of `RoutePlan`; quoted in the error.
+        refused: See `RoutePlan`; quoted in the error.
         exchange: Through which ranks compare their devices; None: over `store`.
 
     Raises:
@@ -451,10 +451,10 @@ def find_ways(
     """Finds out which storages of its sources this rank can map, and splits the program. Collective.
 
     Args:
-        roots, src_roots: As of `P2P`.
+        roots, src_roots: See `P2P`.
         allow_peer: If False, on all ranks alike, no rank maps storages of its sources.
         relay: On all ranks or on none: destinations hand bytes on.
-        marks: Of the storages that this rank offers (kernels/marks.py), if it has some.
+        marks: The marks of the storages that this rank offers (kernels/marks.py); None without any.
         rdma: On all ranks or on none: ranks read each other's storages by NIXL (peer_rdma.py).
     """
     rank, kind = program.rank, peer_kind(device, rdma) if allow_peer or relay is not None else None

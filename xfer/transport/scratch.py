@@ -1,9 +1,9 @@
 """Scratch into which bytes come while an engine serves, and their way from there into its live storage.
 
 A destination whose routes end in scratch runs the same program as any other, with storages of its own in place of the live ones. So
-bytes may be sent, pulled or handed on. What has come is `Held`, and is applied by local copies of the rows that the program writes;
-all other bytes of live storage stay. A compact message (changes.py) is not unpacked, only decoded: its units are written to their
-places. Where only marked granules were pulled, only these are copied.
+bytes may be sent, pulled or handed on. The result of a run is a `Held`, which is applied by local copies of the rows that the program
+writes; all other bytes of live storage stay. A compact message (changes.py) is only decoded, not unpacked: its units are written to their
+places. If only marked granules were pulled, only these are copied.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ UINT8 = DTYPE_CODE["uint8"]
 
 
 class Scratch:
-    """Storages of the sizes of those live ones that a program writes.
+    """One storage for each live storage that a program writes, of the same size.
 
     Args:
         program: The program of this rank.
-        live: Its storages, flat uint8.
+        live: The storages of this rank, flat uint8.
         budget: Most bytes that the scratch may take.
         where: This rank, for errors.
         before: The scratch that this one replaces; its storages are used again if they fit.
 
     Attributes:
-        live: As given.
-        device: Theirs.
-        roots: Flat uint8, in the order of `live`; empty where the program writes nothing.
-        nbytes: Their bytes.
+        live: The live storages.
+        device: The device of the storages.
+        roots: The scratch storages, flat uint8, in the order of `live`; empty where the program writes nothing.
+        nbytes: Bytes of all `roots`.
 
     Raises:
         Unsupported: The scratch does not fit in the budget, or in the memory that the device has free.
@@ -65,7 +65,7 @@ class Scratch:
         return self.nbytes + self._whole.scratch_bytes
 
     def serves(self, program: Program, live: Sequence[torch.Tensor], budget: int) -> bool:
-        """Whether it is what a new one with these arguments would be."""
+        """Whether a new scratch with these arguments would be equal to this one."""
         same = (
             program is self._program
             and len(live) == len(self.live)
@@ -81,16 +81,16 @@ class Scratch:
 
 
 class Held:
-    """What one run has brought, before it is in live storage.
+    """The bytes that one run has brought, before they are in live storage.
 
     Args:
-        scratch: Where its whole messages and pulled rows are.
-        whole: These rows; None: all rows of the program.
-        patches: Its compact messages, and the rows of each, bound to live storage.
+        scratch: Holds the bytes of whole messages and pulled rows.
+        whole: The rows of these bytes; None: all rows of the program.
+        patches: The compact messages, each with its rows bound to live storage.
         marked: Applies the rows of which only marked granules are in scratch (`peer.Pull.apply`).
 
     Attributes:
-        needs_base: Whether it is right only on top of the bytes that sources compared with.
+        needs_base: Whether the bytes are right only if live storage holds the bytes with which sources compared.
     """
 
     def __init__(

@@ -146,7 +146,7 @@ def _wrong_meeting(rendezvous: str | None, token: str | None, size: int, trainer
 
 
 def _machine() -> dict[str, Any]:
-    """What a reader of the figures needs to know of this host. No name or address of it."""
+    """Facts of this host for readers of the figures, without its name and address."""
     import torch
 
     import xfer

@@ -28,7 +28,7 @@ GROUP_S = 60.0
 
 
 class Task(msgspec.Struct, forbid_unknown_fields=True):
-    """What a process is.
+    """The part of one process in a benchmark.
 
     Attributes:
         role: "trainer" or "worker".
@@ -37,7 +37,7 @@ class Task(msgspec.Struct, forbid_unknown_fields=True):
         trainers: Number of trainer ranks.
         devices: torch's names of the devices of all processes.
         hosts: Names of the hosts of all processes.
-        pairs: Bytes of a refit from trainer i to process j, by [i][j].
+        pairs: pairs[i][j]: bytes that trainer i sends to process j in a refit.
         meet: Host, by a name or address that all reach, and port at which process groups meet.
         route, drop, narrow, replicas: Arguments of connect.
         catalog, inventory: Their wire forms.
@@ -60,7 +60,7 @@ class Task(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class BenchRank:
-    """What both kinds of processes do. Each method of it without an underscore is an order."""
+    """The common part of both kinds of processes. Each method without an underscore can be ordered (children.py)."""
 
     session: Any = None
 

@@ -30,7 +30,7 @@ ROUTES = {"cpu": ("pull", "gloo", "packed"), "cuda": ("pull", "nccl", "packed")}
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is refitted.
+    """The layouts and options of a benchmark.
 
     Attributes:
         sources, destinations: Layouts of the trainers, and of one replica's workers.
@@ -70,8 +70,7 @@ def placed(job: Job, hosts: Sequence[BenchHost], trainer_hosts: int | None, devi
     """Spread the trainers over the first hosts and the workers over the rest, or both over all.
 
     Args:
-        trainer_hosts: Number of hosts with trainers. None: in proportion to the trainers' part of all processes; of several hosts at
-            least one is left for workers.
+        trainer_hosts: Number of hosts with trainers. None: in proportion to the number of trainers, but not all of several hosts.
         device: "cpu" or "cuda". Processes of a host take its GPUs in turn.
     """
     size, workers, taken = len(hosts), job.world - job.trainers, Counter[str]()

@@ -103,7 +103,7 @@ def _values(
 
 
 class _Synthetic:
-    """What adapters of both sides answer alike: nothing here moves or changes its layout."""
+    """The common part of both sides' adapters: storages here never move, and layouts never change."""
 
     def __init__(self, layout: Layout):
         self.layout, self.device = layout, layout.device

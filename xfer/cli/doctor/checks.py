@@ -46,7 +46,7 @@ def examine(checkup: Checkup) -> tuple[Finding, ...]:
 
 
 def names(facts: HostFacts, others: bool) -> Iterator[Finding]:
-    """What the names that others use lead to. `others`: whether processes of other machines take part, or should have."""
+    """Findings about the names by which others reach this process. `others`: whether processes of other machines take part, or should."""
     label, own, far = facts.label, facts.own_name, Level.PROBLEM if others else Level.WARNING
     if named := gloo_names(facts):
         yield from _named(facts, named)

@@ -1,4 +1,4 @@
-"""What one process sees of its machine, what was measured between two, and findings: plain data for other processes and for JSON."""
+"""Facts that one process sees of its machine, measurements between two, and findings: plain data for other processes and for JSON."""
 
 from __future__ import annotations
 

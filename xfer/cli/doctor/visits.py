@@ -25,7 +25,7 @@ from xfer.rendezvous.channel import connect_handshake, read_exactly
 CONNECT_S, PINGS_S, STREAM_S = 5.0, 5.0, 5.0
 PINGS, STREAMS, BLOCK_BYTES = 20, 4, 1 << 18
 WARM_S = 0.3
-"""What comes so soon after a stream's first byte is not counted: other streams may have yet to begin, and buffers fill."""
+"""Seconds after a stream's first byte that are not counted: other streams may not have begun, and buffers fill."""
 _LOOK_MS = 50
 _IP_MTU, _IPV6_MTU = 14, 24
 """Linux: the path MTU of a connected socket."""
@@ -216,14 +216,14 @@ def _send(streams: Sequence[socket.socket], until: float) -> int:
 
 
 def _memories(facts: HostFacts) -> list[tuple[str, ModuleType, str]]:
-    """What can be read: its name, the module of a session that reads it (transport/), its device."""
+    """The memories that can be read: name, module of transport/ that reads it in a session, device."""
     from xfer.transport import peer, peer_host
 
     return [("host memory", peer_host, "cpu"), ("GPU memory", peer, "cuda:0")][: 2 if facts.gpus else 1]
 
 
 def offer_probes(facts: HostFacts) -> tuple[dict[str, bytes], list[object]]:
-    """Offers of a probe in each memory of this process, and what has to be kept for as long as others may read it."""
+    """Offers of a probe in each memory of this process, and the objects to keep for as long as others may read the probes."""
     import torch
 
     offers, kept = {}, []

@@ -29,7 +29,7 @@ NAMES = "names"
 
 
 class TraceTask(msgspec.Struct, forbid_unknown_fields=True):
-    """What the processes of a side do.
+    """The task of the processes of one side.
 
     Attributes:
         side: "trainer", "engine" or NAMES.
