@@ -81,7 +81,7 @@ class ToySource:
 
     @staticmethod
     def value(name: str, shape, version: int) -> torch.Tensor:
-        """Every third version has new values in all elements. The others differ from version 0's noise in a few elements, others each time."""
+        """Every third version has new values in all elements. The others differ from version 0 in a few elements, which vary."""
 
         def noise(seed: int, n: int) -> torch.Tensor:
             g = torch.Generator().manual_seed(sum(map(ord, name)) * 100_000 + seed)

@@ -4,8 +4,8 @@ A message is a tagged `msgspec.Struct` that travels as a msgpack array: the clas
 decode to exactly one message raise `ProtocolError`, and the connection ends. Nothing is unpickled or evaluated. Catalogs
 and layouts are opaque bytes here; their own modules decode them and check every length again.
 
-Every process talks to the coordinator only. A message says in its docstring who sends it and who receives it; "ranks"
-means all trainers and the workers of one replica. `coordinator.py` has the table of who may send which message.
+Every process talks to the coordinator only. The docstring of a message begins with its sender and its receiver, and speaks as the
+sender; "ranks" are those of one replica's domain. `_RULES` in coordinator.py has the roles that may send each message.
 
 A job has many pairs of a trainer and a replica, so messages of the hot path name several replicas at once (`Go`, `Done`,
 `Drained`): their number grows with the number of ranks, not with the number of pairs.
@@ -93,9 +93,9 @@ class Hello(WireMessage, frozen=True):
     """Client -> coordinator: the first message of every client. It is answered by `Welcome` or `Refused`, or by the end of the
     connection: dial again, for the next session.
 
-    `index`: trainer rank, or worker rank inside its replica. `size`: trainer ranks, or workers of the replica. `settings`: equal to those
-    of trainer 0 where both have a key. `after`: the last session at this rendezvous
-    that this client left or that refused it. If that session has failed, the client waits for the next one.
+    `index`: trainer rank, or worker rank inside its replica. `size`: number of trainer ranks, or of workers of the replica. `settings`:
+    must be equal to those of trainer 0 where both have a key. `after`: the last session at this rendezvous that this client left or
+    that refused it. If that session has failed, the client waits for the next one.
     """
 
     role: Annotated[str, Meta(pattern="^(trainer|controller|worker|observer)$")]
@@ -149,8 +149,8 @@ class Leave(WireMessage, frozen=True):
 class Reply(WireMessage, frozen=True):
     """Coordinator -> client: the answer to the client's message of this number.
 
-    A client numbers the messages that it waits for an answer to (rendezvous/client.py): they have a field `call`. A caller that
-    gives up waiting leaves its number behind, so that a late answer is none to a later question.
+    Messages that need an answer have a number, in the field `call` (rendezvous/client.py). The number of a caller that gives up is not
+    used again, so a late answer does not reach a later question.
     """
 
     call: Count
@@ -215,9 +215,9 @@ class Layout(WireMessage, frozen=True):
 class PlanInputs(WireMessage, frozen=True):
     """Coordinator -> ranks: plan this replica from the layouts that two rolls name.
 
-    `turn`: the place of this replica among `replicas` where sources take turns. Replicas of one layout share it if they
-    hand bytes on to each other. `sources`: how many ranks have the weights. `donor`: the replica whose workers these ranks are, with
-    their roll in place of that of the trainers; -1 for the trainers. `relay`: workers of one host hand on what several of them need.
+    `turn`: the place of this replica among `replicas` where sources take turns. Replicas of one layout have the same one if they
+    hand bytes on to each other. `sources`: number of ranks that have the weights. `donor`: the replica whose workers these are; their
+    roll then takes the place of the trainers'. -1: the trainers. `relay`: workers of one host hand common bytes on.
     """
 
     replica: Count
@@ -246,12 +246,11 @@ class Planned(WireMessage, frozen=True):
 class OpenLink(WireMessage, frozen=True):
     """Coordinator -> ranks: all digests agree. Open the data link of this epoch and the routes over it.
 
-    `fresh` False: the last link stands, and only the routes are opened again, since storages moved. `workers`: of the
-    replica, for ranks that made no plan (packed route). `host_pull`, `rdma`: workers read host memory by the kernel, or by NIXL.
-    `relay`: replicas of one layout hand bytes on to each other. `hands`, to
-    a worker: for each share of its bytes what the same worker of the replica that brings it lets it read, as `LinkOpen.hand` told
-    it; empty for the share that it brings itself. `scratch`, for workers: bytes come into scratch of at most so many bytes; None: into live
-    storage.
+    `fresh` False: the last link stays open, and only the routes are opened again, since storages moved. `workers`: number of the
+    replica's workers, for ranks that made no plan (packed route). `host_pull`, `rdma`: workers read host memory by the kernel, or by
+    NIXL. `relay`: replicas of one layout hand bytes on to each other. `hands`, to a worker: for each share of its bytes the
+    `LinkOpen.hand` of the same worker of the replica that brings the share; empty for the share that it brings itself. `scratch`, for
+    workers: bytes come into scratch of at most this many bytes; None: into live storage.
     """
 
     replica: Count
@@ -268,8 +267,8 @@ class OpenLink(WireMessage, frozen=True):
 class LinkOpen(WireMessage, frozen=True):
     """Rank -> coordinator: my link and routes are open.
 
-    From a worker of replicas that hand bytes on, `hand` is what others may read of it (transport/relay_place.py), `follows` says
-    whether it reads from others, and `receives` whether it pulls nothing from trainers.
+    From a worker of replicas that hand bytes on: `hand`, the storages that others may read (a `Handover`, transport/relay_place.py);
+    `follows`, whether it reads from others; `receives`, whether it pulls nothing from trainers.
     """
 
     replica: Count
@@ -280,7 +279,7 @@ class LinkOpen(WireMessage, frozen=True):
 
 
 class Found(WireMessage, frozen=True):
-    """Coordinator -> controller: what the workers that have come so far said about their engine.
+    """Coordinator -> controller: the state of your engine, from the hellos of the workers that have come so far.
 
     Unless it `holds` one whole version, the engine may not serve before its next commit, even if it does not join.
     """
@@ -310,11 +309,11 @@ class Prepare(WireMessage, frozen=True):
 
 
 class Arguments(Record, frozen=True):
-    """What a call of nccl_xfer_refit() asks for. It must be equal on all trainers.
+    """The arguments of a call of nccl_xfer_refit(). They must be equal on all trainers.
 
-    `version` None: the coordinator numbers the version. `delta`: send what changed, where that is less. `at_once`: most replicas that
-    are out of service at the same time; 0: all. `scratch`: bytes come into scratch of at most so many bytes per worker while engines
-    serve; None: into live storage.
+    `version` None: the coordinator numbers the version. `delta`: send only changed elements, if they are less. `at_once`: most replicas
+    that are out of service at the same time; 0: all. `scratch`: bytes come into scratch of at most this many bytes per worker while
+    engines serve; None: into live storage.
     """
 
     version: Label = None
@@ -343,8 +342,8 @@ class Ready(WireMessage, frozen=True):
 
     `rebound`: same layout, but storages that routes were opened for lie elsewhere now. `broken`: replicas whose link this rank gave up
     by itself. `sample`: until a version is committed, digests of some elements of each box, which number tensors by the catalog
-    of `generation` (exports.py). `sends`: whether what this rank sends has changed since its last call, as far as it knows.
-    `unsent`: some tensors that train, changed, and are not sent.
+    of `generation` (exports.py). `sends`: whether the bytes that this rank sends have changed since its last call, as far as it knows.
+    `unsent`: some tensors that are trained, have changed and are not sent.
     """
 
     attempt: Count
@@ -407,8 +406,8 @@ class CallAgain(WireMessage, frozen=True):
 
 
 class GoKind(Enum):
-    """What a `Go` asks of a worker: to bring all bytes into live storage, to bring them into scratch while its engine serves, or to
-    bring what its scratch has into live storage."""
+    """The task of a worker in a `Go`: bring all bytes into live storage (MOVE), bring them into scratch while the engine serves (STAGE), or
+    bring the bytes in scratch into live storage (APPLY)."""
 
     MOVE = "move"
     STAGE = "stage"
@@ -418,10 +417,9 @@ class GoKind(Enum):
 class Go(WireMessage, frozen=True):
     """Coordinator -> ranks: move version `version` to these replicas now. A rank gets one `Go` for all replicas that begin together.
 
-    `epochs`: of the links, in the order of `replicas`. `together`, to trainers on the packed route: the replicas that are fed
-    from one gather of the weights. `tells`, to workers: say `PartReady`, since others read from you. `bases`, if trainers asked for
-    changes: of each replica the refit whose bytes all of its workers hold; 0: none. `kind`:
-    for workers; trainers send the same bytes for MOVE and STAGE.
+    `epochs`: the epoch of each link, in the order of `replicas`. `together`, to trainers on the packed route: the replicas that are fed
+    from one gather of the weights. `tells`, to workers: send `PartReady`, since others read from you. `bases`, in a delta: for each
+    replica, the refit whose bytes all of its workers hold; 0: none. `kind`: for workers; trainers send the same bytes for MOVE and STAGE.
     """
 
     attempt: Count
@@ -459,9 +457,9 @@ class Go(WireMessage, frozen=True):
 
 
 class PartReady(WireMessage, frozen=True):
-    """Worker -> coordinator: all parts up to `part` of what other replicas read here in this refit are here.
+    """Worker -> coordinator: of the bytes that other replicas read from me in this refit, all parts up to `part` are here.
 
-    Coordinator -> worker: all workers from which you read have them. `replica`: that of the worker that sends or hears it.
+    Coordinator -> worker: all workers from which you read have them. `replica`: the replica of the worker that sends or receives it.
     """
 
     replica: Count
@@ -470,7 +468,7 @@ class PartReady(WireMessage, frozen=True):
 
 
 class Progress(WireMessage, frozen=True):
-    """Trainer or worker -> coordinator: how far a transfer is. Shown by `xfer status` and in timeout errors."""
+    """Trainer or worker -> coordinator: progress of a transfer, for `xfer status` and timeout errors."""
 
     replica: Count
     attempt: Count
@@ -513,7 +511,7 @@ class RouteTaken(Record, frozen=True):
 
 
 class Moved(Record, frozen=True):
-    """What one rank did for one replica in a refit. Times are wall seconds.
+    """One rank's work for one replica in a refit. Times are wall seconds.
 
     `held`, of a trainer in a verified refit: digests of bytes that other trainers hold too (exports.py). `apply_s`: seconds in which a
     worker brought bytes from its scratch into live storage. `scratch_bytes`: bytes of that scratch.
@@ -551,9 +549,9 @@ class Done(WireMessage, frozen=True):
 
 
 class Drained(WireMessage, frozen=True):
-    """Coordinator -> trainers: no worker of these replicas reads your storages in this refit any more, nor will.
+    """Coordinator -> trainers: no worker of these replicas reads your storages in this refit any more, or will.
 
-    What the trainer's own lanes still send, the trainer knows itself.
+    It says nothing about bytes that the trainer's own lanes still send.
     """
 
     attempt: Count
@@ -581,7 +579,7 @@ class Committed(WireMessage, frozen=True):
 
 
 class Abort(WireMessage, frozen=True):
-    """Coordinator -> ranks: this refit, or planning epoch, is over for this replica."""
+    """Coordinator -> ranks: this refit, or planning epoch, is over for this replica because of `error`."""
 
     replica: Count
     attempt: Count
@@ -622,10 +620,10 @@ class Settled(WireMessage, frozen=True):
 
 
 class Failed(WireMessage, frozen=True):
-    """Any process -> coordinator: I raised. Coordinator -> any process: this is why.
+    """Any process -> coordinator: I raised `error`. Coordinator -> any process: `error` is the reason.
 
-    `replica`: the only replica that is concerned; -1 for all. `epoch`: of the plan, link or Go that a lane worked on; 0 if
-    none. `left`, from the coordinator: the process that failed left on purpose.
+    `replica`: the only replica that is concerned; -1 for all. `epoch`: that of the plan, link or Go on which a lane worked; 0 if
+    none. `left`, from the coordinator: a trainer left on purpose.
     """
 
     error: WireError
@@ -635,7 +633,7 @@ class Failed(WireMessage, frozen=True):
     left: bool = False
 
     def ends(self, wait: bool) -> bool:
-        """Whether a trainer's connect() ends with it. A replica that fails early is left out if `wait` is False."""
+        """Whether a trainer's connect() ends with this error. With `wait` False, it does not end if a single replica fails."""
         return wait or self.replica < 0
 
 
@@ -664,7 +662,7 @@ class ReplicaOutcome(Record, frozen=True):
         dirty: Whether it holds bytes of two versions.
         failure: The encoded `error`.
         routes: Bytes by route.
-        readers: Workers that began to read trainers' storages and did not say that they ended.
+        readers: Workers that began to read trainers' storages and have not told the end.
         scratch_bytes: Bytes of scratch that all its workers hold for staged refits.
     """
 
@@ -706,7 +704,7 @@ class ReplicaOutcome(Record, frozen=True):
 class Outcome(WireMessage, frozen=True):
     """Coordinator -> trainers: the refit is over everywhere.
 
-    `void`: it was prepared and nobody called in time; a call that comes for it goes on with the next number.
+    `void`: it was prepared and no trainer called in time; a later call for it goes on with the next number.
     """
 
     attempt: Count
@@ -733,7 +731,7 @@ class CloseRoutes(WireMessage, frozen=True):
 
 
 class RoutesClosed(WireMessage, frozen=True):
-    """Rank -> coordinator: done."""
+    """Rank -> coordinator: the storages are unmapped, as `CloseRoutes` asked."""
 
     replica: Count
 
@@ -764,7 +762,7 @@ class StoreAsk(WireMessage, frozen=True):
 
 
 class StatusAsk(WireMessage, frozen=True):
-    """Any process -> coordinator, as `xfer status` does."""
+    """Any process -> coordinator: send a `StatusReply`, for `xfer status`."""
 
 
 class PartyStatus(Record, frozen=True):

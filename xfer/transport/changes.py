@@ -1,9 +1,8 @@
-"""Runs in which sources say first which bytes come: of each message all bytes, or only the units that changed since a refit whose bytes
-the receivers hold.
+"""Runs of a delta: a message has all its bytes, or only the units that changed since a refit whose bytes the receivers hold.
 
-A source compares what a message would carry with what it carried in that refit, which it packs from copies of its storages. Before
-the first message of a run it sends a *header* to each receiver: the refit and the plan that it speaks of, and the length of each
-message. Both ends then run the same steps as ever; a message in which much has changed is sent whole, as ever.
+A source packs each message twice, from its storages and from copies of them as they were in that refit, and compares. Before the
+first message of a run it sends a *header* to each receiver: the number of that refit, the plan, and the length of each message.
+Both ends then run the same steps as in other runs; a message in which much has changed is sent whole.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ PAYS = 4
 placing units cost memory traffic; above this share they gain little on slow wires and lose on fast ones."""
 
 WHOLE = -1
-"""In a header: this message is sent whole."""
+"""Length in a header of a message that is sent whole."""
 
 _FACTS = 2
 _TAG = 0x7FFFFF02
@@ -38,7 +37,7 @@ _TAG = 0x7FFFFF02
 
 @dataclass(frozen=True, slots=True)
 class HeldBytes:
-    """What the receivers of a run hold already.
+    """The bytes that the receivers of a run hold already.
 
     Attributes:
         attempt: Number of the refit whose bytes they hold.
@@ -63,7 +62,7 @@ class Changes:
         src_roots: The storages that messages are sent from.
         link: Carries the messages.
         step_bytes: See `steps`.
-        kept: Compact messages are kept, in place of being written when they come.
+        kept: Whether compact messages are kept. Otherwise they are written when they come.
 
     Attributes:
         patches: The compact messages of the last run that were kept, each with the rows by which it is written.
@@ -109,7 +108,7 @@ class Changes:
         """Exchange headers. Collective over the ranks of the link.
 
         Args:
-            base: What receivers hold.
+            base: The bytes that receivers hold.
             usual: The steps in which all bytes are sent.
             depth: Buffers per direction.
             deadline: A time.monotonic() value.

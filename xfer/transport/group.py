@@ -9,7 +9,7 @@ Facts of gloo that shape this file (seen on torch 2.13, each pinned by a test):
   time that is left, and `abort` is one deliberate 1 ms wait for a message that nobody sends.
 - `ProcessGroup.abort()` does not free a blocked `recv().wait()`; that deliberate wait does, in milliseconds.
 - A wait for a message of which some bytes have come is not freed by that either: it ends at its own deadline. So a link waits on threads
-  of its own, and an abort frees whoever waits for these. The connection is closed all the same.
+  of its own, and an abort frees the callers that wait for these threads. The connection is closed all the same.
 - Nothing frees a thread that is inside the constructor of a group, where it waits for a peer that has published its
   address and died. So groups are made in background calls, which are given up when the caller is cancelled.
 - A connection is closed under the lock under which its bytes are read, so when `abort` has returned no byte of a
@@ -41,9 +41,9 @@ _POISON_TAG = 0x7FFFFF01
 _TICK = timedelta(milliseconds=1)
 _POLL_S = 20e-6
 ABORT_S = 10.0
-"""How long `Link.abort` waits by default for the operations that were under way."""
+"""Seconds that `Link.abort` waits by default for operations under way."""
 _LAST_S = 1.0
-"""gloo's own timeout of an opening comes first, because its error says more."""
+"""Seconds by which gloo's own timeout of an opening comes before ours, because gloo's error says more."""
 _EXPIRED, _CLOSED_HERE = "Timed out", "Application timeout caused pair closure"
 
 
@@ -192,7 +192,7 @@ def opened(
 
     Args:
         call: Is given up if it has not returned at `until` (a time.monotonic() value) or once `cancelled()`.
-        message: What did not happen, e.g. "not all of 2 ranks opened the link within 5 s".
+        message: The error's message, e.g. "not all of 2 ranks opened the link within 5 s".
         where: The label of this rank.
         advice: What to do about it; becomes the error's violation.
 

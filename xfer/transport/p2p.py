@@ -90,7 +90,7 @@ class P2P:
         program: The program of this rank.
         roots: Flat uint8 tensors over the storages of this rank's inventory, in its order.
         src_roots: The storages from which this rank sends, if it is source and destination with two inventories.
-        scratch: `roots` are its storages, and what a run has brought is applied to live storage later.
+        scratch: If given, `roots` are its storages, and the bytes of a run are applied to live storage later.
         step_bytes, direct_bytes: See `steps`; equal on all ranks. None: `STEP_BYTES` and `DIRECT_BYTES`.
 
     Raises:
@@ -161,8 +161,8 @@ class P2P:
             cancelled: Called before anything is posted or written. To free a run that is blocked, call `link.abort()` as well.
             progress: Called after each step with (wave, bytes in and out so far).
             watch: Is told of each step when its bytes are in their storages.
-            base: The version that all receivers hold; None: every byte is sent. Otherwise sources say first which bytes come, and
-                of messages in which little has changed they send only that (changes.py).
+            base: The version that all receivers hold; None: every byte is sent. With a base, sources first announce their messages, and
+                send only the changes of messages in which little has changed (changes.py).
 
         Raises:
             DeadlineExceeded, PeerLost, Aborted: The link is aborted, and no more bytes arrive. On CUDA, kernels that unpack may
@@ -183,8 +183,8 @@ class P2P:
             raise
 
     def held(self, scratch: Scratch, pulled: np.ndarray, marked: Callable[[], None] | None) -> Held:
-        """Return what the last run, which was by changes, has brought into `scratch`. `pulled`: rows that came whole by another route.
-        `marked`: See `Held`."""
+        """Return the bytes that the last run, a delta, has brought into `scratch`. `pulled`: rows that came whole by another route.
+        `marked`: see `Held`."""
         if marked is None and self._changes.all_whole:
             return Held(scratch)
         here = [self.program.local(), self.program.fills(), pulled]
@@ -213,7 +213,7 @@ class _Run:
         return [p for some in (*self.receives, *self.sends) for p in some]
 
     def announce(self, base: HeldBytes) -> None:
-        """Exchange what the messages of this run are, in place of all bytes in each."""
+        """Exchange headers, which tell the messages that are compact, and use the steps that follow from them."""
         p2p = self.p2p
         self.steps, self.pack_s = p2p._changes.announced(base, p2p._steps, DEPTH, self.deadline, self._check)
         self.tally = Tally.of(self.steps, p2p.link)

@@ -140,8 +140,8 @@ class Routed:
         report: Bytes and seconds by route of the last run.
         plan: Bytes by route of every run.
         pulled: Rows that this rank pulls.
-        place: Its place among those that hand bytes on, or None. Call `place.steps.begin` before each run.
-        scratch: Into which runs bring their bytes; None: into live storage.
+        place: This worker's place among replicas that hand bytes on, or None. Call `place.steps.begin` before each run.
+        scratch: The scratch into which runs bring their bytes; None: into live storage.
         kind: The `PeerKind` of its pulls, if it may have some.
     """
 
@@ -365,7 +365,7 @@ def open_link(
 
     Args:
         refused: See `RoutePlan`; quoted in the error.
-        exchange: Through which ranks compare their devices; None: over `store`.
+        exchange: The exchange by which ranks compare their devices; None: over `store`.
 
     Raises:
         Unsupported: On all ranks, if ranks of one host share a GPU. NCCL would refuse them, but not with an error on every rank.
@@ -394,8 +394,8 @@ def open_link(
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """The two parts of this rank's program, before a link is opened. `wired`: whether any rank needs a link. `place`: of a destination
-    that hands bytes on. If it follows, nothing is pulled from sources. `kind`: see `Routed`."""
+    """The two parts of this rank's program, before a link is opened. `wired`: whether any rank needs a link. `place`, `kind`: see `Routed`;
+    if `place.follows`, nothing is pulled from sources."""
 
     pulled: np.ndarray
     rest: Program
@@ -415,7 +415,7 @@ class Ways:
         scratch: Scratch | None = None,
         **p2p_options: int,
     ) -> Routed:
-        """Binds both routes. Collective when p2p has new pairs to connect. `scratch`: whose storages `roots` are."""
+        """Binds both routes. Collective when p2p has new pairs to connect. `scratch`: the scratch that has `roots`, if any."""
         pull, place = None, self.place
         if place is not None:
             pull = place.pull(self.mapping)
