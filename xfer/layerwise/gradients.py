@@ -1,4 +1,4 @@
-"""Reduces gradients to the owners of their parameters, and computes their norm. Steps nothing."""
+"""Reduces gradients to the owners of their parameters, and computes their norm. It does not step parameters."""
 
 from __future__ import annotations
 

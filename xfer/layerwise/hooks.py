@@ -1,8 +1,8 @@
 """Forward pre-hooks that finish a bucket just before a module reads it, and checks that find reads without a hook.
 
-In the first forward nothing is stale yet, so it is watched. It shows the order in which buckets are used, in which later gathers
-start, and the parameters that a module reads although they are registered elsewhere (a tied head, an absorbed projection): its
-hook then waits for those too. Afterwards, a parameter that gets a gradient although no hook asked for it is an error in the
+In the first forward nothing is stale yet, so it is watched. It shows the order in which buckets are used, and later gathers start in
+that order. It also shows parameters that a module reads although they are registered elsewhere (a tied head, an absorbed projection):
+the module's hook then waits for those too. Afterwards, a parameter that gets a gradient although no hook asked for it is an error in the
 backward, before the optimizer can step on it. A read without a gradient, or of a parameter that its own module asks for too, is
 not found that way. So with `guard="nan"`, the default, the gather leaves NaNs in place of old values, and `guard="always"` watches
 every operation of every forward.

@@ -87,7 +87,8 @@ class Pulls:
                 t.record_stream(self.stream)
 
     def begin(self) -> None:
-        """Says that this rank's owned parameters are those of the new step (on its current stream). Once per step, on all ranks."""
+        """Tells the other ranks that this rank's owned parameters are those of the new step (on its current stream). Called once per step,
+        on all ranks."""
         # Another number in every step: an aborted sum may add up words of the step before, which are in NCCL's buffers.
         self._number = self._number % _NUMBERS + 1
         self._sign.fill_(self._number)
@@ -132,7 +133,7 @@ class Pulls:
             self.copy(s)
 
     def end(self) -> None:
-        """Says that this rank's copies of the step are queued (on a CPU: made). Once per step, on all ranks."""
+        """Tells the other ranks that this rank's copies of the step are queued (on a CPU: made). Called once per step, on all ranks."""
         with torch.cuda.stream(self.stream) if self.stream is not None else nullcontext():
             self._all_copied = self._wire.meet(lambda: "the sign that all ranks have copied", (), self._over)
 
@@ -162,7 +163,7 @@ def start_in_order(buckets: Sequence[tuple[Pulls, Sequence[Share]]], behind: Seq
 
     Args:
         buckets: In the order of use.
-        behind: Works that are needed before any copy, and so have the wire for themselves.
+        behind: Works that must end before any copy begins, so that they have the wire for themselves.
 
     Returns:
         One object per bucket, which is waited for like a collective's work.
@@ -228,11 +229,11 @@ def open_pulls(
     Args:
         shares: The shares of all buckets of the wire's ranks, in the same order on all ranks.
         deadline_s: Seconds to wait for the other ranks.
-        stream: On which to copy, on GPUs.
+        stream: The stream of the copies, on GPUs.
 
     Returns:
-        None, on all ranks, where some rank cannot read all that others own: on another host, in memory that cannot be mapped
-        (expandable segments), or with parameters that did not settle into runs.
+        None, on all ranks, if some rank cannot read all parameters of the others: they are on another host, in memory that cannot be
+        mapped (expandable segments), or not in runs.
 
     Raises:
         DeadlineExceeded, PeerLost: A rank did not come.

@@ -1,13 +1,13 @@
 """Choice of sources: divides the bytes of each (set of holders, destination) among the holders, over all tensors at
 once.
 
-All amounts are whole *units* (granules of the plan), so that everything is integer arithmetic and equal on every
-rank. Here lives only the division of amounts; which bytes make up a unit is the planner's.
+All amounts are whole *units* (granules of the plan), so all arithmetic is on integers and equal on every rank. This
+module divides amounts; the planner knows the bytes of a unit.
 
-The load of a source is the sum of what it sends. Filling one set's units into its lowest holders ("water-filling",
-given all other loads) is the exact minimum over that set alone; going round the sets until nothing moves descends on
-the sum of squared loads, whose minimum also has the least possible maximum. Nested sets, the usual case, are done
-after the first round.
+The load of a source is the sum of the units that it sends. Filling one set's units into its lowest holders
+("water-filling", given all other loads) is the exact minimum over that set alone. Rounds over all sets until nothing
+moves decrease the sum of squared loads, whose minimum also has the least possible maximum. Nested sets, the usual case,
+are done after the first round.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 ROUNDS = 256
-"""Most rounds over the sets. A chain of sets that overlap pairwise needs many; whatever is reached is a valid
-division.
-"""
+"""Most rounds over the sets. A chain of sets that overlap pairwise needs many; every round ends in a valid division."""
 
 
 @dataclass(frozen=True, slots=True)

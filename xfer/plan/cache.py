@@ -1,7 +1,7 @@
 """Parts of sub-plans on disk, by the digest of their inputs and the rank: a cache, which may forget anything at any time.
 
-The digest is `key_of` what they were made from, the planner's own code among it; where that code cannot be read, nothing is
-kept. Only what all ranks have agreed on belongs here. Not here: the files (file_cache.py), what a part is (part.py).
+The digest is `planner.key_of` the inputs, and covers the planner's own code; if that code cannot be read, nothing is kept.
+Store only parts on which all ranks have agreed. Not here: the files (file_cache.py), what a part is (part.py).
 """
 
 from __future__ import annotations

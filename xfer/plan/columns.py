@@ -1,7 +1,7 @@
 """Columns on the wire and on disk: numpy arrays of a known dtype and width as bytes, with every length checked on the
 way in.
 
-Here lives only the coding of arrays and the limits on it. What the columns mean is inventory.py's and subplan.py's.
+This module codes arrays and checks limits. inventory.py and subplan.py know what the columns mean.
 """
 
 from __future__ import annotations

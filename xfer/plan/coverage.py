@@ -2,9 +2,9 @@
 writer.
 
 Classes: *written* (a fragment's byte, from the wire), *filled* (a constant), *staged* (written by a recipe after
-the wire), *kept* (left alone, for a stated reason). A byte that several parameters share is one byte; how many such
-there are is told as *aliased*. All violations of all destinations come in one CoverageError; shapes that do not fit
-were refused before this.
+the wire), *kept* (left alone, for a stated reason). A byte that several parameters share counts once; the number of such
+bytes is *aliased*. One CoverageError has all violations of all destinations; shapes that do not fit were refused before
+this.
 """
 
 from __future__ import annotations

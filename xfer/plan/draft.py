@@ -1,7 +1,7 @@
 """The part of a sub-plan that knows no replica: pieces, proof and order of the streams, from a catalog and inventories.
 
-Replicas with the same layout share a draft: what differs between their sub-plans is only who sends what (planner.py)
-and when (schedule.py). Pure and deterministic, as the planner; in it is nearly all of the planner's time.
+Replicas with the same layout share a draft. Their sub-plans differ only in the sources (planner.py) and the waves
+(schedule.py). Pure and deterministic, as the planner, which spends nearly all of its time here.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def _stream(
     common, place = np.full(len(piece), -1), pieces.want[piece]
     if options.relay and where:
         at = np.array([where[b[0]] for b in blocks])[block]
-        # Handed on are bytes as a worker has them, so their number must be that on the wire.
+        # A worker hands on the bytes of its storage, so their number must be equal to that on the wire.
         whole = nbytes[piece] == pieces.extent[piece].prod(axis=1) * ITEM[dst.table.dtype[place]]
         far = np.array([[where[b[0]] not in {where[h] for h in holders} for holders, _ in chosen] for b in blocks])
         some = np.flatnonzero(whole & far.reshape(len(blocks), -1)[block, holder_set])

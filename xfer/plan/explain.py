@@ -43,7 +43,7 @@ class PlanSummary:
     casts: tuple[Casts, ...]
     kept: tuple[tuple[str, int], ...]  # (reason, bytes over all workers)
     dropped: tuple[str, ...]  # checkpoint tensors that drop= excuses
-    broadcast_bytes: int  # what giving every worker every tensor would move
+    broadcast_bytes: int  # bytes if every worker got every tensor whole
 
     @property
     def nbytes(self) -> int:
@@ -89,7 +89,7 @@ class PlanSummary:
 
 
 ROWS = 64
-"""Ranks listed per side; beyond, the extremes and a count say enough."""
+"""Most ranks listed per side. With more, only the extremes and a count are listed."""
 
 
 def explain(s: PlanSummary, digest: str) -> str:

@@ -11,8 +11,8 @@ from one GPU to another loads the links of its path, at most `MAX_PATH` of them,
     other host, other rail      "nvlink": GPU out, relay GPU in, NIC out of the relay, NIC in (what NCCL calls PXN);
                                 "spine": NIC out, NIC in, rail up, rail down
 
-Time over a link is bytes over rate. Here live these types and that arithmetic, on integers. Not here: the file that
-describes a fabric (fabric_file.py), who sends what over it (flow.py), how long a refit takes (predict.py).
+Time over a link is bytes over rate. This module has these types, and arithmetic on integers. Not here: the file that
+describes a fabric (fabric_file.py), the choice of sources (flow.py), the time of a refit (predict.py).
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ class Site:
         return tuple(self.fabric.links.host[self.gpus(replica)].tolist())
 
     def together(self, replicas: Sequence[int]) -> list[list[int]]:
-        """For each of these replicas, the places in `replicas` of those whose workers are on the same hosts, itself among them. They hand
-        bytes on to each other where sessions relay."""
+        """For each of these replicas, the indices in `replicas` of all whose workers are on the same hosts, with its own. With `relay`
+        these replicas hand bytes on to each other."""
         hosts = [tuple(self.fabric.links.host[list(self.replicas[r])].tolist()) for r in replicas]
         return [[k for k, h in enumerate(hosts) if h == mine] for mine in hosts]
 

@@ -1,4 +1,4 @@
-"""A fabric and who sits on it, from a small TOML or JSON file; everything that is wrong with it is told at once.
+"""A fabric and the places of ranks on it, from a small TOML or JSON file. One error lists all mistakes in it.
 
     spine = 0                    # optional: bytes/s of one rail to and from all others; 0 or absent: never the limit
     cross_rail = "nvlink"        # optional: or "spine"
@@ -17,7 +17,7 @@
     trainers = ["a"]             # all GPUs of a host, or some: "a:0-3", "a:0,2"
     replicas = [["b:0-3"], ["b:4-7"]]
 
-Only reading lives here; what the words mean is fabric.py's.
+This module only reads files; fabric.py says what the words mean.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def read_site(path: str | Path) -> Site:
 
 
 def parse(data: Mapping[str, Any], what: str = "fabric") -> tuple[Fabric, tuple | None]:
-    """As the file, from its parsed contents: (fabric, (trainers, replicas) or None)."""
+    """The fabric and the ranks of a parsed file: (fabric, (trainers, replicas) or None)."""
     r = _TableReader(what)
     r.known(data, "", {"spine", "cross_rail", "host", "ranks"})
     hosts: list[Host] = []
@@ -72,7 +72,7 @@ def read_data(path: str | Path, kind: str = "") -> Any:
     """Contents of a JSON or TOML file. kind: which; default: TOML if its name does not end in .json.
 
     Raises:
-        XferError: the file cannot be read, or holds what cannot be planned with.
+        XferError: The file cannot be read, or has values that no plan can use.
     """
     path, why = Path(path), ""
     kind = kind or ("JSON" if path.suffix == ".json" else "TOML")
@@ -92,7 +92,7 @@ def read_data(path: str | Path, kind: str = "") -> Any:
 
 
 def read_toml(text: str) -> dict:
-    """ValueError for what is no TOML."""
+    """Parse TOML. Raises ValueError if the text is no TOML."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:

@@ -1,7 +1,7 @@
 """A cache of bytes in a folder, by name. A file that is unreadable, cut short or changed counts as absent.
 
 Several processes may share a folder: files are written beside and renamed into place, and a reader sees a whole file or
-none. What the bytes mean is the caller's (cache.py, cli/layouts).
+none. The callers know what the bytes mean (cache.py, cli/layouts).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ABANDONED_S = 3600.0
 class FileCache:
     """At most `max_bytes` in files of this suffix; the least recently used go first. Thread- and process-safe.
 
-    magic: first bytes of every file. A file of another version of the caller's format is told apart by it.
+    magic: first bytes of every file. They differ between versions of the caller's format.
     """
 
     def __init__(self, directory: str | os.PathLike[str], suffix: str, magic: bytes, max_bytes: int):
@@ -45,7 +45,7 @@ class FileCache:
         return body
 
     def put(self, name: str, body: bytes) -> bool:
-        """Whether it was stored. A full disk, a read-only folder or bytes beyond the limit are no error."""
+        """Store bytes. Returns whether they were stored: a full disk, a read-only folder or too many bytes are no error."""
         path, beside = self._path(name), None
         if len(self.magic) + _DIGEST + len(body) > min(self.max_bytes, col.MAX_BYTES):
             return False

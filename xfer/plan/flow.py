@@ -1,10 +1,10 @@
-"""Choice of sources when the links between ranks are known: bytes go where they make the busiest links least busy.
+"""Choice of sources when the links between ranks are known: the time of the busiest link is made as short as possible.
 
-`balance.py` evens out what each source sends. Here each (holder, destination) is a path over links with rates, and
-what is made small is the time of the busiest link, then of the others. A sub-plan is chosen *as if every replica
-had this layout* and were refitted at the same time, each where it sits: trainers serve all of them at once, so a
-replica that looked at itself alone would take from its nearest sources and leave nothing of that link to others. No
-other replica's inventory is looked at.
+`balance.py` evens out the bytes of the sources. Here each (holder, destination) is a path over links with rates, and
+the time of the busiest link is minimized, then that of the others. A sub-plan is chosen *as if every replica had this
+layout* and were refitted at the same time, each on its own GPUs. Trainers serve all replicas at once, so a choice for
+one replica alone would take all bytes from its nearest sources and leave nothing of that link to others. Inventories of
+other replicas are not read.
 
 The problem is the linear programme
 
@@ -16,9 +16,9 @@ from its busier paths to its less busy ones in proportion, until the dual bound 
 `GAP` of the least possible. The powers rise as it goes; the fixed point for power P is the minimum of the sum of
 (time of link)^(P+1).
 
-All ranks must come to the same shares, so only +, -, *, / and square roots of float64 are used, element by element
-or added up in the order of an index: these are the same bits on every IEEE machine, which BLAS, exp and numpy's
-sums are not.
+All ranks must compute the same shares, so only +, -, *, / and square roots of float64 are used, element by element or
+added up in the order of an index. Their results have the same bits on every IEEE machine; those of BLAS, exp and numpy's
+sums do not.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _solve(p: _Problem) -> np.ndarray:
             busiest = float(time.max())
             if busiest == 0:
                 return x  # no link is ever the limit
-            if busiest <= least * (1 + 1e-6):  # of equals the later one: its other links are evened out further
+            if busiest <= least * (1 + 1e-6):  # of equal ones take the later one: its other links are more even
                 best, least = x, min(least, busiest)
             if step % 8 == 7:
                 bound = max(bound, _bound(p, time, base, cost, group, units, power))
@@ -182,7 +182,7 @@ def _mean(time: np.ndarray, weight: np.ndarray, power: int, busiest: float) -> n
 def _bound(
     p: _Problem, time: np.ndarray, base: np.ndarray, cost: np.ndarray, group: np.ndarray, units: np.ndarray, power: int
 ) -> float:
-    """No division has a less busy busiest link (the dual of the programme, at prices that follow from these times)."""
+    """A lower bound on the time of the busiest link of any division (the dual of the programme, at prices from these times)."""
     price = np.maximum(time / time.max(), 0.125)
     for _ in range(power):
         price = price * price

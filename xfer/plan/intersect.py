@@ -196,7 +196,7 @@ def missing(pieces: Pieces, wanted: Stack) -> list[tuple[int, list[Box]]]:
 
 def cut_range(origin: list[int], extent: list[int], begin: int, end: int) -> list[tuple[list[int], list[int]]]:
     """Elements begin..end of a box, counted in row-major order, as boxes (origin, extent) in that order: at most 2
-    D - 1 of them. In plain lists, for a plan cuts thousands."""
+    D - 1 of them. In plain lists, which are faster for the thousands of cuts of a plan."""
     out: list[tuple[list[int], list[int]]] = []
 
     def walk(o: list[int], e: list[int], d: int, size: int, lo: int, hi: int) -> None:
@@ -261,8 +261,8 @@ def _atoms(
 
 
 def _signatures(cls: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, tuple[tuple[int, ...], ...]]:
-    """The distinct ones among the sets cls[bounds[i]:bounds[i + 1]], by first appearance, and which one each is
-    (int32)."""
+    """Number of each set cls[bounds[i]:bounds[i + 1]] among the distinct sets (int32), and these sets, by first
+    appearance."""
     if len(bounds) < 2:
         return np.zeros(0, np.int32), ()
     if int(cls.max()) < 63:  # a set is an integer

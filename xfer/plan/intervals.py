@@ -1,8 +1,8 @@
 """Exact byte sets of strided regions: which bytes of a storage does a fragment, a fill or a span cover?
 
-Sets of bytes are two int64 columns, start and stop. Here lives only that arithmetic; what a byte *means* is
-coverage.py's. Cost goes with the number of contiguous runs, not of elements: permuted dims coalesce by themselves,
-and interleaved regions (combs) that complete each other are joined before they are taken apart into runs.
+Sets of bytes are two int64 columns, start and stop. This module does only that arithmetic; coverage.py knows what the
+bytes mean. The cost grows with the number of contiguous runs, not of elements: permuted dims coalesce by themselves, and
+interleaved regions (combs) that complete each other are joined before they are divided into runs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def runs(
     """Contiguous runs of regions: element i of region r is the `item[r]` bytes at `offset[r] + sum(i * strides[r])`.
 
     offset, item: int64 [N]; extent, strides: int64 [N, D]. A byte that a region reaches twice comes out twice.
-    Unsupported beyond MAX_RUNS, with the `name` of those that have most; regions that lie side by side count as the first of them.
+    Raises Unsupported beyond MAX_RUNS, with the `name` of the regions that have most; adjacent regions count as the first of them.
     """
     count = len(offset)
     if not count:

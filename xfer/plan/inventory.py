@@ -1,9 +1,8 @@
-"""Inventories: everything the planner knows of one rank, that is, which box of which checkpoint tensor lies where in
-which storage.
+"""Inventories: everything that the planner knows of one rank, that is, the storage and the place of each of its boxes
+of checkpoint tensors.
 
-Here live the columnar table of fragments, the inventory around it, its digest and its wire form. No address is in it
-and no plan: a rank publishes it once, and ranks whose digests are equal (data-parallel replicas) publish it once for
-all of them.
+This module has the inventory around the table of fragments, its digest and its wire form. It contains no address and no
+plan: a rank publishes it once, and ranks with equal digests (data-parallel replicas) publish one for all of them.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ SCRATCH = "scratch/"
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Bytes `start <= b < stop` of a storage that a refit leaves as they are, and why that is right."""
+    """Bytes `start <= b < stop` of a storage that a refit leaves as they are, and the reason."""
 
     root: str
     start: int
@@ -179,8 +178,8 @@ def trainer_inventory(
     fragments: Iterable[Fragment],
     recipes: Iterable[str] = (),
 ) -> Inventory:
-    """`fragments` carry checkpoint names; they are grouped and merged here. `recipes`: digests of what fills the
-    scratch among `roots`, in the order in which it is computed. Raises LayoutError and Unsupported as
+    """A trainer's inventory. `fragments` have checkpoint names; they are grouped and merged here. `recipes`: digests of the
+    recipes that fill the scratch among `roots`, in the order in which they run. Raises LayoutError and Unsupported as
     FragmentTable.build.
     """
     ordered = _ordered(roots)
@@ -202,9 +201,9 @@ def engine_inventory(
     reads: Iterable[str] = (),
     recipes: Iterable[str] = (),
 ) -> Inventory:
-    """As trainer_inventory; `recipes`: of what is computed from scratch after the wire. `footprint` has one span per
-    live parameter and buffer, and every byte of them. `reads`: names that the loader consumed, of checkpoint tensors or
-    of groups of them; those of no catalog do not matter.
+    """A worker's inventory; see trainer_inventory. `recipes`: digests of the recipes that run on scratch after the wire.
+    `footprint`: one span per live parameter and buffer, with all its bytes. `reads`: names of checkpoint tensors, or of
+    groups of them, that the loader read; names that no catalog has are ignored.
     """
     ordered = _ordered(roots)
     table = FragmentTable.build(catalog.lift(tuple(fragments)), catalog, ordered)

@@ -1,7 +1,7 @@
-"""Parts: what one joint rank keeps of a sub-plan, which is its own program and the numbers that all ranks share.
+"""Parts: a joint rank's program of a sub-plan, and the numbers that all ranks share.
 
-A sub-plan of thousands of ranks is tens of megabytes of tables; a rank's rows of it are a few hundred. Lanes hold parts,
-and parts are what lies in the cache. Not here: the tables that rows come from (subplan.py), files (cache.py).
+A sub-plan of thousands of ranks is tens of megabytes of tables; one rank has a few hundred rows of it. Lanes keep parts,
+and the cache stores parts. Not here: the tables from which rows are computed (subplan.py), files (cache.py).
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class PlanPart:
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> PlanPart:
-        """ProtocolError unless `data` has the form of what `to_bytes` of this version wrote. That its content is
-        unchanged is the caller's to compare: the digest in it is of tables that are not. The rows are a view of `data`.
+        """Decode a part. ProtocolError unless `data` has the form that `to_bytes` of this version writes. The caller must
+        check that the content is unchanged: the digest in it covers tables that a part lacks. The rows are a view of `data`.
         """
         try:
             w = _wire.decode(col.size_checked(data, "plan"))

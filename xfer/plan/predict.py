@@ -1,4 +1,4 @@
-"""How long a refit takes, from its sub-plans and the fabric alone: no GPU, no weights.
+"""Predicts the time of a refit from its sub-plans and the fabric alone: no GPU, no weights.
 
 All replicas are refitted at once. A link carries the waves in their order, and each as soon as its messages come and the
 wave before is through. For each link l and wave w let t[l, w] be the wire bytes of all sub-plans over it / rate[l].
@@ -16,23 +16,23 @@ With the routes that sessions choose:
                         busy(r, w)   = max(max over messages m of r in w of done(m),
                                            busy(r, w-a) + message_s * messages of r in w)
                         unpacked(d, w) = max(unpacked(d, w-1), busy(d, w)) + bytes unpacked by d in w / local
-    relayed bytes   with `relay`, what replicas on the same hosts read from each other, worker by worker. Where some of their bytes
-                    are pulled from trainers they form a chain, in which each reads all from the one before it. Else they form a
-                    ring: each takes the k-th part of the bytes of each pair, and reads the others from those that take them.
-                    They count as pulled, and what is read ends one part after what was taken or read there. A part has at
-                    most the bytes of a message;
+    relayed bytes   with `relay`, bytes that replicas on the same hosts read from each other, worker by worker. If some of their bytes
+                    are pulled from trainers, they form a chain, in which each reads all bytes from the one before it. Else they
+                    form a ring: each takes the k-th part of the bytes of each pair, and reads the other parts from the others.
+                    They count as pulled. A read ends one part after the bytes were taken or read there. A part has at most the
+                    bytes of a message;
                         relay = max over chains of the sum over replicas behind the first of (a part / rate of its path),
                                 and over rings of (a part of each other replica / rate of its path)
-                    With `relay`, what workers of one replica hand on to others of their host counts as pulled, too.
+                    With `relay`, common bytes that workers of one replica hand on count as pulled, too.
     transfer        control_s + max(pull, last unpacked) + relay + constants (padding) written / local
 
 `floor` is max over l of all bytes / rate: no schedule of these bytes is faster. `lockstep` is the sum over w of max
-over l of t[l, w]: what it would take if every wave waited for its slowest link. The prediction of the wire lies
-between the two.
+over l of t[l, w]: the time if every wave waited for its slowest link. The prediction of the wire lies between the
+two.
 
-What it leaves out: pauses and resumes of engines (the outage of a refit is that much longer), checksums, kernels'
-own launch times, congestion inside switches, and that long dense rows are not packed. Rates should be those reached
-in practice.
+The prediction leaves out pauses and resumes of engines (the outage of a refit is longer by them), checksums, launch times
+of kernels, and congestion inside switches; it packs long dense rows, which a refit does not. Use rates that are reached in
+practice.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class LinkLoad:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prediction:
-    """Seconds, by the module's formula. `pack_s` and `unpack_s`: what of them no wire time hides."""
+    """Seconds, by the module's formula. `pack_s` and `unpack_s`: the part that the wire does not hide."""
 
     transfer_s: float
     pull_s: float
@@ -174,8 +174,8 @@ def predict(
 
 
 def sources(plans: Sequence[SubPlan], site: Site, replicas: Sequence[int], relay: bool) -> list[list[int]]:
-    """For each plan, by share of its bytes, the number of the plan whose replica brings that share; its own for the share that it takes
-    from trainers. As coordinator/relays.py chooses them, if all pairs in one island are pulled."""
+    """For each plan and each share of its bytes, the number of the plan whose replica brings the share; its own number if it takes the
+    share from trainers. The choice is that of coordinator/relays.py, if all pairs in one island are pulled."""
     if not relay:
         return [[i] for i, _ in enumerate(plans)]
     out, island = [], site.fabric.links.island
@@ -207,7 +207,7 @@ class _Messages:
 
     @classmethod
     def of(cls, plans: Sequence[SubPlan], gpus: Sequence[np.ndarray], shares: Sequence[tuple[int, int]]) -> _Messages:
-        """shares: what each plan's replica takes of the bytes of each pair, see `own`."""
+        """shares: the share of the bytes of each pair that each plan's replica takes, see `own`."""
         columns: list[list[np.ndarray]] = [[], [], [], []]
         base = 0
         for plan, (share, of) in zip(plans, shares):

@@ -1,12 +1,12 @@
-"""Programs: what one rank does in a refit, as flat tables. Relocatable: no address, no process, no object is in them.
+"""Programs: one rank's work in a refit, as flat tables. Relocatable: they contain no address, process or object.
 
 A program is the unit that is hashed, cached, sent, simulated and run. Its rows say *what* moves (checkpoint tensor
 and box), *from where to where* (rank, storage number, byte offset, byte strides) and *when* (wave, byte offset in
 the message). A rank keeps a binding table, storage number -> flat byte tensor, beside it; rebinding never touches
 the program.
 
-Here live the table's columns and the view of it by message. Not here: how rows are chosen (balance.py), how bytes are
-moved (transport/, kernels/).
+This module has the columns of the table, and its view by message. Not here: the choice of rows (balance.py), the moving
+of bytes (transport/, kernels/).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ROW = np.dtype(
         ("op", "u1"),
         ("src_dtype", "u1"),
         ("dst_dtype", "u1"),
-        ("route", "u1"),  # 0: p2p. Others come with their transports.
+        ("route", "u1"),  # 0; ranks choose the route of a row when they open routes (transport/routes.py)
         ("src", "<i4"),  # joint rank of the source; -1 for fills
         ("src_root", "<i4"),  # index in the source's inventory roots
         ("dst", "<i4"),

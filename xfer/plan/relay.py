@@ -28,14 +28,14 @@ from xfer.plan.program import ITEM, LAG, Op, Program, row_wire_bytes
 from xfer.plan.subplan import cut_rows
 
 GRAIN = 512
-"""Parts and shares begin at multiples of so many elements of a row, so that few tiles lose their alignment."""
+"""Parts and shares begin at multiples of this many elements of a row, so that few tiles lose their alignment."""
 ALL_PARTS = (1 << 31) - 1
 """The number that stands for the last part, whatever its number is."""
 
 
 def handed_on(rows: np.ndarray, before: int) -> np.ndarray:
-    """A destination's rows as the next one of the same layout pulls them: from rank `before`, as that one has
-    converted them and where it has put them. Waves stay."""
+    """A destination's rows as the next destination of the same layout pulls them from rank `before`: in the dtype and at
+    the place that they have there. Waves stay."""
     out = rows.copy()
     out["src"], out["op"], out["turn"] = before, Op.COPY, 0
     for column in ("dtype", "root", "offset", "strides"):
@@ -49,8 +49,8 @@ def _sorted(rows: np.ndarray) -> np.ndarray:
 
 def in_parts(rows: np.ndarray, count: int) -> np.ndarray:
     """Rows that move bytes to one destination, cut where a part ends inside one; a row's wave is its part, from 0.
-    Parts have equal bytes up to the grain, and of each source the share that it has of all. The same for equal
-    rows.
+    Parts have equal bytes up to `GRAIN`, and each source has the same share in every part. Equal rows give equal
+    parts.
     """
     nbytes = row_wire_bytes(rows)
     share = np.zeros(len(rows))
@@ -66,12 +66,12 @@ def in_parts(rows: np.ndarray, count: int) -> np.ndarray:
 
 
 def shares(program: Program, takes: Mapping[int, tuple[int, int]]) -> Program:
-    """A program without those bytes that destinations get from another one. Both ends of a pair cut alike.
+    """A program without the bytes that destinations get from another destination. Both ends of a pair cut alike.
 
     Args:
         program: The program of a rank.
-        takes: For each destination that does not take all: (its share, the number of shares). A share is an interval of the bytes of
-            a pair of ranks, in the order in which they are sent, up to the grain. Of 0 shares it takes nothing. Common bytes
+        takes: Destination -> (its share, number of shares), for destinations that do not take all. A share is an interval of the bytes
+            of a pair of ranks, in the order in which they are sent, up to `GRAIN`. With 0 shares it takes nothing. Common bytes
             are not cut: their share follows from their wave, and that of a copy from the wave in which they came.
     """
     rows = program.rows

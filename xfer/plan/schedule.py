@@ -1,7 +1,7 @@
 """When the bytes of each pair (source, destination) travel: pairs x waves, bounded per message and per rank; and in
 which turn a destination pulls from which source.
 
-Works on byte counts alone, so that every rank knows all waves without expanding anybody's rows. A pair's bytes are one
+It needs byte counts alone, so every rank knows all waves without expanding the rows of others. A pair's bytes are one
 stream; a message is an interval of it. Not here: which rows a stream has (subplan.py).
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from xfer.plan import columns as col
 
 SLICES = 32
-"""Shortest slices of a pair that is spread over waves: this part of a message. Shorter ones cost more than they bring."""
+"""A pair that is spread over waves has slices of at least 1 / SLICES of a message. Shorter ones cost more than they gain."""
 _Messages = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Pair, wave and bytes of each message, int64 [M], sorted by pair and wave."""
 _NONE: _Messages = (np.zeros(0, np.int64),) * 3
@@ -47,10 +47,10 @@ def schedule(
     the waves (`_spread`), the others fill what is left of the waves by first fit (`_fit`). Spreading makes more
     messages and shorter ones; on one host they would cost more than they bring.
 
-    `way`: int [pairs], what the bytes of a pair that is not far leave by and share with other pairs and other
-    schedules (a GPU's port); default: the source. Its bytes are spread over the waves as evenly as messages allow, so
-    that schedules that run at once crowd it in no wave. `rotations` of them are numbered by `rotation`, and begin as
-    far from each other as can be; with 0 of them `rotation` counts sources.
+    `way`: int [pairs], the port by which the bytes of a pair that is not far leave, shared with other pairs and other
+    schedules; default: the source. The bytes of a port are spread over the waves as evenly as messages allow, so that
+    schedules that run at once crowd it in no wave. This is schedule `rotation` of `rotations`, which begin as far from
+    each other as possible; if `rotations` is 0, `rotation` counts sources.
     """
     pairs = len(src)
     turn = _turns(src, dst, nbytes, rotation, rotations)
@@ -84,8 +84,8 @@ def _spread(
 ) -> _Messages | None:  # fmt: skip
     """Every pair's bytes evenly over all waves, in slices of at least a `SLICES`th of a message.
 
-    So every wave is a small copy of the whole: no link waits in one wave for what it could have carried in another.
-    None if the slices do not fit into about twice the waves that the bytes need, since many pairs are short.
+    So every wave is a small copy of the whole, and no link is idle in one wave and busy in another. None if the slices do
+    not fit into about twice the waves that the bytes need, since many pairs are short.
     """
     if not len(src):
         return _NONE
@@ -124,7 +124,7 @@ def _fit(
     until = count.cumsum()
     pair = np.arange(len(src)).repeat(count)
     left = until[pair] - np.arange(len(pair))
-    # What does not fill a message counts as whole units: it may travel before full ones, which must begin at a unit.
+    # The rest that does not fill a message counts as whole units: it may go before full messages, which must begin at a unit.
     rest = -(-(nbytes - (count - 1) * message) // unit) * unit
     amount = np.where(left > 1, message, rest[pair])
     order = np.lexsort((dst[pair], turn[pair], -amount, -left))
@@ -154,8 +154,8 @@ def _fit(
 
 
 class _Room:
-    """Bytes still free of one rank (or way) in each wave; waves appear as they are needed. Plain lists: what is
-    looked for is found within a few waves, which takes less than one call of numpy."""
+    """Free bytes of one rank (or way) in each wave; waves are added when they are needed. Plain lists: a search ends
+    within a few waves, which takes less time than one call of numpy."""
 
     __slots__ = ("capacity", "free", "full_until")
 
@@ -188,8 +188,8 @@ def _first_fit(rooms: tuple[_Room, _Room, _Room], amount: int, used: Container[i
 
 
 def _turns(src: np.ndarray, dst: np.ndarray, nbytes: np.ndarray, rotation: int, rotations: int) -> np.ndarray:
-    """Position of each pair in its destination's round of sources. Those that have next to nothing for a
-    destination come last."""
+    """Position of each pair in its destination's round of sources. Sources with very few bytes for a destination come
+    last."""
     if not len(src):
         return np.zeros(0, np.int64)
     most = np.zeros(int(dst.max()) + 1, np.int64)

@@ -1,7 +1,7 @@
 """Fragments as columns: the form in which they are sorted, checked, hashed, sent and intersected.
 
-Here lives the table and its conversion from and to Fragment objects; what else a rank's inventory holds is
-inventory.py's.
+This module has the table, and its conversion from and to Fragment objects. inventory.py has the rest of a rank's
+inventory.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class FragmentTable:
         return table
 
     def dims(self) -> int:
-        """Columns of boxes and strides that say something; those in front of them are padding in every row."""
+        """Number of columns of boxes and strides that are used; the columns before them are padding in every row."""
         used = np.flatnonzero(((self.extent != 1) | (self.origin != 0)).any(axis=0))
         return MAX_DIMS - int(used[0]) if len(used) else 0
 
@@ -171,7 +171,7 @@ def _refuse_unsupported(fragments: Sequence[Fragment]) -> None:
 
 
 _SHAPES: dict[str, np.ndarray] = {}
-"""Padded shapes by the digest of their catalog, of the few that a process has to do with."""
+"""Digest of a catalog -> its padded shapes. A process uses few catalogs."""
 
 
 def padded_shapes(catalog: Catalog) -> np.ndarray:

@@ -60,7 +60,7 @@ def has_pow2_scales(p: torch.Tensor) -> bool:
 
 
 def twin(p: torch.Tensor) -> torch.Tensor:
-    """As `export.twin`, also of a parameter of this kind: then of its nominal dtype, and without what it consists of."""
+    """See `export.twin`. The twin of a parameter of this kind has its nominal dtype, and none of its tensors."""
     if not is_scaled(p):
         return export.twin(p)
     t = torch.empty(p.shape, dtype=p.dtype, device="meta")

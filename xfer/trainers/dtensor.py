@@ -73,8 +73,8 @@ class TensorTrainer:
             a callable that returns {name: tensor or DTensor}; it is called anew each time, so that replaced tensors are
             noticed. It may return new tensor objects over the same bytes (views, `state_dict()`), which do not count as
             moved. It is called before gathers of a layer-wise optimizer are finished, to find the gathers, and again after.
-            Of an FSDP2 model it returns shards: `reshard()` its modules first, as `state_dict()` does. What a forward leaves
-            whole is not written by the next step.
+            Of an FSDP2 model it returns shards: `reshard()` its modules first, as `state_dict()` does. The next step does not
+            write tensors that a forward has left whole.
         declared: Layouts of plain tensors, by checkpoint name. Other plain tensors are whole on every rank.
         rename: Maps a name in `parameters` to the checkpoint's.
         rank, world: Default: torch.distributed's; 0 and 1 without it.
