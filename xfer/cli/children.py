@@ -29,7 +29,7 @@ ANSWER_S = 1800.0
 
 
 class Process(Protocol):
-    """A process that obeys, of this host or of another one.
+    """A process that carries out orders, on this host or on another one.
 
     Attributes:
         name: Name of the process, for errors.
@@ -50,9 +50,9 @@ class Child:
     """A process that runs `serve`, and the thread that waits for it. It implements `Process`.
 
     Args:
-        command: Runs it; the path of its task is added.
-        task: What its object is made of.
-        env: Variables beside those of this process.
+        command: The command to run; the path of the task is added.
+        task: The task, from which the process makes its object.
+        env: Environment variables beside those of this process.
     """
 
     def __init__(self, name: str, command: Sequence[str], task: msgspec.Struct, env: Mapping[str, str]):
@@ -120,10 +120,10 @@ def on_all(children: Sequence[Process], do: str, **how: Any) -> list[Any]:
 
 
 def serve(name: str, make: Callable[[], Any]) -> None:
-    """In a child: make the object and obey. This process ends with its parent.
+    """In a child: make the object and carry out orders. This process ends with its parent.
 
     Args:
-        name: Stands before errors that are not of xfer.
+        name: Goes before the text of errors that are not xfer's.
     """
     out, orders, made = os.fdopen(os.dup(1), "w"), SimpleQueue[dict[str, Any]](), None
     os.dup2(2, 1)

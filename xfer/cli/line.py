@@ -148,7 +148,7 @@ class Gathering:
             raise
 
     def wait(self, size: int, seconds: float) -> list[tuple[Line, Any, str]]:
-        """Return so many callers, with their messages and addresses, or those that came in time. Nobody is let in after that."""
+        """Return `size` callers, with their messages and addresses, or those that came in time. Later callers are not accepted."""
         came, until = list[tuple[Line, Any, str]](), time.monotonic() + seconds
         with suppress(queue.Empty):
             while len(came) < size:
@@ -157,7 +157,7 @@ class Gathering:
         return came
 
     def late(self) -> Iterator[tuple[Line, Any]]:
-        """Yield those who came when there were enough."""
+        """Yield the callers that came after the last expected one, with their messages."""
         with suppress(queue.Empty):
             while True:
                 line, first, _ = self._came.get_nowait()
@@ -165,7 +165,7 @@ class Gathering:
 
 
 def listeners(rendezvous: str, token: str, anyway: bool = False) -> tuple[list[socket.socket], str]:
-    """Return the sockets of the rendezvous, if this process is the one that listens; else none, and why it does not if it tried.
+    """Return the sockets of the rendezvous if this process listens there; else none, and the reason if it tried to listen.
 
     Args:
         anyway: It listens, whatever the rendezvous' host resolves to.
@@ -180,7 +180,7 @@ def listeners(rendezvous: str, token: str, anyway: bool = False) -> tuple[list[s
 
 @contextmanager
 def advised(command: str, why: str, advice: str = "") -> Iterator[None]:
-    """Inside, errors of the first contact say what to do.
+    """Inside, errors of the first contact get advice.
 
     Args:
         command: Name of the command that all run.

@@ -1,4 +1,4 @@
-"""Does training reach the engines? `refuse_untrained` and `Silence` find a refit that commits but changes nothing in them:
+"""Checks that training reaches the engines. `refuse_untrained` and `Silence` find a refit that commits but changes nothing in them:
 
 - No tensor that requires grad is sent at all. That is an error as soon as all ranks have told what they export.
 - Some are sent, but with the same bytes as in the refit before, while tensors that are not sent have changed

@@ -10,7 +10,7 @@ What holds:
 - The donor is the replica with the newest version of this session. It serves that version, whole.
 - A refit writes no donor while a copy of it can still be committed: when all trainers are ready, every copy that is not
   decided is aborted, and its joiner takes the version of that refit. So trainers wait for no copy. A reader that has been aborted
-  may still read a donor that is written by now: what it got is never committed.
+  may still read a donor that is written by now: its bytes are never committed.
 - A copy is tried once for each time that a replica joins. If there is no donor, or the donor cannot give all that the joiner
   needs, dies or is late, the trainers bring the weights in their next refit, as they do without donors.
 """
@@ -75,7 +75,7 @@ class FirstCopy(Transfer):
     # ---- going forward
 
     def linked(self) -> None:
-        """The link is open, and the joiner's processes have heard so."""
+        """Begin the copy: the link is open, and the joiner's processes have been told."""
         if not self.parts:
             self.parts[self.joiner.index] = ReplicaRefit(self, self.joiner)
             self.began = self.coordinator.now
@@ -107,7 +107,7 @@ class FirstCopy(Transfer):
     # ---- the end
 
     def heard(self, client: Client, msg: m.Failed, error: XferError) -> bool:
-        """A process of the domain failed. Returns False if the joiner cannot join at all; then this copy is over."""
+        """Handle a failure in the domain. Returns False if the joiner cannot join at all; then this copy is over."""
         stale = msg.epoch not in (0, self.joiner.epoch) or msg.attempt not in (0, self.number)
         if stale or client.hello.role == "trainer":
             return True
@@ -135,7 +135,7 @@ class FirstCopy(Transfer):
                 self._over(part.error)
 
     def _over(self, error: XferError | None) -> None:
-        """The joiner goes on with the trainers."""
+        """End the copy. The joiner then takes its weights from the trainers."""
         r, co = self.joiner, self.coordinator
         if not self._close():
             return
@@ -157,7 +157,7 @@ class FirstCopy(Transfer):
             co.refit.advance()
 
     def _close(self) -> bool:
-        """Let the donor go. Returns False if that was done before."""
+        """Release the donor. Returns False if it was released before."""
         r, co = self.joiner, self.coordinator
         if r.first is not self:
             return False

@@ -6,7 +6,7 @@
 
 A *roll* lists the trainers, or the workers of a replica: the digest of each rank's layout, and its host. Rolls and layouts are both
 fetched by the digest of their content, which the receiver compares. A rank asks for what it does not have yet: the trainers' roll
-is the same for all replicas, and so are the layouts of equal engines. What is asked for together travels in one compressed stream
+is the same for all replicas, and so are the layouts of equal engines. Contents of one question travel in one compressed stream
 that is made once, so the coordinator's traffic hardly grows with the number of classes. A rank that has the plan in its cache
 receives no layout.
 
@@ -169,7 +169,7 @@ class LayoutExchange:
         return digest
 
     def fetch(self, client: Client, msg: m.Fetch) -> None:
-        """A rank asks for contents. It is answered once all of them are here; never, if the plan that it is for is not wanted any more."""
+        """Answer a rank that asks for contents, once all of them are here. It gets no answer if its plan is not needed any more."""
         wanted = self._wanted.get(msg.digests)
         if wanted is None:
             wanted = self._wanted[msg.digests] = _Bundle({d for d in msg.digests if d not in self._known})

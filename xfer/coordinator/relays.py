@@ -48,7 +48,7 @@ def turn(roll: bytes, replicas: int) -> int:
 
 
 def place(co: Coordinator, replica: Replica) -> tuple[tuple[int, int], ...]:
-    """Return what `Replica.sources` should be. Its own number is there for the share that it takes from the trainers."""
+    """Return the `Replica.sources` that the replica should have. Its own number stands for the share that it takes from the trainers."""
     alone = ((replica.index, 0),)
     if not co.options.relay or replica.first is not None:
         return ()
@@ -68,7 +68,7 @@ def hands(co: Coordinator, replica: Replica, worker: int) -> tuple[bytes, ...]:
 
 
 def opened(replica: Replica) -> None:
-    """Note what the workers of a replica said when they opened their routes."""
+    """Note the answers of a replica's workers to `OpenLink`."""
     offered = {i: said.hand for i, said in replica.opened.items()}
     if offered != replica.hands:
         replica.hands, replica.offered = offered, replica.epoch
@@ -98,8 +98,8 @@ def _alike(a: Replica, b: Replica) -> bool:
 
 
 def _offers(co: Coordinator, r: Replica) -> bool:
-    """Whether other replicas can be told now what they may read of this one. If its bytes come into scratch from now on, or no longer
-    do, it is about to offer other storages."""
+    """Whether the offers of this replica's storages are the present ones. If its bytes come into scratch from now on, or no longer do,
+    it is about to offer other storages."""
     if co.refit is not None and co.refit.called and r.scratch != co.refit.scratch:
         return False
     return r.phase in (ReplicaPhase.LINKING, ReplicaPhase.READY) and not r.stale and 0 < r.size == len(r.hands)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Donor:
     """Implements `Storages` (plane.py) for the lane of the replica that reads.
 
-    The storages are those that the last refit bound: they hold what it left, also where the engine has taken others since.
+    The storages are those that the last refit bound. They hold its bytes, even if the engine uses other storages by now.
 
     Args:
         worker: This worker's own side.
@@ -79,7 +79,7 @@ class Donor:
         """Do nothing: it does not pull."""
 
     def after(self, go: m.Go, plan: PlanPart) -> tuple[tuple[m.Checksum, ...], bytes]:
-        """Sum what it has given, if the refit that brought it was verified."""
+        """Sum the bytes that were read, if the refit that brought them was verified."""
         if not go.verify:
             return (), b""
         sums = self._bound(self._worker.roots()[0])

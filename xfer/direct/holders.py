@@ -1,5 +1,5 @@
 """Digests that show whether trainer ranks hold the same bytes in the same box of a tensor. Each rank hashes its own copy; the coordinator
-compares the digests (coordinator/holders.py).
+compares the digests (plan/holders.py).
 
 The plan chooses a source per destination. If copies have drifted apart, the workers of one engine receive different weights, and a
 checksum of the bytes sent does not detect it. There are two digests, and neither moves a byte of a tensor:

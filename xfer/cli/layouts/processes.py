@@ -91,8 +91,8 @@ class Framework:
     """A side's framework, on this host or on another one.
 
     Attributes:
-        versions: what layouts depend on there, also variables of the environment.
-        start: starts a process that reads layouts, of a name and a task.
+        versions: name -> version of all that layouts depend on there, with variables of the environment.
+        start: called with a name and a task, starts a process that reads layouts.
     """
 
     versions: Mapping[str, str]
@@ -298,7 +298,7 @@ def _text(catalog: Catalog) -> str:
 
 
 def _quantizing(sources: TracedSide, catalog: Catalog) -> TracedSide:
-    """The trainers as they are if they quantize what engines need: `catalog` has it beside the tensors of their own catalog."""
+    """The trainers' side with the matrices that they quantize for engines: `catalog` has them beside the trainers' own tensors."""
     if catalog.digest() == sources.catalog.digest():
         return sources
     made = {i.digest(): i for i in sources.ranks}
