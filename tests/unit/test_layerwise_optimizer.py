@@ -124,7 +124,7 @@ def test_a_change_of_what_is_trained_is_an_error_at_the_next_step(change):
     o = optimizer(net)
     step(net, o, 0)
     change(net, o)
-    with pytest.raises(LayoutError, match="has changed"):
+    with pytest.raises(LayoutError, match="have changed"):
         step(net, o, 1)
 
 
