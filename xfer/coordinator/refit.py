@@ -40,8 +40,8 @@ class Owed:
     watched at its sender. The work of a refit thus grows with the number of ranks, not with the pairs of a rank and a replica.
 
     Args:
-        sources: how many ranks have the weights: all trainers or, in a first copy, the workers of the donor.
-        replicas: of the job.
+        sources: number of ranks that have the weights: all trainers or, in a first copy, the workers of the donor.
+        replicas: number of the job's replicas.
         joiner: the replica that gets a first copy.
     """
 

@@ -53,7 +53,7 @@ def wire_strides(extent: list[int], item: int) -> list[int]:
 
 
 def moves(rows: np.ndarray, side: str) -> list[StridedCopy]:
-    """The copies that move `rows` (FILL rows are passed over), in the rows' order before joining."""
+    """The copies that move `rows`, without FILL rows. Before copies are joined, they are in the order of the rows."""
     rows = rows[rows["op"] != Op.FILL]
     out: list[StridedCopy] = []
     columns = ("src_dtype", "dst_dtype", "src_root", "dst_root", "wire", "src_offset", "dst_offset")

@@ -343,7 +343,7 @@ def _number(value: object) -> object:
 
 
 def _restored(now: object, was: object) -> object:
-    """The saved value `was`. If the group has a tensor for it, the value is written there, where captured graphs read learning rates."""
+    """The saved value `was`. If `now` is a tensor, the value is written into it, since captured graphs read learning rates there."""
     if isinstance(was, list):
         into = now if isinstance(now, list | tuple) and len(now) == len(was) else [None] * len(was)
         return tuple(map(_restored, into, was))

@@ -82,7 +82,7 @@ def chunk(n: int, parts: int, index: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=65536)
 def _runs(n: int, cuts: tuple[tuple[Placement, int, int], ...]) -> Runs:
-    """Runs of a dim of size `n` after each (placement, axis size, coordinate) in turn has cut what was left to it."""
+    """Runs of a dim of size `n` after all cuts, (placement, axis size, coordinate); each one cuts the result of those before it."""
     runs: Runs = ((0, n),) if n else ()
     for placement, size, index in cuts:
         runs = _merged(_cut(runs, placement, size, index))

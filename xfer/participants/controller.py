@@ -297,9 +297,9 @@ class Controller:
         """Note that the trainers are gone, or a worker of this replica.
 
         Args:
-            error: Why.
-            whole: The trainers are gone and this replica is whole; else one of its workers is gone.
-            left: The trainers left on purpose.
+            error: The reason.
+            whole: Whether the trainers are gone and this replica is whole. If False, one of its workers is gone.
+            left: Whether the trainers left on purpose.
         """
         news = self.lost is None
         if whole:

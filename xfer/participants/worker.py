@@ -44,7 +44,7 @@ class Weights(Protocol):
 
     @property
     def holds(self) -> m.Holds:
-        """Which weights the model has. The engine may serve only "whole" ones."""
+        """Whether the model has "whole" weights, a "mix" or "nothing". The engine may serve only "whole" ones."""
 
     def choose_lock(self) -> str:
         """Find the tensor whose NaN makes every output NaN. All workers of the replica call this together."""

@@ -63,7 +63,7 @@ def after_loading(model: torch.nn.Module) -> list[Step]:
 
 
 def finish_loading(model: torch.nn.Module) -> None:
-    """Compute what SGLang computes from loaded weights at the end of each of its update sessions."""
+    """Do the computations on loaded weights that SGLang does at the end of each of its update sessions."""
     from sglang.srt.model_loader.loader import post_load_weights
 
     post_load_weights(model)

@@ -8,9 +8,8 @@ that make or change a storage are noted:
   the rest   an expression that can be run again later (staged)
 The mode never changes what the watched code does; what it cannot name becomes `Undefined`, and is an error only if
 it is still there in the final state (settle.py). Nothing here knows a framework, a model family or a parameter
-name. Only the thread that entered the mode is watched (modes are torch's, one stack a thread): code that computes or
-writes in threads of its own cannot be traced. No loader of vLLM does, nor does Bridge's export; threads of theirs read
-files.
+name. Only the thread that entered the mode is watched, since torch has one stack of modes per thread: code that computes
+or writes in threads of its own cannot be traced. vLLM's loaders and Bridge's export do not; their threads only read files.
 
 Code that builds or loads a model also reads numbers: an expert map, a constant of an activation. A meta tensor has
 none, but what was noted of it is enough to compute them, unless a source has a part in them. So an operator that

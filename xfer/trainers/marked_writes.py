@@ -19,7 +19,7 @@ _COPY, _SHARDS, _MASTERS = "_copy_main_params_to_model_params", "shard_float16_g
 
 
 def mark_writes(optimizer: Any) -> None:
-    """Let a distributed optimizer, or those in a chained one, mark what they change from now on. Others are left alone."""
+    """Let a distributed optimizer, or those in a chained one, mark their changes from now on. Other optimizers stay as they are."""
     for inner in getattr(optimizer, "chained_optimizers", ()):
         mark_writes(inner)
     if all(hasattr(optimizer, name) for name in (_COPY, _SHARDS, _MASTERS)):

@@ -1,8 +1,8 @@
 """The peer route by NIXL: a destination reads host memory of its sources on any host.
 
 A source registers its storages with NIXL, whose metadata (its address, and keys of the memory) travels in the offer. UCX, under NIXL,
-reads with the network card (RDMA) where there is one that can do that. Otherwise a thread of UCX in the source's process sends what is
-asked for, over TCP or shared memory. Rows of short runs, and conversions, go by p2p (`takes`). All else is as in peer_host.py.
+reads with a network card (RDMA) if the host has one that can. Otherwise a thread of UCX in the source's process sends the requested
+bytes, over TCP or shared memory. Rows of short runs, and conversions, go by p2p (`takes`). All else is as in peer_host.py.
 
 NIXL's cancel promises nothing: bytes still arrive after it (measured). So a read that is stopped is waited for until it ends or
 fails. Until then `over` is False, and the caller must not use the memory. A read is never torn down, either: UCX 1.23 over TCP aborts
@@ -179,7 +179,7 @@ class Mapping(peer_host.Mapping):
         agent.forget(into)
 
     def read(self, calls: Sequence[peer_host.Runs], check: Callable[[], None] | None = None, where: str = "") -> None:
-        """See peer_host.py. With several calls under way at each source.
+        """See peer_host.py. Several calls are under way at each source at once.
 
         Raises:
             PeerLost: The memory of a source is gone. With drained=False: bytes may still arrive.

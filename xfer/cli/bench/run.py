@@ -88,13 +88,13 @@ def placed(job: Job, hosts: Sequence[BenchHost], trainer_hosts: int | None, devi
 
 @dataclass(frozen=True, slots=True)
 class RouteResult:
-    """What was measured by one route, in seconds; lists have one entry per timed refit.
+    """The measurements of one route, in seconds; lists have one entry per timed refit.
 
     Attributes:
         route: The route that was asked for.
         error: Why it did not run to its end; "" if it did.
         bytes: Bytes that all workers received in a refit.
-        carried: The routes that carried them, and bytes by each.
+        carried: Route -> bytes that it carried.
         floor_s: The slowest rank's raw transfer of the same bytes.
         floor_error: Why there is no floor; "" if there is one.
         first_s: The call of the first refit, in which links are opened.

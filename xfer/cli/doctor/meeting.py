@@ -216,7 +216,7 @@ def labelled(hosts: Sequence[HostFacts]) -> tuple[HostFacts, ...]:
 
 
 def attend(terms: Terms, facts: HostFacts) -> Checkup:
-    """Meets the others, measures what it is told to, and returns everything that was found.
+    """Meets the other processes, takes part in the measurements, and returns all results.
 
     Raises:
         XferError: This process could not take part. Its violations say what to do.
