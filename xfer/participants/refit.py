@@ -331,7 +331,7 @@ class RefitCall:
             (largest,) = party.questions.ask("blocks", self.until + SILENCE_S, measured, cancelled=self._is_over)
         except DeadlineExceeded:
             raise self._late(
-                "trainers that have parts of one FP8 block quantize it together, and not all have measured theirs in time"
+                "trainers that have parts of one FP8 block quantize it together, and not all have come in time"
             ) from None
         except PeerLost:
             raise computing.Over from None  # the outcome is in the inbox, or the reason why none will come
