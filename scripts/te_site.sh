@@ -49,4 +49,4 @@ find "$work/csrc" -name '*.cpp' -print0 | xargs -0 -P "$jobs" -n 1 bash -c "$com
 g++ -shared -o "$site/transformer_engine_torch$suffix" "$work"/*.o -L"$lib/torch/lib" \
   -lc10 -ltorch -ltorch_cpu -ltorch_python -ltorch_cuda -lc10_cuda -Wl,--allow-shlib-undefined
 strip --strip-unneeded "$site/transformer_engine_torch$suffix"
-PYTHONPATH=$site "$python" -c 'import transformer_engine.pytorch, transformer_engine as te; print("TransformerEngine", te.__version__)'
+PYTHONPATH=$site "$python" -c 'import torch, transformer_engine.pytorch, transformer_engine as te; print("TransformerEngine", te.__version__)'
