@@ -130,6 +130,17 @@ def test_what_trainers_send_with_its_scales_is_loaded_as_it_came(joined):
     assert layer.weight_scale_inv.tolist() == [[2.0, 3.0], [pytest.approx(1 / 448)] * 2]
 
 
+def test_a_model_that_makes_tensors_of_its_weights_once_all_are_loaded_is_refused(joined, monkeypatch):
+    """As vLLM's vision experts in FP8: nothing loads these tensors, and refits would leave them as they were."""
+    monkeypatch.setattr(
+        Net, "process_weights_after_loading", lambda net: net.register_buffer("made", 2 * net.norm), raising=False
+    )
+    with pytest.raises(Unsupported) as e:
+        joined()
+    (line,) = e.value.violations
+    assert line.startswith("Net makes tensors of its weights") and "direct route" in line
+
+
 @pytest.mark.parametrize(
     ("dtypes", "more", "how", "said"),
     [

@@ -73,6 +73,11 @@ class PackedModel:
             bad.append("enable_lora wraps layers under other names than the loader's; start vLLM without it")
         if engine.draft is not None or has_drafter(engine.vllm_config):
             bad.append("a drafter is a second model that the loader does not reach")
+        if hasattr(engine.model, "process_weights_after_loading"):
+            bad.append(
+                f"{type(engine.model).__name__} makes tensors of its weights once all are loaded, and vLLM's reload does not make them "
+                "again; use the direct route"
+            )
         specs = self._wanted(catalog.specs)
         bad += self._find_scales(specs)
         if bad:
