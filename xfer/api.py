@@ -405,7 +405,9 @@ def fence_before(optimizer: object, fence: Callable[[], object]) -> None:
             if each is not None:  # Megatron-Core has none where nothing trains
                 fence_before(each, fence)
     elif (before_step := getattr(optimizer, "register_step_pre_hook", None)) is not None:
-        before_step(hook)
+        handle = before_step(hook)
+        # First: hooks that are there may write weights, such as the biases of routers.
+        handle.hooks_dict_ref().move_to_end(handle.id, last=False)
     else:
         raise Unsupported(
             f"{type(optimizer).__name__} is no torch optimizer and keeps none in `optimizer` or `chained_optimizers`",

@@ -27,6 +27,16 @@ def test_the_fence_comes_before_a_step_changes_a_weight(layer_wise):
     assert seen == [[1.0] * 4, [0.0] * 4] and p.tolist() == [-1.0] * 4
 
 
+def test_the_fence_comes_before_hooks_that_were_there_first():
+    """torchtitan updates the biases of routers in such a hook."""
+    p, seen = torch.nn.Parameter(torch.ones(4)), []
+    optimizer = SGD([p], lr=1.0)
+    optimizer.register_step_pre_hook(lambda *_: setattr(p, "data", p.data + 1))
+    fence_before(optimizer, lambda: seen.append(p.tolist()))
+    optimizer.step()
+    assert seen == [[1.0] * 4] and p.tolist() == [2.0] * 4
+
+
 class Wrapper(torch.optim.Optimizer):
     """As Accelerate's: an optimizer by its class alone, which hands on its calls."""
 
