@@ -104,5 +104,9 @@ def test_biases_of_routers_that_would_change_without_the_fence_are_refused():
         trainer.fence_before(lambda: seen.append("fence"))
     net.config.finalize_model_grads_func = seen.append
     trainer.fence_before(lambda: seen.append("fence"))
-    net.config.finalize_model_grads_func("finished")
-    assert seen == ["fence", "finished"]
+    for _ in range(2):
+        trainer.finish_gathers()  # as each publish does
+        net.config.finalize_model_grads_func("finished")
+        assert seen == ["fence", "finished"]
+        seen.clear()
+        net.config.finalize_model_grads_func = seen.append  # as Megatron-LM's train() does

@@ -81,6 +81,8 @@ class MegatronTrainer:
             Megatron-Bridge is not installed. It lists everything that is wrong.
     """
 
+    _fence: Callable[[], object] | None = None
+
     def __init__(
         self,
         model_chunks: Sequence[torch.nn.Module] | torch.nn.Module,
@@ -149,6 +151,8 @@ class MegatronTrainer:
         Do not call it between backward and `step()`: as a forward would, it gathers the old values there, and Megatron then
         skips the gather of the new ones.
         """
+        if self._fence is not None:
+            self._fence_biases()
         groups = [g for chunk in self.chunks for g in _bucket_groups(chunk)]
         self._refuse_paused([b for g in groups if not g.param_gather_dispatched for b in g.buckets])
         for group in groups:
@@ -184,16 +188,22 @@ class MegatronTrainer:
         Raises:
             Unsupported: There are such biases, and `finalize_model_grads_func`, which updates them, is not set yet.
         """
-        from megatron.core.utils import get_model_config
+        self._fence = fence
+        self._fence_biases()
 
-        def fenced(finish: Callable[..., object], *args: object, **keywords: object) -> object:
-            fence()
-            return finish(*args, **keywords)
+    def _fence_biases(self) -> None:
+        """Fence what updates the biases, again in every refit: Megatron-LM's `train()` sets it anew."""
+        from megatron.core.utils import get_model_config
 
         configs = {id(c): c for c in map(get_model_config, self.chunks)}
         for config in configs.values():
-            if config.finalize_model_grads_func is not None:
-                config.finalize_model_grads_func = partial(fenced, config.finalize_model_grads_func)
+            outer = finish = config.finalize_model_grads_func
+            while isinstance(finish, partial) and finish.func != self._fenced:
+                finish = finish.args[0] if finish.args else None  # of another session
+            if isinstance(finish, partial):
+                continue
+            if outer is not None:
+                config.finalize_model_grads_func = partial(self._fenced, outer)
             elif getattr(config, "moe_router_enable_expert_bias", False):
                 raise Unsupported(
                     f"trainer {self.rank}: the biases of routers will be updated without the fence",
@@ -201,6 +211,11 @@ class MegatronTrainer:
                         "set config.finalize_model_grads_func before fence_before, or call session.fence() before gradients are finished"
                     ],
                 )
+
+    def _fenced(self, finish: Callable[..., object], *args: object, **keywords: object) -> object:
+        if self._fence is not None:
+            self._fence()
+        return finish(*args, **keywords)
 
     def mark_writes(self, optimizer: object) -> None:
         """Let Megatron's distributed optimizer mark what it changes; see marked_writes.py."""
