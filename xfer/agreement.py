@@ -111,10 +111,8 @@ class Agreement:
             if theirs != digest:
                 why = f"{self._label(self._rank)}: differs from {self._label(int(first))}"
                 return self.refuse(PlanMismatch("ranks differ", [why]))
-        if store.add(self._key("n"), 1) == len(self._ranks):
+        if store.add(self._key("n"), 1) == len(self._ranks) or self._appears(store, word, until, over):
             said = self._decide(_ON)
-        elif self._appears(store, word, until, over):
-            said = store.get(word).decode()
         else:
             missing = [self._label(r) for r in self._ranks if not store.check([self._key(r)])]
             late = f"not all ranks have come: {self._label(self._rank)} has given up waiting"

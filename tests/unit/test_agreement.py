@@ -5,7 +5,9 @@ import itertools
 import threading
 import time
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
@@ -13,8 +15,11 @@ from torch.distributed import HashStore
 from tests.support.examples import EXAMPLES
 from tests.support.threads import run_ranks
 from xfer.agreement import Agreement
+from xfer.coordinator.messages import StoreCall
 from xfer.errors import DeadlineExceeded, PlanMismatch, RebindError, XferError
 from xfer.participants.computing import Meeting
+from xfer.rendezvous.client import SILENT
+from xfer.rendezvous.store import RendezvousStore
 
 
 class Died(BaseException):
@@ -181,3 +186,17 @@ def test_every_meeting_of_the_same_ranks_compares_what_they_would_gather(world, 
 
     equal = next((n for n, odd in enumerate(differs) if odd), len(differs))
     assert run_ranks(world, come, 15.0) == [(equal, "PlanMismatch" if equal < len(differs) else "")] * world
+
+
+def test_a_rendezvous_that_falls_silent_is_named_and_no_peer_is():
+    """All ranks have come. The process with the rendezvous hangs before one of them has read so."""
+
+    def ask(what, until, message, *, cancelled, why):
+        if message().kind is StoreCall.ADD:
+            return [b"1"]
+        raise DeadlineExceeded(f"no answer in time: {what}", [why])
+
+    store = RendezvousStore(SimpleNamespace(ask=ask, send=lambda message: None), "epoch/", 1.0)
+    with pytest.raises(DeadlineExceeded) as e:
+        Agreement(store, "meeting", 1, range(2), appears=lambda *_: True).meet(time.monotonic() + 1.0)
+    assert e.value.violations == (SILENT,)
