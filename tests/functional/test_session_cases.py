@@ -68,6 +68,17 @@ def workers(job: Job, replica: int) -> list[str]:
 # ---- replicas that join
 
 
+def test_an_engine_that_holds_a_version_and_does_not_serve_it_gives_no_first_weights():
+    """The coordinator would give them under the version that it served before."""
+    with after_one_refit(replicas=2, workers=1) as job:
+        job.engines[0].fail["resume"] = XferError("stopped by the test")
+        assert job.commits(min_replicas=1) == [False, True]
+        assert job.engines[0].takers[0].held(2) == 2 and job.coordinator.replicas[0].version is None
+        job.again(1)
+        job.sim.quiet()
+        assert job.engines[1].label == "2" and not job.engines[1].paused
+
+
 def test_an_engine_that_is_served_anew_while_its_controller_arms_it_is_not_held_up():
     """The old controller's update call came behind the new one's init, and held the worker until that refit's deadline."""
     with after_one_refit(in_step=True) as job:

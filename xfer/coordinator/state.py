@@ -156,9 +156,7 @@ class Replica:
 
     def settled(self, msg: m.Settled) -> None:
         """Note what the engine serves after a refit, as its controller told."""
-        self.unsettled, self.dirty = 0, self.dirty and not msg.serving
-        if msg.version is not None:
-            self.version = msg.version
+        self.unsettled, self.dirty, self.version = 0, self.dirty and not msg.serving, msg.version
 
     @property
     def holds(self) -> m.Holds:
