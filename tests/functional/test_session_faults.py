@@ -219,6 +219,12 @@ def judge(job: Job, fault: Fault, began: float) -> None:
             assert not hangs or fault.who != "trainer 0" or "does not answer" in str(end), end
 
 
+def fails_to_resume(job: Job, replica: int, fault: Fault) -> bool:
+    """Whether a call raises by which its engine comes back after the decision. What older weights have computed may still be in it."""
+    mine = fault.who == job.controlled[replica]
+    return mine and fault.what == "raise" and fault.point in ("finish", "reset", "resume")
+
+
 def run(scenario: Scenario, fault: Fault | None = None) -> tuple[list[Fault], tuple]:
     """The faults to try in a scenario, and what a refit costs afterwards."""
     with Simulation(SEED) as sim:
@@ -253,10 +259,13 @@ def run(scenario: Scenario, fault: Fault | None = None) -> tuple[list[Fault], tu
         assert not job.alive(), job.alive()
         sim.wait(deadlines.SETTLE_GRACE_S)
         job.agree()
-        heard = fault is None or fault.what not in HANGS and fault.who != "trainer 0" and fault.point != "resume"
+        heard = fault is None or fault.what not in HANGS and fault.who != "trainer 0"
         for e in job.engines if heard else ():
             if not job.out(e.replica):
-                assert e.paused == any(t.locked for t in e.takers), "torn engines wait for a refit, all others serve"
+                waits = any(t.locked for t in e.takers) or fault is not None and fails_to_resume(job, e.replica, fault)
+                assert e.paused == waits, (
+                    "torn engines, and those that could not be resumed, wait for a refit; all others serve"
+                )
         if any(w.startswith("trainer") for w in sim.dead):
             job.restart()
         scenario.after(job)
