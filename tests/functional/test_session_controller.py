@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.functional.test_session_changes import unreadable
-from tests.support.simulation import simulated
+from tests.support.simulation import Killed, simulated
 from tests.support.world import TOKEN, ToyEngine, World, free_port, good, until_true
 from xfer.background import BackgroundCall
 from xfer.coordinator import coordinator
@@ -236,6 +236,66 @@ def test_an_engine_that_was_left_between_commit_and_reset_drops_its_caches_befor
         del toy.log[:]
         w.come(0, toy).wait_ready(5)
         assert toy.log == ["pause", "reset", "resume"] and not toy.paused
+
+
+class Dying:
+    """A ToyEngine whose controller is killed when `calls` of a refit's calls have reached the engine."""
+
+    def __init__(self, toy: ToyEngine):
+        self.toy, self.calls = toy, -1
+
+    def __getattr__(self, name: str):
+        call = getattr(self.toy, name)
+        if name not in ("pause", "set_version", "start_update", "finish", "reset_caches", "resume"):
+            return call
+
+        def then_die(*args, **how):
+            call(*args, **how)
+            self.calls -= 1
+            if self.calls == 0:
+                raise Killed
+
+        return then_die
+
+
+@pytest.mark.parametrize("trainers", ["live on", "are killed too"])
+def test_the_next_controller_resumes_an_engine_whose_controller_was_killed_in_a_refit(trainers):
+    """At any point between its pause and its resume: also where the label is that of a version, and the pause could be its owner's."""
+    for calls in range(1, 8):
+        toy = ToyEngine(2)
+        toy.label, engine = "default", Dying(toy)
+        with behind(engine, world(toy)) as w:
+            w.commits(1)
+            engine.calls = calls
+            w.fails(2, XferError, "replica 0 controller", deadline_s=5.0)
+            until_true(lambda: not w.controllers[0]._thread.is_alive())
+            assert toy.paused == (calls < 7), calls
+            if trainers == "live on":
+                w.controllers[0] = w.serve(toy, 0)
+                serves_again(w, toy)
+        if trainers != "live on":
+            with world(toy) as w:
+                serves_again(w, toy)
+
+
+def serves_again(w: World, toy: ToyEngine) -> None:
+    w.controllers[0].wait_ready(5)
+    whole = all(taker.holds == "whole" for taker in toy.takers)
+    assert (toy.paused, toy.label in (MIXED, PAUSED)) == (not whole, not whole)
+    if whole:
+        stays_paused_by_its_owner(w, toy)
+    version = str(w.commits(3).version)
+    assert (toy.paused, toy.label) == (False, version)
+    stays_paused_by_its_owner(w, toy)
+
+
+def stays_paused_by_its_owner(w: World, toy: ToyEngine) -> None:
+    until_true(lambda: not any(taker.paused for taker in toy.takers))
+    toy.paused = True
+    w.leave(0)
+    w.come(0, toy).wait_ready(5)
+    assert toy.paused
+    toy.paused = False
 
 
 class ToySGLang(_Forwarder):

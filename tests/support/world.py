@@ -189,7 +189,7 @@ class ToyTaker:
             for n, s in shapes.items()
         }
         self.spare = torch.full((12,), 7.0, dtype=torch.bfloat16)
-        self.locked, self.began_with = False, "whole"
+        self.locked, self.began_with, self.paused = False, "whole", False
 
     def read(self, catalog) -> EngineLayout:
         # Refits write the locked tensor's bytes to a spare; the live ones hold NaN until the commit.

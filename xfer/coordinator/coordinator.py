@@ -255,7 +255,8 @@ class Coordinator:
         replica.dirty = replica.dirty or h.holds != "whole"
         self.refits.had(h.version)
         session = any(c.hello.session_open for c in replica.workers.values())
-        replica.tell(m.Found(len(replica.workers), replica.holds, session))
+        paused = any(c.hello.paused for c in replica.workers.values())
+        replica.tell(m.Found(len(replica.workers), replica.holds, session, paused))
         if replica.phase is ReplicaPhase.FAILED and replica.error is not None:
             client.send(m.Failed(m.WireError.of(replica.error), replica=replica.index))
         elif self.catalog is not None:
@@ -561,6 +562,8 @@ class Coordinator:
 
     def _settled(self, client: Client, msg: m.Settled) -> None:
         replica = self.replicas[client.hello.replica]
+        if msg.serving:
+            broadcast(replica.workers.values(), m.Paused(False))
         if msg.attempt == replica.unsettled:
             replica.settled(msg)
         self._for_refit(client, msg)

@@ -24,7 +24,7 @@ from msgspec import Meta, Struct
 from xfer.errors import ProtocolError, XferError, from_wire
 from xfer.plan.explain import size
 
-WIRE_VERSION = 28
+WIRE_VERSION = 29
 """Sent in the challenge (rendezvous/channel.py), before any message that another version could not decode."""
 MAX_FRAME = 1 << 30
 """Bytes of one control frame. All layouts of a thousand ranks take well below 1 MB."""
@@ -107,6 +107,7 @@ class Hello(WireMessage, frozen=True):
     settings: Annotated[tuple[tuple[Name, Name], ...], Meta(max_length=64)] = ()
     holds: Holds = "whole"  # worker
     session_open: bool = False  # worker: an earlier controller opened an update and did not finish it
+    paused: bool = False  # worker: see `Paused`
     version: Label = None  # worker: label of the last refit that it installed
     after: Name = ""
 
@@ -287,6 +288,7 @@ class Found(WireMessage, frozen=True):
     workers: Count = 0
     holds: Holds = "whole"
     session_open: bool = False
+    paused: bool = False
 
 
 class ReplicaReady(WireMessage, frozen=True):
@@ -376,6 +378,15 @@ class Arm(WireMessage, frozen=True):
 
     attempt: Count
     deadline_s: Seconds
+
+
+class Paused(WireMessage, frozen=True):
+    """Coordinator -> workers: your controller was told to pause the engine; or, not `paused`, it said that the engine serves again.
+
+    A worker keeps this for the next controller: that engine was paused by xfer, however its label reads.
+    """
+
+    paused: bool
 
 
 class Armed(WireMessage, frozen=True):
@@ -610,7 +621,10 @@ class Settle(WireMessage, frozen=True):
 
 
 class Settled(WireMessage, frozen=True):
-    """Controller -> coordinator: the refit is over for the engine. `version`: what it serves now, None if it is paused."""
+    """Controller -> coordinator: the refit is over for the engine. `version`: what it serves now, None if it is paused.
+
+    `attempt` 0: what an earlier controller had left paused serves again.
+    """
 
     attempt: Count
     version: Label
@@ -785,7 +799,7 @@ class StatusReply(WireMessage, frozen=True):
 Message = (
     Hello | Welcome | Refused | Specs | CatalogMsg | InventoryMsg | Fetch | LayoutAsk | Layout
     | PlanInputs | Planned | OpenLink | LinkOpen | Found | ReplicaReady
-    | Prepare | Enter | Measured | Ready | Arm | Armed | CallAgain | Go | PartReady | Progress | Done | Drained
+    | Prepare | Enter | Measured | Ready | Arm | Paused | Armed | CallAgain | Go | PartReady | Progress | Done | Drained
     | Commit | Committed
     | Abort | Stopped | Settle | Settled | Failed | Release | CloseRoutes | RoutesClosed
     | Outcome | Leave | Ping | Reply | StoreAsk | StatusAsk | StatusReply

@@ -36,6 +36,7 @@ class LiveWeights:
         holds: "whole": one version, of a checkpoint or a committed refit. "mix": a refit has begun to write and none has committed
             since. "nothing": random weights.
         version: Label of the last refit that was installed.
+        paused: Whether a controller was told to pause the engine, and none has said since that it serves.
         tensors: The binding table: root name -> flat uint8 tensor, with the lock's scratch in place of its live storage.
     """
 
@@ -48,6 +49,7 @@ class LiveWeights:
     ):
         self.device, self.holds = device, holds
         self.version: Label = None
+        self.paused = False
         self.tensors: Mapping[str, torch.Tensor] = {}
         self._forward, self._agree = forward, agree
         self._live: LiveStorages | None = None

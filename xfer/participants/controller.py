@@ -414,7 +414,7 @@ class Controller:
             holds = max(holds, unheard, key=("whole", "nothing", "mix").index)
         if said.session_open:
             self.handle.assume_open_session()
-        ours = label in (MIXED, PAUSED) or label is None and (holds != "whole" or said.session_open)
+        ours = said.paused or label in (MIXED, PAUSED) or label is None and (holds != "whole" or said.session_open)
         if ours:
             self.handle.assume_paused()
         if holds == "whole":
@@ -424,6 +424,9 @@ class Controller:
                 self.handle.set_version(self._label, SETTLE_GRACE_S)
             if ours or held:
                 _resume(self.handle)
+            if said.paused:
+                logger.warning("xfer: replica %d is resumed: its controller ended in a refit", self.replica)
+                party.try_send(m.Settled(0, None, True, 0.0))
             return
         self.handle.pause(self.deadline_s)
         self.handle.set_version(MIXED if holds == "mix" else PAUSED, SETTLE_GRACE_S)

@@ -37,10 +37,12 @@ class Weights(Protocol):
 
     Attributes:
         version: Label of the last refit that was installed.
+        paused: Whether a controller was told to pause the engine, and none has said since that it serves.
     """
 
     device: torch.device
     version: Label
+    paused: bool
 
     @property
     def holds(self) -> m.Holds:
@@ -211,8 +213,10 @@ class WorkerSession:
             settings=data_plane(self.device),
             holds=self._weights.holds,
             session_open=self._session_open,
+            paused=self._weights.paused,
             version=self._weights.version,
         )
+        party.on_paused = partial(setattr, self._weights, "paused")
         party.lanes, party.on_lane = self._lanes, partial(self._lane, party)
         self._side = self._new_side(party.welcome.route, self.adapter, party, self.replica, self.index)
         self.adapter.drop = (*self.adapter.drop, *party.welcome.drop)

@@ -187,6 +187,7 @@ class RendezvousClient:
         lanes: by replica. The owner sets it.
         on_lane: returns the lane of a replica, and may make it. The owner sets it before it sends anything that messages for
             lanes follow from.
+        on_paused: called with each `Paused`. The owner, a worker, sets it.
         drained: by replica, the last refit for which the coordinator said `Drained`.
         named: (number of a refit, label of its version), from the last message that told them.
         void: refits that were prepared and given up; no call has these numbers.
@@ -217,6 +218,7 @@ class RendezvousClient:
         self.shelf = Shelf(self.questions)
         self.inbox: queue.Queue[m.Message | XferError] = queue.Queue()
         self.on_lane: Callable[[int], LanePort | None] = lambda replica: None
+        self.on_paused: Callable[[bool], None] = lambda paused: None
         self.found: m.Found | None = None
         self.lost: PeerLost | None = None
         self._failed: m.WireError | None = None  # why the coordinator said that no later refit can succeed
@@ -372,6 +374,7 @@ class RendezvousClient:
 
     _HANDLERS: ClassVar[dict[type, Callable[..., bool | None]]] = {
         m.Found: _found,
+        m.Paused: lambda self, message: self.on_paused(message.paused),
         m.Reply: lambda self, message: self.questions.put(message),
         m.LayoutAsk: lambda self, message: self.shelf.give(message.inventory),
         m.Abort: _abort,

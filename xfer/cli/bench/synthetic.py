@@ -152,6 +152,7 @@ class SyntheticWorker(_Synthetic):
     drop: tuple[str, ...] = ()
     version: Label = None
     holds: Holds = "whole"
+    paused = False
 
     def __init__(self, layout: Layout):
         super().__init__(layout)
