@@ -172,6 +172,12 @@ def test_async_llm(tmp_path):
         a_refit(job, 1)
         assert engine.ended() == truth["outputs"][0]
         assert same(engine.observe(), truth) == [True, True]
+        engine.pause_in_refit()
+        good(job.trainers.refit(1))
+        assert engine.paused()
+        engine.resume()
+        a_refit(job, 1)
+        assert not engine.paused() and same(engine.observe(), truth) == [True, True]
         engine.ask("close")
 
 

@@ -92,6 +92,17 @@ class Engine:
     async def pause(self) -> None:
         await self.engine.pause_generation(mode="keep", clear_cache=False)
 
+    async def pause_in_refit(self) -> None:
+        """The owner pauses the engine as soon as the next refit has."""
+        core = self.engine.engine_core
+
+        async def pause(*args, **how):
+            del core.pause_scheduler_async
+            await core.pause_scheduler_async(*args, **how)
+            await self.pause()
+
+        core.pause_scheduler_async = pause
+
     async def resume(self) -> None:
         await self.engine.resume_generation()
 

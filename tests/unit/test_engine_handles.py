@@ -92,10 +92,10 @@ class FakeLLM(Fake):
 class FakeAsync(Fake):
     """Its core runs one call after the other, as vLLM's engine core does."""
 
-    def __init__(self, core):
+    def __init__(self, core, ranks=2):
         super().__init__(core)
         self.thread = ThreadPoolExecutor(1)
-        parallel = SimpleNamespace(world_size_across_dp=core.world, data_parallel_size=2)
+        parallel = SimpleNamespace(world_size_across_dp=core.world, data_parallel_size=ranks)
         self.vllm_config = SimpleNamespace(parallel_config=parallel)
 
     async def _do(self, *call):
@@ -156,7 +156,7 @@ def running_loop():
         thread.join(5)
 
 
-KINDS = ("offline", "async", "http", "actor")
+KINDS = ("offline", "async", "async ranks", "http", "actor")
 
 
 @contextmanager
@@ -164,9 +164,9 @@ def handle_of(kind, **how):
     core = FakeVllm()
     if kind == "offline":
         yield OfflineLLM(FakeLLM(core), **how), core
-    elif kind == "async":
+    elif kind.startswith("async"):
         with running_loop() as loop:
-            yield AsyncEngine(FakeAsync(core), loop, in_order=True, **how), core
+            yield AsyncEngine(FakeAsync(core, 1 + (kind == "async ranks")), loop, in_order=True, **how), core
     elif kind == "http":
         with http_engine(core, **how) as handle:
             yield handle, core
@@ -203,6 +203,11 @@ def refit(h, version, core=None):
     h.resume(T)
 
 
+def owner(handle, call):
+    how = {"mode": "keep", "clear_cache": False} if call == "pause" else {}
+    asyncio.run_coroutine_threadsafe(getattr(handle.engine, f"{call}_generation")(**how), handle._loop).result(T)
+
+
 CACHES = ("reset_prefix_cache", "reset_encoder_cache")
 """Not that of processed images, which holds nothing that weights computed: a request on its way counts on it."""
 LATE = {
@@ -211,7 +216,13 @@ LATE = {
     "update is late": ("update_weights", lambda handle, seconds: handle.update({}, seconds)),
 }
 FAILURES = ("start fails", "finish fails", "update fails", *LATE, "torn", "torn ahead")
-PAUSES = ("their pause", "their resume", "their resume in a refit", "a pause of a dead controller")
+PAUSES = (
+    "their pause",
+    "their resume",
+    "their resume in a refit",
+    "a pause of a dead controller",
+    "their pause in a refit",
+)
 STEPS = (*FAILURES, *PAUSES, "no session", "commit", "commit ahead")
 
 
@@ -296,6 +307,7 @@ def commits(handle, core, version, ahead, mode, paused):
 @example(False, ["pause is late"], "keep")  # pause mode "wait" and a long request: it ends after the refit has given up
 @example(False, ["their pause", "torn", "their resume"], "keep")
 @example(False, ["their resume in a refit", "their pause", "a pause of a dead controller"], "keep")
+@example(False, ["their pause in a refit", "their resume", "torn"], "keep")
 @example(False, ["torn ahead"], "keep")  # a cache that was dropped before the next weights came would be served then
 @example(False, ["start is late"], "keep")
 @example(False, ["start fails"], "keep")
@@ -336,8 +348,21 @@ def test_whatever_failed_before_the_next_refit_commits(kind, left_open, steps, m
                 assert core.paused, "the second pause corrects it"
                 core.paused, asked = False, len(core.log)
                 handle.resume(T)
-                assert "resume_generation" not in core.calls[asked:]
+                no_ranks = kind == "async"  # that wait for one another
+                assert no_ranks or "resume_generation" not in core.calls[asked:]
+            elif step == "their pause in a refit" and kind.startswith("async"):
+                # Other engines do not tell it from the refit's.
+                for call in ("pause", "resume", "pause")[2 * theirs :]:
+                    handle.pause(T)
+                    owner(handle, call)
+                    handle.resume(T)
+                    assert core.paused == (call == "pause")
+                theirs = True
             elif step == "a pause of a dead controller":
+                if kind.startswith(
+                    "async"
+                ):  # its object knows of a pause in a refit, also when another controller comes
+                    owner(handle, "resume")
                 core.paused, theirs = True, False
                 handle.assume_paused()
         assert core.refused == []

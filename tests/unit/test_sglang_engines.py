@@ -18,13 +18,16 @@ from xfer.sglang.settings import REFUSED, refuse
 @pytest.fixture
 def server():
     """SGLang's routes as far as a refit needs them."""
-    made = SimpleNamespace(seen=[], heads=[], refused=set(), answer=[2.0])
+    made = SimpleNamespace(seen=[], heads=[], refused=set(), answer=[2.0], status={}, paused=False)
 
     def reply(method, path, body):
         if method == "GET":
-            return 200, {"weight_version": "7"}
+            paused = path == "/ready" and made.paused
+            return made.status.get(path, 503 if paused else 200), {"weight_version": "7"}
         given = json.loads(body)
         made.seen.append((path[1:], given))
+        if path in ("/pause_generation", "/continue_generation"):
+            made.paused = path == "/pause_generation"
         return (400 if path[1:] in made.refused else 200), made.answer if "name" in given else {}
 
     with serving(reply, heads=made.heads) as (made.url,):
@@ -70,6 +73,22 @@ def test_a_pause_goes_on_while_workers_join_and_answers_of_data_parallel_ranks_a
     handle.pause(5)
     handle.init({}, 5)
     assert [r for r, _ in server.seen][1:] == ["pause_generation", "get_weights_by_name"]
+
+
+@pytest.mark.parametrize(
+    "paused, status",
+    [(True, {}), (False, {}), (False, {"/ready": 503, "/ping": 503}), (False, {"/ready": 404})],
+    ids=["paused", "serving", "not well", "too old to say"],
+)
+def test_a_server_that_its_owner_paused_before_a_refit_stays_so(server, paused, status):
+    """Also while its workers join."""
+    handle, server.paused = handle_for(SGLangServer(server.url)), paused
+    server.status |= status
+    handle.init({}, 5)
+    handle.pause(5)
+    handle.resume(5)
+    assert server.paused == paused
+    assert [r for r, _ in server.seen].count("continue_generation") == 2 * (not paused)
 
 
 def test_an_engine_without_xfer_a_cache_that_stays_and_a_server_that_is_gone_are_errors(server):

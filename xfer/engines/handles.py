@@ -460,34 +460,41 @@ class OfflineLLM(Handle):
 
 
 class PauseTurns:
-    """Serializes pauses and resumes of one `AsyncLLM` with data-parallel ranks, both its owner's and those of refits.
+    """Tells pauses and resumes of one `AsyncLLM` by its owner from those of refits, and serializes them if it has data-parallel ranks.
 
-    Each rank runs a call between two steps of its own. If two calls overlap, or if an engine is resumed that is not paused, one
-    rank can wait in the all-reduce of a resume while another waits for it in a step, and neither returns. This class therefore
-    replaces two methods of the engine object: the new ones wait for earlier calls, and a resume first asks whether the engine is
-    paused.
+    vLLM knows one pause, whoever called for it. So this class replaces two methods of the engine object: the new ones note
+    that the owner called them. Of an engine with data-parallel ranks, each rank runs a call between two steps of its own. If two
+    calls overlap, or if an engine is resumed that is not paused, one rank can wait in the all-reduce of a resume while another
+    waits for it in a step, and neither returns. There the new methods also wait for earlier calls, and a resume first asks
+    whether the engine is paused.
+
+    Attributes:
+        owners: Whether the owner has paused the engine since a refit last asked whether it is paused.
     """
 
-    def __init__(self, engine: Any):
-        self._lock = asyncio.Lock()
+    def __init__(self, engine: Any, in_step: bool):
+        self._in_step, self._lock, self.owners = in_step, asyncio.Lock(), False
         self._engine = weakref.ref(engine)  # an AsyncLLM ends its processes when it is garbage-collected
-        engine.pause_generation, engine.resume_generation = self.of(self.pause), self.of(self._resume)
+        engine.pause_generation, engine.resume_generation = self.of(self.pause, True), self.of(self.resume, False)
         engine.xfer_pause_turns = self
 
     @classmethod
-    def on(cls, engine: Any) -> PauseTurns:
+    def on(cls, engine: Any, in_step: bool) -> PauseTurns:
         """Return the object that an earlier handle made for this engine, or a new one."""
-        return vars(engine).get("xfer_pause_turns") or cls(engine)
+        return vars(engine).get("xfer_pause_turns") or cls(engine, in_step)
 
-    def of(self, call: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    def of(self, call: Callable[..., Awaitable[None]], owners: bool | None = None) -> Callable[..., Awaitable[None]]:
+        """Return `call` in its turn. `owners`: what it sets; None for a call of a refit."""
+
         async def alone(*args: Any, **how: Any) -> None:
-            async with self._lock:
+            async with self._lock if self._in_step else nullcontext():
+                self.owners = self.owners if owners is None else owners
                 await call(*args, **how)
 
         async def in_turn(*args: Any, **how: Any) -> None:
             await asyncio.shield(alone(*args, **how))  # the ranks go on although the caller was cancelled
 
-        return in_turn
+        return in_turn if self._in_step else alone
 
     def _alive(self) -> Any:
         engine = self._engine()
@@ -500,9 +507,10 @@ class PauseTurns:
         engine = self._alive()
         await type(engine).pause_generation(engine, *args, **how)
 
-    async def _resume(self, *args: Any, **how: Any) -> None:
+    async def resume(self, *args: Any, **how: Any) -> None:
+        """Call the engine's own method, without waiting for a turn."""
         engine = self._alive()
-        if await _if_there_async(engine, "is_paused")() is not False:
+        if not self._in_step or await _if_there_async(engine, "is_paused")() is not False:
             await type(engine).resume_generation(engine, *args, **how)
 
 
@@ -533,7 +541,7 @@ class AsyncEngine(Handle):
         self._engine, self._loop = engine, loop
         parallel = getattr(getattr(engine, "vllm_config", None), "parallel_config", None)
         self._in_step = getattr(parallel, "data_parallel_size", 1) > 1
-        self._turns = PauseTurns.on(engine) if self._in_step else None
+        self._turns = PauseTurns.on(engine, self._in_step)
         calls = ("start_weight_update", "collective_rpc", "finish_weight_update", "reset_prefix_cache")
         self.in_order = all(map(self._is_vllms, calls)) if in_order is None else in_order
 
@@ -573,9 +581,17 @@ class AsyncEngine(Handle):
         """
         core = getattr(self._engine, "engine_core", None) if self._is_vllms("pause_generation") else None
         pause = getattr(core, "pause_scheduler_async", None)
-        if self._turns is None:
-            return pause or self._engine.pause_generation
         return self._turns.of(pause or self._turns.pause)
+
+    async def _is_paused_now(self) -> Any:
+        self._turns.owners = False  # the answer shows a pause that was called for until now
+        return await _if_there_async(self._engine, "is_paused")()
+
+    async def _resume(self) -> None:
+        if self._turns.owners:
+            logger.info("xfer: %s was paused by its owner during the refit, and stays so", self.name)
+        else:
+            await self._turns.resume()
 
     async def _reset_prefix(self) -> Any:
         """Reset the prefix cache. Return whether every data-parallel rank did; vLLM 0.25 returns the first rank's answer only."""
@@ -594,9 +610,9 @@ class AsyncEngine(Handle):
         calls: dict[str, Callable[[], Awaitable[Any]]] = {
             "init": lambda: rpc("init_weight_transfer_engine", kwargs={"init_info": info}),
             # Caches are dropped after the commit, when all of their content is known to come from old weights.
-            "is_paused": lambda: _if_there_async(engine, "is_paused")(),
+            "is_paused": self._is_paused_now,
             "pause": lambda: self._pause()(mode=self._mode, clear_cache=False),
-            "resume": engine.resume_generation,
+            "resume": self._turns.of(self._resume),
             "start": engine.start_weight_update,
             "has_drafter": lambda: (
                 rpc("supports_draft_weight_updates") if workers_tell(engine) else asyncio.sleep(0, [])

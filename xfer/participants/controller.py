@@ -350,7 +350,7 @@ class Controller:
         self._begin(f"waiting at {self.rendezvous} for trainers and for a plan, with {these}")
         found = self.handle.get_version(self.deadline_s)
         self._label = UNKNOWN if found in (MIXED, PAUSED) else found
-        # One that xfer has paused is paused anew: an SGLang server cannot say so, and would be resumed when its workers have joined.
+        # One that xfer has paused is paused anew: an older SGLang server cannot say so, and would be resumed when its workers have joined.
         held = self._held = self.handle.ranks_in_step(SETTLE_GRACE_S) or found in (MIXED, PAUSED)
         self._begin(self._doing)  # a later `close` waits for the rest of this function
         kept: XferError | None = None

@@ -76,7 +76,7 @@ class _Forwarder(ABC):
         self._paused = True
 
     def is_paused(self) -> bool | None:
-        """Return whether the engine is paused, by anybody; None from a server, which does not say."""
+        """Return whether the engine is paused, by anybody; None if it does not say."""
         return None
 
     def resume_generation(self) -> None:
@@ -122,6 +122,11 @@ class SGLangServer(_Forwarder):
         self._url = url.rstrip("/")
         self._headers = {"Content-Type": "application/json", **(headers or {})}
 
+    def is_paused(self) -> bool | None:
+        """Return whether the server is paused, by anybody; None from one that is not well, or is too old to say."""
+        said = self._status("ready")
+        return False if said == 200 else True if said == 503 and self._status("ping") == 200 else None
+
     def get_weight_version(self) -> str | None:
         return self._get("model_info").get("weight_version")
 
@@ -139,6 +144,13 @@ class SGLangServer(_Forwarder):
             return self._send("GET", route, None)
         except _Declined as e:
             raise XferError(f"{self._url}: /{route} answered {e.code}", [e.detail] if e.detail else []) from None
+
+    def _status(self, route: str) -> int:
+        try:
+            self._send("GET", route, None)
+        except _Declined as e:
+            return e.code
+        return 200
 
     def _send(self, method: str, route: str, data: bytes | None) -> Any:
         request = urllib.request.Request(f"{self._url}/{route}", data=data, headers=self._headers, method=method)
