@@ -209,7 +209,7 @@ class ReplicaRefit:
         free = free and r.first in (None, self.refit)
         if self.phase is Phase.ARMING and not self.told and free:
             self.told, self.told_at = True, self.refit.coordinator.now
-            broadcast(r.workers.values(), m.Paused(True))
+            r.note_pause(True)
             r.tell(m.Arm(self.refit.number, self.refit.armed_s))
             self.refit.rolling.began(self)
 

@@ -563,7 +563,7 @@ class Coordinator:
     def _settled(self, client: Client, msg: m.Settled) -> None:
         replica = self.replicas[client.hello.replica]
         if msg.serving:
-            broadcast(replica.workers.values(), m.Paused(False))
+            replica.note_pause(False)
         if msg.attempt == replica.unsettled:
             replica.settled(msg)
         self._for_refit(client, msg)

@@ -381,9 +381,9 @@ class Arm(WireMessage, frozen=True):
 
 
 class Paused(WireMessage, frozen=True):
-    """Coordinator -> workers: your controller was told to pause the engine; or, not `paused`, it said that the engine serves again.
+    """Coordinator -> worker 0: your controller was told to pause the engine; or, not `paused`, it said that the engine serves again.
 
-    A worker keeps this for the next controller: that engine was paused by xfer, however its label reads.
+    The worker keeps this for the next controller: xfer has paused this engine, whatever its label is.
     """
 
     paused: bool

@@ -140,6 +140,11 @@ class Replica:
         if self.controller is not None:
             self.controller.send(message)
 
+    def note_pause(self, paused: bool) -> None:
+        """Tell worker 0, which outlives controllers and trainers and says it in its next hello."""
+        if 0 in self.workers:
+            self.workers[0].send(m.Paused(paused))
+
     def processes(self) -> list[Client]:
         """Return the workers, and the controller if it is connected."""
         return [*self.workers.values(), *([self.controller] if self.controller is not None else [])]
