@@ -120,7 +120,7 @@ def plan_refit(
 
 
 def both(found: Mapping[str, Framework], missing: Mapping[str, str]) -> Mapping[str, Framework]:
-    """`found`, if it has both sides. Else the command ends, with those lines of `missing`."""
+    """`found`, if it has both sides. Else the command ends with the lines of `missing` for the other side."""
     from xfer.errors import XferError
 
     with output.told_errors(output.WRONG):

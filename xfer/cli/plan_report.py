@@ -19,13 +19,13 @@ from xfer.plan.subplan import SubPlan
 from xfer.trace.catalog import Catalog
 
 RANKS_DRAWN = 64
-"""Most ranks of a side that the traffic matrix shows one by one, and most hosts; beyond, hosts and groups of hosts."""
+"""Most ranks of a side that the traffic matrix shows. With more ranks, it shows at most as many hosts or groups of hosts."""
 LINKS_KEPT = 24
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What was planned, in words. `notes`: how it was planned."""
+    """The job that was planned, in words. `notes`: how the plan was made."""
 
     model: str
     trainer: str
@@ -58,7 +58,7 @@ class KeptTotal:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Bytes from row to column. `unit`: what a row is."""
+    """Bytes from row to column. `unit`: the name of what a row stands for."""
 
     unit: str
     rows: tuple[str, ...]
@@ -215,7 +215,7 @@ def _kinds(p: Prediction) -> tuple[Kind, ...]:
 
 
 def _matrix(plans: Sequence[SubPlan], site: Site, p: Prediction, shares: Sequence[tuple[int, int]]) -> Matrix:
-    """shares: What each replica takes from trainers, see `predict.own`."""
+    """shares: The share that each replica takes from trainers, see `predict.own`."""
     trainers, workers = plans[0].trainers, sum(x.workers for x in plans)
     if max(trainers, workers) <= RANKS_DRAWN:
         table, at = np.zeros((trainers, workers), np.int64), 0

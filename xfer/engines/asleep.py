@@ -17,7 +17,7 @@ from xfer.plan.inventory import Kept
 
 
 def refuse_asleep(live: LiveStorages) -> None:
-    """Raise Unsupported while weights have no memory. The driver tells; vLLM's pool has no stable interface for that."""
+    """Raise Unsupported while weights have no memory. The driver is asked, since vLLM's pool has no stable interface for that."""
     from xfer.kernels.cuda_driver import mapped
 
     if gone := [name for name, t in live.tensors.items() if t.numel() and not mapped(t.data_ptr())]:
@@ -66,7 +66,7 @@ class LeftAlone:
         """Raise Unsupported that names all tensors whose bytes have changed since this object was made."""
         if lost := sorted(name for name, now in self._sums(live).items() if now != self._were[name]):
             raise Unsupported(
-                "what no refit writes holds other bytes than when this engine joined: did it sleep at level 2?",
+                "bytes that no refit writes have changed since this engine joined: did it sleep at level 2?",
                 [
                     *lost,
                     'load parameters that keep= names again before the refit, llm.collective_rpc("reload_weights"); sleep at '

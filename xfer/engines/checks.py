@@ -15,11 +15,11 @@ from xfer.trace.fragment import TensorSpec
 def refuse_other_family(
     given: Sequence[TensorSpec], expected: Sequence[TensorSpec], model: str, *, may_lack: bool = False
 ) -> list[str]:
-    """Refuse a trainers' checkpoint that is not one of the engine's model.
+    """Refuse checkpoint tensors of trainers that are not those of the engine's model.
 
     Args:
         given: The trainers' checkpoint tensors.
-        expected: Those of the engine's model.
+        expected: The checkpoint tensors of the engine's model.
         model: Name of the engine's model, for the error.
         may_lack: Parts of the model may be frozen. A missing tensor is then no error here; `read_layout` refuses bytes that
             nothing writes.

@@ -2,7 +2,7 @@
 
 If such a tensor was computed from weights, a refit would leave it stale. The live model is compared with its fresh twin,
 and again before every refit, since the first forward may make tensors; that check is cheap. This module uses plain
-torch; vllm_layout.py has the part that knows vLLM. Parameters and buffers are in live.py and layout.py, the work of
+torch; vllm_layout.py has the part for vLLM. Parameters and buffers are in live.py and layout.py, the work of
 quantization methods in processed.py.
 """
 
@@ -98,7 +98,7 @@ class Copies:
                 for names, key, t in found
                 if t.numel()
                 and t.untyped_storage()._cdata not in exempt
-                and not t.is_inference()  # a forward made it, and it has no such count
+                and not t.is_inference()  # a forward made it, and torch counts no writes to it
                 and (t._version == self._twins.get(names[0] + key) or self._asked(names, key))
             }
 

@@ -1,4 +1,4 @@
-"""A lock for an in-process engine, which either a thread of its owner or a refit holds. It knows no engine."""
+"""A lock for an in-process engine, which either a thread of its owner or a refit holds. It calls no engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Gate:
-    """A lock that one user thread holds, re-entrantly, or the controller, from any thread.
+    """A re-entrant lock, held by one user thread, or by the controller from any thread.
 
     A waiting controller goes before waiting users, so that a user who generates in a loop does not starve refits. A
     controller whose wait times out changes nothing.
@@ -49,7 +49,7 @@ class Gate:
         self._drop(self._CONTROLLER)
 
     def let_by(self) -> None:
-        """Let users pass while the controller holds the gate. The engine is lost then, and they must learn it."""
+        """Let users pass while the controller holds the gate. The engine is lost then, and users must find out instead of waiting."""
         with self._changed:
             self._lost = True
             self._changed.notify_all()
@@ -85,7 +85,7 @@ class Gate:
     def _drop(self, who: int) -> None:
         with self._changed:
             if self._holder != who:
-                raise RuntimeError("the gate is not held by who opens it")
+                raise RuntimeError("the gate was opened by a caller that does not hold it")
             self._depth -= 1
             if self._depth == 0:
                 self._holder = None

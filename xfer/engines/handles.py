@@ -357,7 +357,7 @@ def _reads_text_only(vllm_config: Any) -> bool:
 
 
 def _if_there(engine: Any, method: str) -> Callable[..., Any]:
-    """A method that vLLM 0.25 does not have, such as those for its label of the weights; one that does nothing in its place."""
+    """The engine's method, or one that does nothing: vLLM 0.25 lacks some, such as those for the label of the weights."""
     return getattr(engine, method, None) or (lambda *args: None)
 
 
@@ -408,9 +408,9 @@ class OfflineLLM(Handle):
         """Do nothing: no other party can pause an `LLM`."""
 
     def stay_paused(self, timeout: float = ASK_S) -> None:
-        """Open the gate, at once even while a call does not return.
+        """Open the gate at once, even while a call does not return.
 
-        An owner that waits at the gate could otherwise never learn that the engine is lost. Code that enters it has to ask.
+        An owner that waits at the gate could otherwise never learn that the engine is lost. Code that enters the gate must check that.
         """
         self._gate.let_by()
         self.resume(timeout)

@@ -4,7 +4,7 @@ The twin is the same model class on the meta device, in the same parallel groups
 place of each element of a checkpoint tensor *in the twin*. This module maps these places to the live storages and gives
 every byte of the live model one class: written, filled, staged (computed by the loader) or kept. Aliases need no class:
 names that share a storage share its bytes. Bytes without a class are an error that lists every name. This module uses
-plain torch; vllm_layout.py has the part that knows vLLM.
+plain torch; vllm_layout.py has the part for vLLM.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def read_layout(
         device: Where to allocate scratch.
 
     Raises:
-        LayoutError: It lists every name whose live place does not follow from the twin's, or every live parameter with
-            bytes that the loader leaves untouched and that `keep` does not name, or what is computed from a tensor that `keep`
+        LayoutError: It lists every name whose live place does not follow from the twin's; or every live parameter that
+            `keep` does not name and that has bytes that the loader does not write; or every recipe with a source that `keep`
             holds back elsewhere. A refit of half a model must fail.
     """
     sent, held = _sent(traced), _held_back(twin, traced, keep)
@@ -176,7 +176,7 @@ def refuse_kept_in_vain(
 
 
 def _where(tensor: str, twin: LiveStorages, traced: Traced) -> str:
-    """The engine's tensor that holds a checkpoint tensor, and what else it holds, as the end of a sentence."""
+    """The end of a sentence that names the engine's tensor with a checkpoint tensor, and other checkpoint tensors in it."""
     sent = _sent(traced)
     name = next((n for n in sorted(sent) if tensor in sent[n] and n in twin.slots), "")
     if not name:
@@ -351,7 +351,7 @@ def run_recipes(layout: EngineLayout, tensors: Mapping[str, torch.Tensor]) -> No
         recipe.apply(source, tensors)
 
 
-# ---- what stays
+# ---- bytes that stay
 
 
 def _sent(traced: Traced) -> dict[str, set[str]]:

@@ -1,6 +1,6 @@
 """The storages of a module tree: the place of each named tensor, storages that moved, and the bytes that writes cover.
 
-This module uses plain torch and knows nothing of vLLM, checkpoint tensors or plans. The engine side reads two trees with
+This module uses plain torch: no vLLM, no checkpoint tensors and no plans. The engine side reads two trees with
 it, the live model and its twin on the meta device, and compares them (layout.py).
 """
 

@@ -25,7 +25,7 @@ MAX_BYTES = 1 << 20
 
 Forward = Callable[[], Sequence[torch.Tensor] | None]
 """A dummy forward. Later code adds each returned tensor [tokens, …] to the token's state, or multiplies the state with it. None on
-ranks that need no lock: every token passes that of a later one."""
+ranks that need no lock: every token passes the lock of a later rank."""
 Agree = Callable[[bool, str], bool]
 """`agree(verdict, about)` returns whether all ranks of a forward said True. It raises if `about` differs between ranks, so that they
 stop together."""
@@ -35,8 +35,8 @@ def candidates(layout: EngineLayout, live: LiveStorages) -> list[LiveSlot]:
     """Return floating-point vectors that fill a storage alone and that every refit writes whole, the last of the tree first.
 
     The order matters if somebody resumes a torn engine: the later the lock, the fewer kernels run on NaN. Routers and index
-    kernels come before the last norm, and their behaviour on NaN is unknown. Vectors of a drafter are left out: the served
-    model would only overrule its NaN.
+    kernels come before the last norm, and their behaviour on NaN is unknown. Vectors of a drafter are left out: its NaN
+    does not reach the tokens of the served model.
     """
     done = written(layout.traced.fragments, layout.traced.fills)
     return [s for s in alone(live) if not size(difference(s.bytes(), done.get(s.root, NONE)))]
@@ -59,7 +59,7 @@ def alone(live: LiveStorages) -> list[LiveSlot]:
 
 
 def try_locks(order: Sequence[LiveSlot], live: LiveStorages, forward: Forward, agree: Agree) -> LiveSlot | None:
-    """Try these tensors until NaN in one of them makes every token of the forward NaN. Each has its bytes again afterwards.
+    """Try these tensors until NaN in one of them makes every token of the forward NaN. Afterwards each has its old bytes.
 
     Collective over all ranks that share a forward.
 
@@ -94,7 +94,7 @@ def try_locks(order: Sequence[LiveSlot], live: LiveStorages, forward: Forward, a
             storage.copy_(saved)
 
     found = next((slot for slot in order if agree(turns_all_nan(slot), slot.name)), None)
-    forward()  # an engine may keep what its last forward wrote, such as the KV slot of padded tokens: now without NaN
+    forward()  # overwrites NaN that earlier forwards may have left, such as in the KV slot of padded tokens
     if found is None:
         raise XferError(
             "no small tensor of this model turns every output NaN, so a torn engine could not be told from another",

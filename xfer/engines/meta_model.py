@@ -193,7 +193,7 @@ def fake_rank(vllm_config, rank: int) -> Iterator[None]:
     """Make this process `rank` of the layout: vLLM's order DP x PP x TP, TP fastest. Groups cannot communicate.
 
     vLLM's own `initialize_model_parallel` runs and only the construction of a group is replaced, so the rank order is vLLM's.
-    The module's state is restored afterwards. Do not use this while vLLM's groups are live.
+    The state of vLLM's module is restored afterwards. Do not use this while vLLM's groups are live.
     """
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state

@@ -1,4 +1,4 @@
-"""What vLLM did to the weights of a live model after loading: modules that it may have laid out anew, and refusals of others.
+"""Finds how vLLM has processed a live model after loading: modules that it may have laid out anew. It refuses other processing.
 
 relaid.py reads the new layouts. copies.py finds other tensors outside parameters and buffers.
 """
@@ -24,9 +24,9 @@ _AS_LOADED = (
 )  # fmt: skip
 _MOE_AS_LOADED = ("TRITON", "BATCHED_TRITON")
 _IN_SCHEME = "CompressedTensorsLinearMethod"
-"""Has its settings in the scheme of the module."""
+"""A method whose settings are in the scheme of the module."""
 _FP8 = ("Fp8LinearMethod", "Fp8MoEMethod", _IN_SCHEME, "CompressedTensorsW8A8Fp8MoEMethod")
-"""Methods that may serve block FP8 as a quantized checkpoint has it. Which kernel runs decides about the layout."""
+"""Methods that may serve block FP8 as a quantized checkpoint has it. The layout depends on the kernel."""
 _FP8_AS_LOADED = (
     "CutlassFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel", "BlockWiseTorchFP8ScaledMMLinearKernel",
     "TRITON", "BATCHED_TRITON", "VLLM_CUTLASS", "BATCHED_VLLM_CUTLASS",
@@ -35,7 +35,7 @@ _FP8_AS_LOADED = (
 _DEEP_GEMM = (
     "DeepGemmFp8BlockScaledMMKernel", "FlashInferFp8DeepGEMMDynamicBlockScaledKernel", "DEEPGEMM", "BATCHED_DEEPGEMM",
 )  # fmt: skip
-"""Those that, unless E8M0 is turned off, quantize again after loading with scales that are powers of two."""
+"""Kernels and backends that quantize again after loading, with scales that are powers of two, unless E8M0 is turned off."""
 _CPU = ("CPUFp8BlockScaledMMKernel", "CPU")
 PROCESSED = "this engine processed its weights after loading them"
 ELSE = "or have vLLM's own loader make them from whole tensors: connect(route=xfer.Packed())"
@@ -63,11 +63,11 @@ class Relaid:
 
 @dataclass(frozen=True, slots=True)
 class Processed:
-    """What `read_processed` found.
+    """The result of `read_processed`.
 
     Attributes:
-        rule: The rule by which weights have to be quantized for this model; None if it serves none in FP8. POW2 where DeepGEMM
-            quantizes again: that leaves weights with such scales alone.
+        rule: The rule by which weights have to be quantized for this model; None if it serves none in FP8. POW2 if DeepGEMM
+            quantizes again, which does not change weights with such scales.
         relaid: The modules whose layout has to be read from their own processing.
     """
 
@@ -78,7 +78,7 @@ class Processed:
 def quant_method(module: torch.nn.Module) -> Any:
     """The method of vLLM that made a module's weights; None if it has none."""
     method = getattr(module, "quant_method", None)
-    return getattr(method, "old_quant_method", method)  # wrapped around another for LoRA and elastic experts
+    return getattr(method, "old_quant_method", method)  # for LoRA and elastic experts, one method wraps another
 
 
 def backend_of(method: Any) -> str:
@@ -91,10 +91,10 @@ def read_processed(model: torch.nn.Module, prefix: str = "") -> Processed:
     """Say how vLLM processed the modules of a live model.
 
     Some processing keeps shape and dtype (FlashInfer swaps the halves of w13), so the result does not show it. This function
-    therefore knows the methods and kernels that leave weights alone. Other backends of experts are for relaid.py.
+    therefore has lists of methods and kernels that leave weights alone. relaid.py reads other backends of experts.
 
     Raises:
-        Unsupported: It names every module that is neither.
+        Unsupported: It names every module with a method or kernel of another kind.
     """
     bad: list[str] = []
     rules: set[ScaleRule] = set()

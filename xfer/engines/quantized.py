@@ -1,9 +1,9 @@
 """Which weights an engine serves in block FP8, and where values and scales go: read from its own loader.
 
-A first trace offers the checkpoint as trainers export it. What lands in parameters of an FP8 dtype is wanted in that form. The
-parameter of the scales lies beside that of the values: in the same module, under the same name with something appended. A
-second trace therefore offers values in FP8, and scales under the tensor's name with the same thing appended, as a quantized
-checkpoint has them. It also has what the engine made of these after loading. This module uses plain torch and knows no engine.
+A first trace offers the checkpoint as trainers export it. Tensors that land in parameters of an FP8 dtype are wanted in FP8.
+The parameter of the scales lies beside that of the values: in the same module, under the same name with a suffix. A second
+trace therefore offers values in FP8, and scales under the tensor's name with that suffix, as a quantized checkpoint has them.
+It also has the tensors that the engine makes of these after loading. This module uses plain torch and no engine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def with_quantized(first: Traced, twin: torch.nn.Module, retrace: Trace, rule: S
 
     Args:
         first: Trace over the trainers' own tensors.
-        twin: The twin that it was made of.
+        twin: The twin of that trace.
         retrace: Makes the second trace.
         rule: How the engine's weights have to be quantized; None if it has none in FP8.
 
@@ -58,7 +58,7 @@ def with_quantized(first: Traced, twin: torch.nn.Module, retrace: Trace, rule: S
         ]
         raise LayoutError("weights would be served with the scales of other weights", lines)
     ours = {root for pair in partners.items() for root in (pair[0], pair[1][0])}
-    theirs = {name for name, _ in named_storages(twin).values()} - ours  # not what was made after loading
+    theirs = {name for name, _ in named_storages(twin).values()} - ours  # without tensors made after loading
     return replace(
         first,
         specs=tuple(sorted({*first.specs, *derived})),
@@ -76,7 +76,7 @@ def with_quantized(first: Traced, twin: torch.nn.Module, retrace: Trace, rule: S
 
 
 def scale_names(first: Traced, twin: torch.nn.Module, retrace: Trace) -> tuple[dict[str, str], frozenset[str]]:
-    """For a loader that gets whole tensors: which of these it has to get in block FP8.
+    """Find the tensors that a loader of whole tensors has to get in block FP8.
 
     Args:
         first, twin, retrace: As for `with_quantized`.
@@ -98,7 +98,7 @@ def scale_names(first: Traced, twin: torch.nn.Module, retrace: Trace) -> tuple[d
 
 
 def _partners(twin: torch.nn.Module) -> dict[str, tuple[str, str]]:
-    """Name of each FP8 parameter with scales -> name of the parameter of its scales, and what is appended for it."""
+    """Name of each FP8 parameter with scales -> name of the parameter of its scales, and the suffix of that name."""
     out = {}
     for path, module in twin.named_modules():
         own = dict(module.named_parameters(prefix=path, recurse=False))

@@ -1,10 +1,10 @@
-"""Reads what vLLM does to modules after loading, from its own code: that runs on the twin, within the trace.
+"""Reads how vLLM processes modules after loading: vLLM's own code runs on the twin, within the trace.
 
 FlashInfer's kernels want the halves of w13 swapped, others want transposed or shuffled experts, with padding. vLLM does this
 to a module's weights after it has loaded them (`process_weights_after_loading`). Tensors on meta have no bytes, so the trace
 only notes which element goes where. A backend that computes new bytes is refused.
 
-Other modules make tensors of their own out of weights in FP8: latent attention has what it decodes with in bf16. The trace notes the
+Other modules make tensors of their own out of weights in FP8: latent attention decodes with tensors in bf16. The trace notes the
 operators, and each refit runs them again.
 """
 
@@ -42,14 +42,14 @@ class AfterLoading:
         self._done: set[str] = set()
 
     def steps(self, *, fp8: bool, makers: Sequence[str] = ()) -> list[Step]:
-        """`after` of `trace_loader`: the modules in block FP8, or the others; then those that make tensors."""
+        """Return the argument `after` of `trace_loader`: the modules in block FP8, or the others; then `makers`."""
         some = [r for r in self._relaid if r.fp8 is fp8]
         steps: list[Step] = [(self._twin.get_submodule(r.name), partial(self._process, r)) for r in some]
         made = [self._twin.get_submodule(name) for name in makers]
         return steps + [(module, partial(self._run, module, self._config.model_config.dtype)) for module in made]
 
     def finish(self, makers: Sequence[str] = ()) -> None:
-        """Process the modules that no trace did, so that the twin's tensors have the shapes of the live ones."""
+        """Process `makers` and the modules that no trace has processed: the twin's tensors then have the shapes of the live ones."""
         with PythonData(), Watch():
             for r in self._relaid:
                 if r.name not in self._done:

@@ -111,11 +111,11 @@ def refuse_shared_weights(vllm_config: Any) -> None:
     """Refuse weights that vLLM maps from the memory of a daemon.
 
     Other engines map the same memory, even while they serve, and a restarted engine takes it for the checkpoint. The loader
-    may have read the disk instead; its setting does not tell, so such engines are refused too.
+    may have read the disk instead; the setting does not show it, so such engines are refused too.
     """
     configs = {"load_format": getattr(vllm_config, "load_config", None)}
     spec = getattr(vllm_config, "speculative_config", None)
-    # Without one a drafter loads as the model does.
+    # Without a draft_load_config, a drafter loads as the model does.
     configs["draft_load_config"] = getattr(spec, "draft_load_config", None)
     bad = [
         f'{name}: ipc_cache maps a daemon\'s memory into this engine; set "mode": "copy" in its model_loader_extra_config, or load '

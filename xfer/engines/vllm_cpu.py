@@ -120,7 +120,7 @@ def _apply_block_fp8(self, layer, x: torch.Tensor, bias: torch.Tensor | None = N
 
 
 def _apply_fp8_experts(self, output, hidden_states, w1, w2, *args, **more) -> None:
-    """As `_apply_experts`, from FP8 weights and the scales that lie beside them."""
+    """Do `_apply_experts` with FP8 weights and the scales that lie beside them."""
     dtype = hidden_states.dtype
     w1, w2 = _dequantized(w1, self.w1_scale, dtype), _dequantized(w2, self.w2_scale, dtype)
     _apply_experts(self, output, hidden_states, w1, w2, *args, **more)

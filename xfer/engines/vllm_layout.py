@@ -118,7 +118,7 @@ class EngineModel:
         drop: Globs over the names of checkpoint tensors that this engine ignores.
 
     Attributes:
-        weights: Where its weights lie, what they hold, and their lock.
+        weights: Its live weights, with their lock.
         workers: Number of workers of the replica, as its controller counts them.
         draft: The drafter, the second model of speculative decoding, if it was handed over.
     """
@@ -148,8 +148,8 @@ class EngineModel:
         Raises:
             LayoutError: The trainers' tensors are not those of this model, the live model is not laid out as its class
                 builds it, or a refit would leave bytes as they are.
-            Unsupported: The model is quantized, processing after the load moves bytes, or a setting would keep results
-                of old weights (settings.py).
+            Unsupported: xfer cannot write the form in which vLLM keeps the weights (processed.py, relaid.py), the model keeps
+                tensors that no refit reaches, or a setting would keep results of old weights (settings.py).
         """
         if self.vllm_config.parallel_config.enable_eplb:
             raise Unsupported("this engine moves experts between workers while it serves", ["start vLLM without EPLB"])
@@ -337,8 +337,8 @@ class EngineModel:
                 if not made:
                     raise
                 why = "; ".join((e.message, *e.violations[:1]))
-                logger.warning("xfer: what %s made after loading cannot be computed again: %s", prefix + made[0], why)
-                made = []  # what they made is refused by name
+                logger.warning("xfer: tensors that %s made after loading cannot be remade: %s", prefix + made[0], why)
+                made = []  # tensors that they made are refused by name
                 return retraced(offered, names)
 
         steps = after.steps(fp8=False)
@@ -471,7 +471,7 @@ def _trace_with_head(
     sources = sorted({f.tensor for f in traced.fragments if f.root in places and f.tensor != head.spec.name})
     if len(sources) != 1:
         raise LayoutError(
-            f"vLLM built {head.spec.name} apart from the embedding, and what the embedding takes cannot be told",
+            f"vLLM built {head.spec.name} apart from the embedding, and the embedding's own tensor cannot be determined",
             [f"tensors that reach the embedding: {sources}"],
         )
     return replace(

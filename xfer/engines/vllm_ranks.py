@@ -20,7 +20,7 @@ def rank_of(hf_config: str | Mapping, parallel: EngineParallel, rank: int, **opt
     Args:
         hf_config: a folder with config.json, or its contents.
         parallel: sizes of one replica.
-        rank: of the worker, in vLLM's order.
+        rank: number of the worker, in vLLM's order.
         options: further EngineArgs.
     """
     _build_as_on_gpus()
@@ -33,8 +33,8 @@ def rank_of(hf_config: str | Mapping, parallel: EngineParallel, rank: int, **opt
 def _build_as_on_gpus() -> None:
     """On its CPU platform, lets vLLM build the layers that it builds on GPUs.
 
-    There vLLM has one kind of experts, which packs weights after loading and needs a gate, and no sparse attention. No
-    such layer runs here, and which kernel runs does not change how the loader fills weights. Experts get the Triton
+    On CPUs vLLM has one kind of experts, which packs weights after loading and needs a gate, and no sparse attention. No
+    layer runs here, and the kernel of a layer does not change how the loader fills weights. Experts get the Triton
     backend, which keeps weights as they were loaded; an engine on GPUs needs it for refits, too. Some classes make CUDA
     events while they are built, for which vLLM's worker on CPUs has placeholders.
     """
@@ -63,7 +63,7 @@ def _build_as_on_gpus() -> None:
                 raise
 
     def chosen(cls, selected_backend, attn_selector_config, **more):
-        # On a processor with AMX vLLM would choose a backend that knows nothing of sparse attention.
+        # On a processor with AMX vLLM would choose a backend without sparse attention.
         asked = AttentionBackendEnum.CPU_MLA if attn_selector_config.use_mla else selected_backend
         return choose(cls, asked, attn_selector_config._replace(use_sparse=False), **more)
 

@@ -124,7 +124,7 @@ class XferWeightTransferEngine(WeightTransferEngine[XferInitInfo, XferUpdateInfo
         self.workers = info.workers or p.world_size_across_dp
         if self.worker_rank() == 0 and (line := untested_engine(vllm.__version__)):
             logger.warning("xfer: %s", line)
-        # One model for all connections: only the lock of a connection that left the engine torn can undo its NaN.
+        # One model for all connections: if one of them leaves the engine torn, only its lock can undo the NaN.
         if self.layout is None:
             self.layout = EngineModel(self.vllm_config, self.model, self.device)
         self.layout.draft, self.layout.workers = self.draft, info.workers

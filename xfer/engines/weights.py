@@ -22,15 +22,15 @@ from xfer.errors import XferError
 
 
 class LiveWeights:
-    """The live weights of one worker, for all its connections: only the lock of a connection that left the engine torn can undo its NaN.
+    """The live weights of one worker, for all its connections. If one of them leaves the engine torn, only its lock can undo the NaN.
 
     Implements `Weights` (participants/worker.py) and `BoundWeights` (direct/worker.py). Not thread-safe.
 
     Args:
         device: The model's device.
         forward: A dummy forward of the model. It tests candidates for the lock.
-        agree: Tells whether all ranks of a forward say True.
-        holds: What the model holds now.
+        agree: See `lock.Agree`.
+        holds: The first value of the attribute.
 
     Attributes:
         holds: "whole": one version, of a checkpoint or a committed refit. "mix": a refit has begun to write and none has committed
@@ -84,10 +84,10 @@ class LiveWeights:
         """Use these storages, for refits by this layout.
 
         Args:
-            layout: What was read from `live`.
+            layout: The layout of `live`.
             live: The storages of the model.
-            copies: Looks for tensors outside of them. It has looked at the model.
-            left_alone: Looks whether a sleep took what refits leave alone. None: the engine never sleeps.
+            copies: Finds tensors outside of these storages. Its `look` has been called.
+            left_alone: Detects that a sleep has changed bytes that refits leave alone. None: the engine never sleeps.
 
         Returns:
             The layout. Its `tensors` are the binding table.
@@ -120,7 +120,7 @@ class LiveWeights:
             "same"; "moved": call `rebind`; "changed": read and plan again.
 
         Raises:
-            Unsupported: The engine sleeps, has lost what refits leave alone while it slept, or has made tensors in a forward that
+            Unsupported: The engine sleeps, has slept and lost bytes that refits leave alone, or has made tensors in a forward that
                 no refit reaches.
         """
         if self._layout is None:
@@ -207,7 +207,7 @@ class LiveWeights:
     # ---- around the wire
 
     def run_recipes(self) -> None:
-        """Compute what the loader computes, from the checkpoint tensors that arrived in scratch."""
+        """Do the loader's computations on the checkpoint tensors that arrived in scratch."""
         run_recipes(self.layout, self.tensors)
 
     def synchronize(self) -> None:

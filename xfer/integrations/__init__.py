@@ -7,5 +7,5 @@ Importing this package imports no framework; importing a module of it imports th
     trl           `with refits(...):` around the construction of a TRL trainer
     skyrl         a weight transfer strategy, `class Worker(RefitByXfer, FSDPPolicyWorkerBase)`
     nemo_rl       a weight synchronizer, `policy_generation.weight_synchronizer = XferWeightSynchronizer(...)`
-    common        what they share, and what a job on Ray can use: an invitation to a job
+    common        their common parts, which a job on Ray can use, too: an invitation to a job
 """

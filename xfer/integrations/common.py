@@ -1,4 +1,4 @@
-"""What adapters of RL frameworks share: an invitation (where to meet), and a session that connects at its first use."""
+"""The common parts of adapters of RL frameworks: an invitation (where to meet), and a session that connects at its first use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Invitation:
 
 
 def make_invitation(host: str) -> Invitation:
-    """Return a free port of this process's host and a new token. Trainer rank 0 calls it.
+    """Return an invitation with a free port of this process's host and a new token. Trainer rank 0 calls it.
 
     Args:
         host: Address of this host, as the job's other hosts reach it.

@@ -88,7 +88,7 @@ class XferWeightSynchronizer(WeightSynchronizer):
         """Refit all engines.
 
         Args:
-            timer: NeMo-RL's `Timer`, for the same phase as its own synchronizers'.
+            timer: NeMo-RL's `Timer`. It times the refit as the phase that NeMo-RL's own synchronizers have.
             kv_scales: Must be None.
 
         Returns:

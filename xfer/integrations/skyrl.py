@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class SkyRLInitInfo(WeightSyncInitInfo):
-    """What SkyRL passes from `create_init_info` to `create_sender` and to its client of the servers.
+    """The init info that SkyRL passes from `create_init_info` to `create_sender` and to its client of the servers.
 
     Attributes:
         invitation: Where the job's processes meet.
@@ -125,7 +125,7 @@ class XferWeightTransferSender(WeightTransferSender):
         self._verify = False
 
     def bind(self, trainer: Callable[[], Source], options: Mapping[str, Any], verify: bool) -> None:
-        """Say whose weights are sent. SkyRL passes a sender no model, so `RefitByXfer` calls this.
+        """Set the source of the weights. SkyRL passes a sender no model, so `RefitByXfer` calls this.
 
         Args:
             trainer: Makes the adapter of this rank's weights.

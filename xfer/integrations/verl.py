@@ -126,7 +126,7 @@ class XferCheckpointEngine(CheckpointEngine):
             )
 
     def finalize(self) -> None:
-        """Nothing to free: sessions stay open between refits."""
+        """Do nothing: sessions stay open between refits."""
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float]:
         """Refit the servers. `weights`, verl's generator of whole tensors, is not begun.

@@ -40,7 +40,7 @@ register_trainer()
 
 @dataclass
 class XferTrainerInitInfo(TrainerInitInfo):
-    """What vLLM's factory is given to choose xfer. Other fields than `rank` are arguments of `xfer.connect`.
+    """The init info by which vLLM's factory chooses xfer. Fields other than `rank` are arguments of `xfer.connect`.
 
     Attributes:
         rank: This trainer rank, which `source` must have, too. Rank 0 listens and controls the server.
@@ -86,7 +86,7 @@ class XferTrainerWeightTransferEngine(TrainerWeightTransferEngine):
         """Connect this trainer rank, and on rank 0 the server. Every rank calls it.
 
         Args:
-            init_info: Which session.
+            init_info: This rank, and arguments of `xfer.connect`.
             client: vLLM's `HTTPVLLMWeightSyncClient`; xfer takes its URL and makes all calls itself.
             source: vLLM's `ModuleSource`, whose module is read as `xfer.TensorTrainer` reads it, shard by shard and without
                 gathers; or a trainer of xfer, such as `xfer.MegatronTrainer(chunks, bridge)`.

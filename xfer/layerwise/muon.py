@@ -1,7 +1,7 @@
 """Muon: momentum, made orthogonal by Newton-Schulz steps (K. Jordan's quintic iteration), for matrices.
 
-A small reference implementation. Any torch optimizer that updates one parameter at a time works in its place. Nothing here knows about
-owners.
+A small reference implementation. Any torch optimizer that updates one parameter at a time works in its place. This module does not
+use owners.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Optimizers that step only the parameters that this rank owns. The other ranks receive them while the next forward runs.
 
 `LayerWise` has the owners, the inner optimizers and the gather. `LayerWiseOptimizer` makes a torch optimizer of it, for plain torch
-modules with or without DDP. megatron.py makes one of the kind that Megatron-Core's training loop expects, whose `step` returns something
-else. checkpoint.py writes and reads the state of both.
+modules with or without DDP. megatron.py makes an optimizer for Megatron-Core's training loop, whose `step` returns other
+values. checkpoint.py writes and reads the state of both.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LayerWise:
     """
 
     param_groups: list[dict[str, Any]]
-    """Those of the inner optimizers, for learning-rate schedulers."""
+    """The groups of all inner optimizers, for learning-rate schedulers."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class LayerWise:
         return peers.rank == owner
 
     def grouped(self) -> Iterator[tuple[str, int]]:
-        """Yield (name, index of its ParamGroup) of every trained parameter, whoever owns it."""
+        """Yield (name, index of its ParamGroup) of every trained parameter, of all owners."""
         yield from ((name, self._group_at[id(p)]) for name, p in self._trained)
 
     def writes(self) -> Iterator[torch.Tensor]:
@@ -247,7 +247,7 @@ class LayerWise:
                 o.target.grad = None if o.param.grad is None else o.param.grad.to(o.target.dtype)
 
     def _total(self, mine: torch.Tensor) -> torch.Tensor:
-        """Sums `mine` over all ranks: a value that each rank computes of the gradients that it owns. Every gradient counts once."""
+        """Sums `mine`, a value that each rank computes from the gradients that it owns, over all ranks. Every gradient counts once."""
         dense = self._peers[0]
         mine = mine.to(dense.device)
         if dense.wire is not None:
@@ -298,7 +298,7 @@ class LayerWise:
         self.gather.begin()
 
     def _refuse(self, *options: tuple[str, object, object]) -> None:
-        """Raises a LayoutError that lists all that does not fit. options: (name, given value, Literal of the possible values)."""
+        """Raises a LayoutError that lists everything that does not fit. options: (name, given value, Literal of the possible values)."""
         costs = [(f"group {i}: cost", g.cost, Cost) for i, g in enumerate(self._groups) if not callable(g.cost)]
         bad = [
             f"{what}={given!r}: there is {', '.join(map(repr, get_args(known)))}"
@@ -336,12 +336,12 @@ class LayerWise:
             raise LayoutError("this module cannot have a layer-wise optimizer", bad, where=self.label)
 
     def _refuse_sparse(self) -> None:
-        """Raises Unsupported for gradients that are no plain tensors. An owner alone would raise torch's error in their norm."""
+        """Raises Unsupported for gradients that are no plain tensors. Otherwise only their owners would raise, in the norm."""
         kinds = ((name, p.grad.layout) for name, p in self._trained if p.grad is not None)
         if bad := [
             f"{name}: {kind}; make its module with sparse=False" for name, kind in kinds if kind != torch.strided
         ]:
-            raise Unsupported("gradients are sparse, which owners do not step", bad, where=self.label)
+            raise Unsupported("gradients are sparse; owners step dense ones only", bad, where=self.label)
 
     def _meet(self, process_group, group_of, like: Callable[..., Peers] | None) -> dict[str, Peers]:
         """The peers of every trained parameter, by name. like: makes peers from a name and a group; None without a process group."""

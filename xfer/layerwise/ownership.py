@@ -52,10 +52,10 @@ class Ownership:
 
 
 def assign(items: Iterable[Item], size: int, *, memory_cap: int | None = None) -> Ownership:
-    """Gives items to ranks, the costliest first, each to the rank with the least cost so far. No rank has more than the mean plus one item.
+    """Gives items to ranks, the costliest first, each to the rank with the least cost so far.
 
     Items of equal cost are ordered by bytes, then by name, and ranks of equal cost by owned bytes, then by number. So the order of
-    `items` does not matter. A rank may own nothing.
+    `items` does not matter. A rank may own nothing. Without `memory_cap`, no rank's cost exceeds the mean by more than one item.
 
     Args:
         items: The parameters of one group.
@@ -77,7 +77,7 @@ def assign(items: Iterable[Item], size: int, *, memory_cap: int | None = None) -
         if not room:
             least = min(nbytes)
             wrong.append(
-                f"{item.name}: {item.nbytes} bytes, and every rank owns at least {least} of the {memory_cap} it may; "
+                f"{item.name}: {item.nbytes} bytes, and every rank owns at least {least} of {memory_cap} allowed ones; "
                 "raise memory_cap or use more ranks"
             )
             continue

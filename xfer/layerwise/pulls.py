@@ -1,6 +1,6 @@
 """Gathers among ranks of one host without a kernel: each rank copies the parameters of other owners out of their memory.
 
-NCCL's broadcasts occupy multiprocessors, also while they wait for each other, which the forward that hides them then lacks.
+NCCL's broadcasts occupy multiprocessors, even while they wait for each other, and the forward that hides them lacks these.
 Here only one small sum per step goes over the wire, as the sign that all owners have stepped. Each rank queues its copies behind
 it, by copy engines over NVLink, all buckets at once in the order of use, on one stream: a GPU reads from others with one
 engine, which empties one stream before it looks at the next (seen on H200s), and one rank alone reads at full rate. Several ranks
@@ -33,7 +33,7 @@ from xfer.transport import peer, peer_host
 from xfer.transport.group import opened
 from xfer.transport.routes import any_rank, exchange_over_store
 
-_NUMBERS = 1 << 16  # times any number of ranks of one host within int32
+_NUMBERS = 1 << 16  # times the number of ranks of a host it fits in int32
 FIRST_WINDOW = 2
 """Buckets of the first window, within which a rank may begin with any owner. Each next window is twice as long, since its buckets are
 needed later."""
@@ -103,7 +103,7 @@ class Pulls:
                     torch.where(self._came, self._one[dtype], self._nan[dtype], out=factor)
 
     def wanted(self, shares: Sequence[Share]) -> list[Share]:
-        """Those of `shares` that other ranks own."""
+        """The shares among `shares` that other ranks own."""
         return [s for s in shares if s.owner != self._wire.rank and s.nbytes]
 
     def turn(self, share: Share) -> int:
@@ -115,8 +115,8 @@ class Pulls:
         self._mapping.read_into(share.owner, self._numbers[id(share)], self._homes[id(share)])
 
     def seal(self, shares: Sequence[Share]) -> None:
-        """Runs on the current stream, behind a bucket's copies: if the sum was aborted, and so released them, an element of each parameter
-        becomes NaN. A forward that was launched already must not give numbers then, because its weights are not known."""
+        """Runs on the current stream, behind a bucket's copies: if the sum was aborted, which also starts the copies, an element of each
+        parameter becomes NaN. A forward that was launched already then gives NaN, not numbers of unknown weights."""
         firsts: dict[torch.dtype, list[torch.Tensor]] = {}
         for share in shares:
             for first in self._firsts.get(id(share), ()):
@@ -243,7 +243,7 @@ def open_pulls(
         if made is not None:
             made.unmap()
 
-    call = BackgroundCall(  # the deadline of the store is not ours
+    call = BackgroundCall(  # the store has a deadline of its own
         lambda: _open(wire, shares, stream),
         wire.device,
         undo=unmap,

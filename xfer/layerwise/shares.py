@@ -142,7 +142,7 @@ def _tensors_in(held: list) -> Iterator[torch.Tensor]:
 
 
 def overlapping(params: Sequence[tuple[str, torch.nn.Parameter]]) -> list[str]:
-    """One line for each two parameters that share bytes. (One parameter under several names is fine.)"""
+    """One line for each pair of parameters that share bytes. (One parameter under several names is fine.)"""
     spans = []
     for name, p in params:
         if p.numel():

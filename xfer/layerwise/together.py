@@ -35,7 +35,7 @@ class Together:
         self._rank, self._size, self._met = rank, size, 0
         self._store: dist.Store | None = None
         if store is not None:
-            # Counted in the store and not here: it is as old on all ranks.
+            # The store counts the calls, not this process: the store is equally old for all ranks.
             number = store.add(f"{_PREFIX}/{rank}", 1)
             self._store = dist.PrefixStore(f"{_PREFIX}/{number}", store)
 

@@ -7,7 +7,7 @@ Here the first rank draws a name and broadcasts it over a group that exists.
 Over NCCL no wait blocks the host, so a watch (watch.py) has the deadlines. It aborts a collective that is late, and first
 writes NaNs where bytes were to arrive, because the operations that wait for them then go on.
 
-Which tensors travel when is decided in gather.py, pulls.py and gradients.py.
+gather.py, pulls.py and gradients.py decide which tensors travel when.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from xfer.transport.group import Aborted, Link, from_rank, opened
 from xfer.transport.links import open_group
 
 ON_ALL_RANKS = (
-    "if all ranks are there: forwards, drain() and state_dict() after a step are for all of them; on one rank only, with the others "
-    "waiting at a barrier, they wait for each other"
+    "if no rank has ended: call forwards, drain() and state_dict() after a step on all ranks; a rank that calls them with the others "
+    "waiting at a barrier waits for ever"
 )
 _NAME_BYTES = 16
 _SPOIL_S = 2.0
@@ -87,7 +87,7 @@ class Wire:
         ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         late, until = "the ranks that own parameters together did not all meet", time.monotonic() + deadline_s
         advice = f"ranks {ranks}: build the optimizer on all of them"
-        # The deadline of `group` is not ours, and nothing frees a wait in it.
+        # `group` has a deadline of its own, and nothing else ends a wait in it.
         name = opened(BackgroundCall(lambda: _name(group, rank), device), until, late, who, advice=advice)
         store = dist.PrefixStore(f"xfer layerwise {name}", dist.distributed_c10d._get_default_store())
         labels = [f"rank {r}" for r in ranks]
@@ -158,7 +158,7 @@ class Wire:
         self._start(lambda pg: pg.allreduce([tensor]), lambda: "a sum over all ranks").wait()
 
     def broadcast(self, tensor: torch.Tensor, owner: int) -> None:
-        self._start(partial(_broadcast, owner=owner, tensor=tensor), lambda: f"what rank {owner} says").wait()
+        self._start(partial(_broadcast, owner=owner, tensor=tensor), lambda: f"a value from rank {owner}").wait()
 
     # ---- deadlines over NCCL
 

@@ -58,11 +58,11 @@ class Buffers:
                 self._slots[i] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def take(self, number: int, nbytes: int) -> torch.Tensor:
-        """Return the bytes in which message `number`, of `nbytes` bytes, has its place."""
+        """Return the first `nbytes` bytes of the buffer of message `number`."""
         return self._slots[number % self.count][:nbytes]
 
     def views(self, message: PackedMessage, data: torch.Tensor) -> list[torch.Tensor | None]:
-        """As the function `views`, cached by message and buffer: a model has tens of thousands of tensors, and torch needs a
+        """Call the function `views`, cached by message and buffer: a model has tens of thousands of tensors, and torch needs a
         microsecond for each view."""
         key = id(message), data.data_ptr()
         found = self._views.get(key)

@@ -352,7 +352,7 @@ class Pump:
         return last is None or last.over.wait(seconds)
 
     def wait_sent(self, seconds: float) -> bool:
-        """As `wait_over`, and wait until all gathered messages are sent, also to other replicas, whose lanes may be slower."""
+        """Do `wait_over`, and wait until all gathered messages are sent, also to other replicas, whose lanes may be slower."""
         until = time.monotonic() + seconds
         with self._lock:
             last = self._last

@@ -22,7 +22,7 @@ from xfer.plan.program import DTYPE_CODE, ITEMSIZE, MAX_DIMS, ROW, Op
 from xfer.trace.fragment import Fragment, Ints
 
 STEP = 16
-"""Bytes. In a round every box begins at a multiple, so that kernels move words and never single bytes."""
+"""Bytes. In a round every box begins at a multiple of this, so that kernels move words and never single bytes."""
 
 Box = tuple[Ints, Ints, Ints]
 """Origin, extent, steps; see trace.fragment.Fragment."""
@@ -34,7 +34,7 @@ class HeldBox:
 
     Attributes:
         box: The box.
-        by: Where each rank that holds the box keeps it.
+        by: Rank -> the fragment with the box, for each rank that holds it.
     """
 
     box: Box
@@ -73,7 +73,7 @@ class GivenBox:
 
         Args:
             root: Number of the storage.
-            fragment: Where the bytes lie, if not in `self.fragment`.
+            fragment: The place of the bytes, if it is not `self.fragment`.
         """
         f, steps = self.fragment, dense(self.part.spec.shape, self.part.spec.dtype)
         at = self.part.offset - self.part.start + sum(o * s for o, s in zip(f.origin, steps))
@@ -88,7 +88,7 @@ class Round:
     Attributes:
         target: The receiving rank.
         pieces: The boxes, each with its first byte in the section of its rank.
-        sections: sections[r] is (first byte at the target, number of bytes) of what rank r sends.
+        sections: sections[r] is (first byte at the target, number of bytes) of rank r's bytes.
     """
 
     target: int

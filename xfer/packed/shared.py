@@ -105,7 +105,7 @@ def wait_done(link: Link, number: int, workers: Sequence[int], until: float) -> 
 
 
 class SharedArrivals:
-    """A worker's half. It has the methods of broadcast.Arrivals.
+    """The worker's side. It has the methods of broadcast.Arrivals.
 
     Args:
         link: Link of the replica. The exporter's offer arrives over it first.

@@ -1,6 +1,6 @@
 """One trainer rank of the packed route: its exported tensors, checks for changes, and gathers.
 
-`PackedSource` wraps a `WeightStream`, the framework's half (tensors.py, trainers/). It keeps the bucket plan, and tracks when the
+`PackedSource` wraps a `WeightStream`, the framework's part (tensors.py, trainers/). It keeps the bucket plan, and tracks when the
 plan and the framework's task objects are stale: if `check` finds a change on any rank, all ranks rebuild both at the beginning of
 the next gather.
 """
@@ -24,7 +24,7 @@ from xfer.trace.fragment import TensorSpec
 from xfer.trace.traced import Traced, TrainerLayout
 
 BESIDE = 8
-"""Ranks that assemble messages leave one part in BESIDE of a bucket for tables and for bytes from other ranks, so that two buffers
+"""Ranks that assemble messages leave 1 / BESIDE of a bucket for tables and for bytes from other ranks, so that two buffers
 and all of these take no more memory than two buckets."""
 PROGRAMS = 64
 """Most Triton programs of a copy that runs beside a broadcast: NCCL's kernels need multiprocessors of their own."""
@@ -78,7 +78,7 @@ class WritingStream(WeightStream, Protocol):
     """A stream that can assemble messages in the buffers that are sent (tensors.py).
 
     Attributes:
-        writes: Whether it does, with the present weights.
+        writes: Whether it assembles messages, with the present weights.
         pulls: Whether ranks then read each other's storages.
     """
 
@@ -100,7 +100,7 @@ class PackedSource:
     """Implements `Source` (participants/trainer.py).
 
     Args:
-        stream: The framework's half.
+        stream: The framework's part.
         limit: Most bytes of a message.
         colocated: The engines' workers are on this host and map the buffers instead of receiving messages (shared.py).
     """
@@ -115,7 +115,7 @@ class PackedSource:
         self.agreed_s = self.built_s = 0.0  # seconds of the last gather's agreement, and of its rebuild
         self._stale = True
         self._looking = threading.Lock()  # a lane may `forget` while this rank's caller checks
-        # Of the part beside the buffers, two rounds take one half, tables the other. With colocated engines no broadcast runs.
+        # Two rounds take half of the memory beside the buffers, tables the other half. With colocated engines no broadcast runs.
         rounds = max(1 << 20, limit // (2 * BESIDE))
         self.assembly = Assembly(stream.rank == 0, rounds, None if colocated else PROGRAMS)
 
@@ -201,7 +201,7 @@ class PackedSource:
         return not agree.any_rank(stop, self._fingerprint, self.device)
 
     def tensors(self, group: GatherGroup) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `WeightStream.tensors`. If the caller stops early, the next gather rebuilds: the framework may have kept a part of the
+        """See `WeightStream.tensors`. If the caller stops early, the next gather rebuilds: the framework may have kept a part of the
         group (Bridge: experts that wait to be stacked)."""
         whole = False
         try:
@@ -230,7 +230,7 @@ class PackedSource:
                 self.stream.forget()
 
     def let_go(self) -> None:
-        """As `forget`, also before a replica has joined."""
+        """Do the same as `forget`. It may be called before a replica has joined."""
         self.forget()
 
 
@@ -247,7 +247,7 @@ def packed_source(trainer: object, limit: int, colocated: bool = False) -> Packe
         colocated: The engines' workers are on this host.
 
     Raises:
-        Unsupported: the trainer yields no whole tensors, or torch's default group, over which trainers gather, is another one.
+        Unsupported: the trainer yields no whole tensors, or torch's default group, over which trainers gather, has other ranks.
     """
     if isinstance(trainer, PackedSource):
         return trainer

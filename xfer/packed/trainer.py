@@ -29,7 +29,7 @@ from xfer.transport.group import Link
 
 logger = logging.getLogger("xfer")
 OVER_S = 2.0
-"""Seconds within which a gather ends after its last replica has left, unless it hangs."""
+"""Seconds that a replica's lane waits for the end of its gather after it has left the gather."""
 
 
 class PackedTrainer:
@@ -174,7 +174,7 @@ class TrainerPlane(PackedPlane):
     # ---- refits
 
     def run(self, go: m.Go, stop: Stop, until: float, progress: Progress) -> m.Moved:
-        # Also if this lane was stopped meanwhile: one gather serves all replicas, and all ranks take part.
+        # Join even if this lane was stopped meanwhile: one gather serves all replicas, and all ranks take part.
         self._feed = feed = self.pump.join(go.attempt, go.together or (self.replica,), self.replica)
         try:
             return super().run(go, stop, until, progress)

@@ -1,8 +1,8 @@
 """One SGLang worker's live model as a layout: SGLang's own `load_weights` is traced on a twin of the model on meta.
 
 Bytes are written between SGLang's begin_weight_update and end_weight_update, in the form in which its loader leaves them.
-So processing after loading must move nothing (`_refuse_moved`), and what SGLang computes from weights at the end of a
-session (`finish_loading`) is left to it. The general parts are in engines/: layout.py, live.py, weights.py, copies.py.
+So processing after loading must move nothing (`_refuse_moved`). SGLang itself does its computations on weights at the end
+of its session (`finish_loading`). The general parts are in engines/: layout.py, live.py, weights.py, copies.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SGLangModel:
     Attributes:
         keep: Globs over the engine's tensor names. Refits leave these tensors alone.
         drop: Globs over the names of checkpoint tensors that this engine ignores.
-        weights: Where its weights lie, what they hold, and their lock.
+        weights: Its live weights, with their lock.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class SGLangModel:
             _, processed = self._trace(specs, processed=True)
         except LayoutError as e:
             raise Unsupported(
-                "what SGLang does to this model's weights after loading cannot be read", [e.message, *e.violations]
+                "SGLang's processing of this model's weights after loading cannot be read", [e.message, *e.violations]
             ) from e
         if processed != loaded:
             moved = sorted({f.root for f in {*loaded.fragments} ^ {*processed.fragments}})

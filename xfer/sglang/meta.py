@@ -53,7 +53,7 @@ def make_model(
 
 
 def after_loading(model: torch.nn.Module) -> list[Step]:
-    """Return what SGLang does to each module once its weights are loaded."""
+    """Return SGLang's processing of each module after its weights are loaded, as steps of `trace_loader`."""
     from sglang.srt.model_loader.loader import _modules_with_quant_method
 
     return [

@@ -1,8 +1,8 @@
 """The entry point by which SGLang finds xfer (`sglang.srt.plugins` in pyproject). Registration only.
 
 SGLang calls `register` in every process before it builds anything, and then applies the hook. The workers' calls come in as
-`get_weights_by_name` with a name that no tensor has. Of SGLang's calls it alone carries a text to every worker of every
-data-parallel rank, by `Engine` and by HTTP, and is written to no log.
+`get_weights_by_name` with a name that no tensor has. It is SGLang's only call that carries a text to every worker of
+every data-parallel rank, by `Engine` and by HTTP, and that is written to no log.
 """
 
 from __future__ import annotations

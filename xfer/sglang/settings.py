@@ -22,7 +22,7 @@ REFUSED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("enable_unified_cache_external_linker", (False,), "SGLang does not drop this cache, which keeps results of old weights"),
     ("disaggregation_mode", ("null",), "an engine of separate prefill and decode was not tried"),
 )  # fmt: skip
-"""(field of ServerArgs, the values that refits allow, why no other). A release without the field is let in."""
+"""(field of ServerArgs, the values that refits allow, the reason). A release without the field is accepted."""
 
 
 def refuse_settings(runner: Any) -> None:

@@ -50,7 +50,7 @@ class Worker:
             info: Its arguments: none, those of `join`, or `attempt` and `deadline_s`.
 
         Returns:
-            For "workers": how many workers the replica has. Else nothing.
+            For "workers": [number of workers of the replica]. Else an empty list.
         """
         try:
             if call == "workers":
@@ -74,7 +74,7 @@ class Worker:
         if self._session is not None:
             self._session.close()
         parallel = get_parallel()
-        # One model for all connections: only the lock of a connection that left the engine torn can undo its NaN.
+        # One model for all connections: if one of them leaves the engine torn, only its lock can undo the NaN.
         if self._model is None:
             runner = self._manager.tp_worker.model_runner
             groups = [parallel.tp_group.cpu_group] if parallel.tp_size > 1 else []
@@ -118,7 +118,7 @@ def _in_step() -> bool:
 
 
 def _with_length(backend: Any) -> AbstractContextManager[Any]:
-    """Give an attention backend without CUDA graphs the sequence length of dummy forwards, which it does not say."""
+    """Give an attention backend without CUDA graphs a sequence length for dummy forwards: it raises when asked."""
     name = "get_cuda_graph_seq_len_fill_value"
     try:
         getattr(backend, name)()

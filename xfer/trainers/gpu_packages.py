@@ -124,7 +124,7 @@ class DotProductAttention(torch.nn.Module):
 
 
 class RMSNorm(torch.nn.Module):
-    """`weight` [hidden]. mamba-ssm's gated norm has the same parameters, and calls the dtype `dtype`.
+    """`weight` [hidden]. mamba-ssm's gated norm has the same parameters, and takes `dtype` for `params_dtype`.
 
     Megatron-Core gives the size as `hidden_size` up to 0.16 and as `normalized_shape` from 0.17 on.
     """
@@ -157,7 +157,7 @@ class LayerNorm(RMSNorm):
 
 
 def get_cpu_offload_context(*_: object, **__: object) -> tuple[contextlib.AbstractContextManager, None]:
-    """Megatron-Core asks for it when it builds a block, whether or not activations are offloaded."""
+    """Stands in for a function that Megatron-Core calls when it builds a block, whether or not activations are offloaded."""
     return contextlib.nullcontext(), None
 
 

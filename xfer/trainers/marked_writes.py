@@ -1,7 +1,7 @@
 """Megatron-Core's distributed optimizer as a writer (kernels/written.py): its copies of masters into parameters mark what they change.
 
-`_copy_main_params_to_model_params` of an optimizer object runs as it is, but that its copies go through `write`. So nothing here
-knows which parameters it copies, where to, and which it leaves to other code (FP8).
+The optimizer's own `_copy_main_params_to_model_params` runs, but its copies go through `write`. So this module needs no list of the
+parameters that it copies, of their places, or of those that it leaves to other code (FP8).
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class _MarkingCopy:
 
 
 class _Writes(TorchDispatchMode):
-    """Copies of masters wait for each other, since many tensors are written faster at once: until another operator comes that is no view,
-    or until the end."""
+    """Collects copies of masters, since many tensors are written faster at once. It writes them before an operator that is neither a view
+    nor such a copy, and at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class _Writes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         copies = func is torch.ops.aten.copy_.default
         if not (func.is_view or copies and args[1].dtype == torch.float32):
-            self._write()  # it may read what waits to be written: 16-bit tensors
+            self._write()  # the operator may read 16-bit tensors that are not written yet
         if copies:
             self._waiting.append(args[:2])
             return args[0]

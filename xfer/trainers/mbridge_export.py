@@ -2,8 +2,8 @@
 
 `Bridge.export_weights` walks over the parameters of all pipeline stages, broadcasts each from its stage, gathers it over EP and TP, and
 yields checkpoint tensors. Object collectives are answered with this rank's objects and tensor collectives symbolically
-(xfer.trace.collectives), so only this rank's parameters are walked. mbridge takes them from the model itself; it gets a view of the
-model here in which they are meta twins. Written for mbridge 0.15.1.
+(xfer.trace.collectives), so only this rank's parameters are walked. mbridge reads parameters from the model, so it gets a view of
+the model whose parameters are meta twins. Written for mbridge 0.15.1.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _OnTwins:
 
 
 def follow(bridge: Any, chunks: Sequence[torch.nn.Module], slots: Iterable[Slot], rank: int) -> Traced:
-    """Return what this rank's part of the export reads, by slot.
+    """Return the trace of this rank's part of the export, by slot.
 
     Args:
         bridge: mbridge's bridge of the model.
@@ -80,6 +80,6 @@ def follow(bridge: Any, chunks: Sequence[torch.nn.Module], slots: Iterable[Slot]
 
 
 def checkpoint_specs(bridge: Any) -> dict[str, TensorSpec]:
-    """Return the specs of the checkpoint from which the bridge loaded, by its index; without an index none."""
+    """Return the specs of the checkpoint from which the bridge has loaded, by its headers; none if it has loaded nothing."""
     source = bridge.safetensor_io
     return read_headers(Path(source.hf_dir), source.index) if source is not None else {}

@@ -101,7 +101,7 @@ class MegatronTrainer:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         if self.rank == 0:
             _warn_of_versions()
-        self._device: torch.device | None = None  # when the layout was first read
+        self._device: torch.device | None = None  # set when the layout is first read
         self._hf_names = None if hf_names is None else tuple(hf_names)
         self._probe, self.reads_together = probe, bool(probe)
         self._scratch_bytes = scratch_bytes
@@ -110,7 +110,7 @@ class MegatronTrainer:
         self.computed: Computed | None = None
         """The tensors that this rank computes before each refit; None if there are none."""
         self._scales = Scales()
-        self._groups: list[object] = []  # Megatron's, where what is computed gathers over them
+        self._groups: list[object] = []  # Megatron's groups, if computed tensors gather over them
 
     @property
     def device(self) -> torch.device:
@@ -183,7 +183,7 @@ class MegatronTrainer:
     # ---- layout
 
     def fence_before(self, fence: Callable[[], object]) -> None:
-        """Call `fence` before Megatron finishes gradients, too: with them it updates the biases of routers, which are exported.
+        """Also call `fence` before Megatron finishes gradients, since it then updates the biases of routers, which are exported.
 
         Raises:
             Unsupported: There are such biases, and `finalize_model_grads_func`, which updates them, is not set yet.
@@ -192,7 +192,7 @@ class MegatronTrainer:
         self._fence_biases()
 
     def _fence_biases(self) -> None:
-        """Fence what updates the biases, again in every refit: Megatron-LM's `train()` sets it anew."""
+        """Fence the function that updates the biases. Done in every refit, since Megatron-LM's `train()` sets it anew."""
         from megatron.core.utils import get_model_config
 
         configs = {id(c): c for c in map(get_model_config, self.chunks)}
@@ -218,7 +218,7 @@ class MegatronTrainer:
         return finish(*args, **keywords)
 
     def mark_writes(self, optimizer: object) -> None:
-        """Let Megatron's distributed optimizer mark what it changes; see marked_writes.py."""
+        """Let Megatron's distributed optimizer mark its changes; see marked_writes.py."""
         marked_writes.mark_writes(optimizer)
 
     def read(self) -> TrainerLayout:
@@ -270,7 +270,7 @@ class MegatronTrainer:
         device, found = self.device, list(walk(self.chunks))
         with torch.no_grad():
             exported = follow(self.bridge, self.chunks, found, self.rank)
-        if self.bridge.make_vocab_size_divisible_by is None:  # else it drops the rows that it padded
+        if self.bridge.make_vocab_size_divisible_by is None:  # else mbridge drops the rows that it padded
             self._say_what_is_left(exported, found)
         traced = _canonical(exported, checkpoint_specs(self.bridge), {}, self.rank)
         slots = Slots(self.chunks, [slot for slot in found if slot.name in traced.reads], unmapped=unmapped)
@@ -317,7 +317,7 @@ class MegatronTrainer:
         c = self.computed
         return tensors if c is None else {**tensors, c.root.name: c.storage}
 
-    # ---- what is computed
+    # ---- computed tensors
 
     def parameter(self, name: str) -> torch.Tensor:
         """Return the live tensor of a slot, for recipes: `recipe.evaluate(trainer.parameter)`.
@@ -469,11 +469,11 @@ _CHANGES_WEIGHTS: dict[str, tuple[int | None, str]] = {
     "gtp_weight_remat_size": (1, _CUT_AGAIN),
     "expert_gtp_weight_remat_size": (1, _CUT_AGAIN),
 }
-"""Settings of Megatron-Core 0.19 under which live weights are not those that Bridge exports: the harmless value, and why."""
+"""Settings of Megatron-Core 0.19 under which live weights are not those that Bridge exports: setting -> (harmless value, reason)."""
 
 
 def _wrong_installation(bridge: object) -> list[str]:
-    """One line per package that is missing, and if there is no process group at all."""
+    """A line for missing packages, and one if there is no process group at all."""
     needed = ("megatron.core",) if is_mbridge(bridge) else ("megatron.core", "megatron.bridge")
     missing = [name for name in needed if not _installed(name)]
     bad = []
@@ -507,7 +507,7 @@ def _wrong_groups(chunks: Sequence[torch.nn.Module], bridge: object) -> list[str
 
 
 def _warn_of_versions() -> None:
-    """Log a line if these releases of the frameworks were not tested together. A checkout may say no version."""
+    """Log a line if these releases of the frameworks were not tested together. A checkout may have no version."""
     core, bridge = (getattr(sys.modules.get(f"megatron.{name}"), "__version__", None) for name in ("core", "bridge"))
     if core and bridge and (line := untested_trainer(core, bridge)):
         logger.warning("xfer: %s", line)
@@ -615,7 +615,7 @@ class _Followed:
 
 
 def _all_gather(group: dist.ProcessGroup, mine: torch.Tensor) -> list[torch.Tensor]:
-    """Gather the bytes of each rank of Megatron's `group`, equally many per rank."""
+    """Gather `mine` of each rank of Megatron's `group`. It has the same size on all of them."""
     slots = [torch.empty_like(mine) for _ in range(group.size())]
     group.allgather([slots], [mine]).wait()
     return slots
@@ -624,8 +624,8 @@ def _all_gather(group: dist.ProcessGroup, mine: torch.Tensor) -> list[torch.Tens
 def _bucket_groups(chunk: Any) -> list:
     """Megatron's bucket groups with gathers that may be pending: none unless an optimizer overlaps them.
 
-    That is the distributed optimizer or, as of Megatron-Core 0.19, its layer-wise one, which tells each bucket the owners of
-    its parameters.
+    That is the distributed optimizer or, from Megatron-Core 0.19 on, its layer-wise one, whose buckets list their parameters
+    by owner.
     """
     while chunk is not None and not hasattr(chunk, "bucket_groups"):
         chunk = getattr(chunk, "module", None)
@@ -639,7 +639,7 @@ def _bucket_groups(chunk: Any) -> list:
 
 
 def _tied(chunks: Sequence[torch.nn.Module]) -> bool:
-    """Whether embeddings are tied: the config's flag, as Bridge reads it. The presence of an output layer does not tell."""
+    """Whether embeddings are tied: the config's flag, as Bridge reads it. An output layer may be there in both cases."""
     from megatron.core.utils import get_model_config, unwrap_model
 
     fallback = getattr(unwrap_model(chunks[0]), "share_embeddings_and_output_weights", False)

@@ -5,7 +5,7 @@
         bridge = AutoBridge.from_hf_config(config)
         chunks = chunks_of(bridge, parallel)
 
-Ranks are told apart by Megatron's own group arithmetic on torch's fake process group. The models have the layout of
+Megatron's own group arithmetic places the ranks, on torch's fake process group. The models have the layout of
 those on GPUs and cannot run: see gpu_packages.py.
 """
 
@@ -47,7 +47,7 @@ def is_known(config: Mapping[str, Any]) -> bool:
 def make_known(config: Mapping[str, Any]) -> None:
     """Lets AutoConfig read the config of a family that the installed transformers does not have.
 
-    The code of such a family comes with its checkpoints. Bridge only asks what the config's class is called, so none of
+    The code of such a family comes with its checkpoints. Bridge only reads the name of the config's class, so none of
     that code is needed. Does nothing for a known family.
 
     Args:
@@ -97,9 +97,9 @@ def rank_of(parallel: TrainerParallel, rank: int) -> Iterator[None]:
         }
         if place != (ours := place_of(parallel, rank)):
             raise LayoutError(f"trainer {rank}: Megatron places it at {place}, xfer's mesh at {ours}")
-        # Layers allocate on this device, and a finished model is moved to it. Nothing is drawn.
+        # Layers allocate on this device, and a finished model is moved to it. No random number is drawn.
         stack.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: CPU))
-        # So is, on its own, the copy of a tied embedding that the last of several stages has.
+        # The last of several stages moves its copy of a tied embedding separately.
         for kind in (torch.nn.Module, torch.Tensor):
             stack.enter_context(mock.patch.object(kind, "cuda", lambda moved, device=None: moved))
         stack.enter_context(mock.patch.object(CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext()))
@@ -123,12 +123,12 @@ def make_provider(bridge, parallel: TrainerParallel, fields: Mapping[str, object
 
     Args:
         bridge: an AutoBridge.
-        fields: set on the provider last, e.g. how many layers the last stage has.
+        fields: set on the provider last, e.g. the number of layers of the last stage.
 
     Raises:
-        Exception: whatever Megatron's own check of a configuration raises.
+        Exception: any error of Megatron's own check of the configuration.
     """
-    # Megatron leaves the attention backend of one model in the environment and refuses another for the next.
+    # Megatron leaves the attention backend of one model in the environment, and then refuses a model with another one.
     for name in [n for n in os.environ if n.startswith("NVTE_")]:
         del os.environ[name]
     provider = bridge.to_megatron_provider(load_weights=False)
@@ -149,7 +149,7 @@ def make_provider(bridge, parallel: TrainerParallel, fields: Mapping[str, object
 
 
 def check(bridge, parallel: TrainerParallel, fields: Mapping[str, object] = {}) -> None:
-    """Raises what Megatron refuses of this configuration, before a rank is built."""
+    """Raises Megatron's error if it refuses this configuration, before a rank is built."""
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
     with rank_of(parallel, 0):

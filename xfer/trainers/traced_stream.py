@@ -1,8 +1,8 @@
 """Megatron-Core trainers of the packed route whose export only moves bytes.
 
 A trace of Megatron-Bridge's export gives, for every exported tensor, the place of its elements in this rank's storages,
-or that they are computed. If no rank computes any, messages are assembled from these places (packed/tensors.py) and a
-refit does not run Bridge. If one rank does (merged adapters, conversions of values), Bridge exports on all ranks
+or shows that they are computed. If no rank computes any, messages are assembled from these places (packed/tensors.py)
+and a refit does not run Bridge. If one rank does (merged adapters, conversions of values), Bridge exports on all ranks
 (bridge_stream.py). The tensors are the same, bit for bit. megatron.py has the tracing.
 """
 
@@ -88,7 +88,7 @@ class TracedStream:
     """A stream that assembles messages from storages if all ranks can; see packed.source.WritingStream.
 
     Attributes:
-        why: The reason for which this rank needs Bridge's export; "" if it does not.
+        why: The reason why this rank needs Bridge's export; "" if it does not.
         writes: Whether messages are assembled from storages, since the last `build`. Equal on all ranks.
     """
 
@@ -121,12 +121,12 @@ class TracedStream:
             self.parts.forget()
             return specs
         if some := sorted(s.name for s in {*traced} - {*specs}):
-            self.why = f"the trace and the export tell different tensors: {some[:8]}"
+            self.why = f"the trace and the export have different tensors: {some[:8]}"
         self.parts.expect(specs)  # another rank must hold the tensors of which this rank holds nothing (experts)
         return specs
 
     def check(self) -> str:
-        """Return the state of the export, whose parameters are the same. If parts do not write, they hold no tensors to check."""
+        """Return the state of the export, whose parameters are the same. `parts` has tensors to check only if it writes."""
         state = self.export.check()
         if state == "changed" or self.why:
             return state

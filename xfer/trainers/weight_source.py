@@ -8,7 +8,7 @@ engine is an unmodified vLLM with `weight_transfer_config={"backend": "nccl"}` (
 Over vLLM's own sources this adds: buckets are gathered together, conversion tasks are checked on all ranks at every sync,
 and the tensors match their declaration. Versions, commit, coverage and deadlines belong to xfer's session; vLLM's
 backends have none. vLLM 0.26 or later must be installed where the trainer runs: earlier versions have no `WeightSource`. vLLM 0.33
-renamed what a source implements: `metadata` is a property and is read once, and `iter_full` replaces iteration.
+changed the methods of a source: `metadata` is a property and is read once, and `iter_full` replaces iteration.
 """
 
 from __future__ import annotations
