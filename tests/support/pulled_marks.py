@@ -42,13 +42,16 @@ class Puller:
         whole = head is None or not self.base or int(head[0]) != self.base
         moved, at = 0, places([r.numel() for r in roots])
         for span in self.reads(roots):
-            i, some = span.root, np.ones(span.stop - span.start, bool)
+            i, pieces = span.root, [(span.start, span.stop)]
             if not whole:
                 bits = np.unpackbits(marks.numpy()[at[i] : at[i + 1]], bitorder="little")
                 assert bits.sum() == head[1 + i]
-                some = bits.repeat(GRANULE)[span.start : span.stop] != 0
-            span.of(self.live)[some] = span.of(roots)[some]
-            moved += int(some.sum())
+                marked = [(g * GRANULE, (g + 1) * GRANULE) for g in np.flatnonzero(bits).tolist()]
+                pieces = [(max(x, span.start), min(y, span.stop)) for x, y in marked]
+            for start, stop in pieces:
+                if start < stop:
+                    self.live[i][start:stop] = roots[i][start:stop]
+                    moved += stop - start
             assert torch.equal(span.of(self.live), span.of(roots))
         return moved
 
