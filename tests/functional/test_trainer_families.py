@@ -55,10 +55,8 @@ def with_transformer_engine() -> dict[str, str]:
     """Environment in which trainers import TransformerEngine, from their own packages or from a folder beside them. Skips without one."""
     paths = {"PYTHONPATH": os.pathsep.join((str(ROOT), TE_SITE))}
     # torch first, as in trainers: it loads NCCL, which TransformerEngine's core needs and does not find.
-    asks, how = (
-        "import torch, transformer_engine.pytorch",
-        dict(env=environment(**paths), capture_output=True, text=True),
-    )
+    asks = "import torch, transformer_engine.pytorch"
+    how = dict(env=environment(**paths), capture_output=True, text=True)
     tried = subprocess.run([PYTHON["trainer"], "-c", asks], **how)
     if tried.returncode:
         why = tried.stderr.strip().splitlines()[-1]

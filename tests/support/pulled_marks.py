@@ -1,4 +1,4 @@
-"""Two who pull from a trainer's storages what is marked, as workers do, and check that they then have the bytes that their plans read."""
+"""Two pullers copy marked granules of a trainer's storages, as workers do, and check that they have the bytes of their plans then."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def reading(spans: list[ByteRange]) -> np.ndarray:
 
 
 class Puller:
-    """`base`: the refit whose bytes it holds in `live`; 0: none. `seed`: of what its plan reads; 0: everything."""
+    """`base`: the refit whose bytes it holds in `live`; 0: none. `seed`: picks the bytes that its plan reads; 0: all."""
 
     def __init__(self) -> None:
         self.base, self.seed, self.live = 0, 0, list[torch.Tensor]()

@@ -359,9 +359,7 @@ def test_whatever_failed_before_the_next_refit_commits(kind, left_open, steps, m
                     assert core.paused == (call == "pause")
                 theirs = True
             elif step == "a pause of a dead controller":
-                if kind.startswith(
-                    "async"
-                ):  # its object knows of a pause in a refit, also when another controller comes
+                if kind.startswith("async"):  # the object keeps the owner's pause in a refit, for later controllers too
                     owner(handle, "resume")
                 core.paused, theirs = True, False
                 handle.assume_paused()

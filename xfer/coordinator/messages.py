@@ -623,7 +623,7 @@ class Settle(WireMessage, frozen=True):
 class Settled(WireMessage, frozen=True):
     """Controller -> coordinator: the refit is over for the engine. `version`: what it serves now, None if it is paused.
 
-    `attempt` 0: what an earlier controller had left paused serves again.
+    `attempt` 0: the engine serves again that an earlier controller had left paused.
     """
 
     attempt: Count

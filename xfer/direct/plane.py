@@ -73,8 +73,8 @@ class Storages(Protocol):
         same; None if there are none of all that the plan with this digest reads."""
 
     def remembered(self, attempt: int, plan: str) -> tuple[Sequence[torch.Tensor], Sequence[ByteRange]] | None:
-        """Return copies of what this plan reads of the storages, as this refit sent it, and the parts of which they are; None if there
-        are none."""
+        """Return copies of the bytes that this plan reads, as this refit sent them, and the parts of the storages that they are copies
+        of; None if there are none."""
 
     def as_bound(self) -> bool:
         """Whether the storages are those of `roots`, by a whole look. Called on a worker that stages bytes. May raise instead of False."""

@@ -111,7 +111,7 @@ class Remembered:
         return marks.tensor if marks is not None else None
 
     def whole(self, refit: int, plan: str) -> tuple[Sequence[torch.Tensor], Sequence[ByteRange]] | None:
-        """Return copies of all that this plan reads, as this refit sent it, and the parts of storages of which they are, in order; None if
-        there are none."""
+        """Return copies of the bytes that this plan reads, as this refit sent them, and the parts of the storages that they are copies
+        of, in order; None if there are none."""
         there = plan in self._plans and self._copies and not self._spans and refit == self.refit
         return (self._copies, self._parts) if there else None

@@ -1,7 +1,7 @@
 """Marks: one bit for each granule of a rank's storages, set if the granule has changed since an earlier refit.
 
-A source compares what is read of its storages with copies of what it sent in that refit, but for spans whose changes an optimizer marks
-when it writes them (written.py). The marks lie in memory that destinations map or read as they do storages, and a destination pulls
+A source compares the bytes that plans read with copies of those that it sent in that refit, but for spans whose changes an optimizer
+marks when it writes them (written.py). The marks lie in memory that destinations map or read as they do storages, and a destination pulls
 marked granules only (transport/peer.py, transport/peer_host.py). Granules are counted from the beginning of each storage. A mark may be
 set for a granule that has not changed, never the other way round.
 

@@ -42,8 +42,8 @@ class HeldBytes:
     Attributes:
         attempt: Number of the refit whose bytes they hold.
         plan: Number of the plan, equal on all ranks.
-        before: Source: what its messages read as it was in that refit, flat uint8; None if it has no copies of that refit. It then
-            sends whole messages.
+        before: Source: copies, from that refit, of the bytes that its messages read; flat uint8. None if it has none: it then sends
+            whole messages.
         parts: The parts of its storages of which `before` are copies, in order.
     """
 
