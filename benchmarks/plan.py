@@ -142,7 +142,7 @@ def measure(name: str, folded: bool, fabric: bool) -> dict:
     if fabric:
         links = Fabric.uniform(hosts, nvlink=396 * 10**9, nic=48_500_000_000, local=1600 * 10**9)
         site = Site.packed(links, of.world, replicas, workers).to_bytes()
-    relay = LayoutExchange(lambda d: owners.get(d, []))
+    relay = LayoutExchange(lambda d: owners.get(d, []), lambda ask: None)
     inventories = {i.digest().encode(): i for i in (*sources, *destinations)}
 
     class Everybody:

@@ -7,7 +7,7 @@ import lzma
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import msgspec
@@ -65,11 +65,12 @@ class Job:
     def __init__(self, catalog: Catalog, sources, takers, options: PlanOptions):
         self.events: queue.Queue = queue.Queue()
         self.failed: list[Exception] = []
+        self.waits: list[Callable[[], None]] = []
         self.catalog, self.options = catalog, options
         self.trainers = [Rank(self, f"trainer {i}", s) for i, s in enumerate(sources)]
         self.workers = [Rank(self, f"worker {i}", t) for i, t in enumerate(takers)]
         self.ranks = [*self.trainers, *self.workers]
-        self.relay = LayoutExchange(lambda digest: [r for r in self.ranks if r.digest == digest])
+        self.relay = LayoutExchange(lambda digest: [r for r in self.ranks if r.digest == digest], self.waits.append)
         self.thread = threading.Thread(target=self.brain, daemon=True)
 
     def brain(self) -> None:
@@ -133,7 +134,8 @@ def test_all_ranks_plan_the_same_and_each_class_is_sent_once(world, copies):
         assert before == (job.relay.sent, job.relay.received) and not job.failed
 
 
-def test_when_an_owner_is_gone_another_of_its_class_is_asked(job):
+@pytest.mark.parametrize("silent", [False, True])
+def test_when_an_owner_is_gone_or_silent_another_of_its_class_is_asked(job, silent):
     lost = job.trainers[0]
     lost.deaf = True  # asked first, never answers
     asked, alive = lost.send, [r for r in job.ranks if r is not lost]
@@ -142,7 +144,7 @@ def test_when_an_owner_is_gone_another_of_its_class_is_asked(job):
         lost.digest = b""
         job.relay.gone(lost)
 
-    lost.send = lambda message: (asked(message), job.events.put((gone,)))
+    lost.send = lambda message: (asked(message), job.events.put(((lambda: job.waits[0]()) if silent else gone,)))
     assert len({p.digest for p, _ in job.plan(alive)}) == 1
     assert lost.count(m.LayoutAsk) == job.trainers[1].count(m.LayoutAsk) == 1
 

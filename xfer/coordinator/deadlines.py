@@ -31,6 +31,8 @@ ARM_AHEAD_S = 0.002
 TOGETHER_S = 5.0
 """Seconds that replicas which could begin wait for others. On the packed route all replicas of one gather begin together; in a relay
 chain a replica begins after the one before it."""
+OWNER_S = 1.0
+"""Seconds after which another rank with an equal layout is asked for it: the one that was asked may hang."""
 CAUSE_S = 0.25
 """Seconds that the end of a refit waits for the reason, after a rank reported only that a connection closed."""
 HOLD_S = 0.002

@@ -138,19 +138,20 @@ class LayoutExchange:
 
     Args:
         owners: returns the connected clients that announced a digest.
+        later: runs an action when an owner has had `OWNER_S` to answer.
 
     Attributes:
         sent: bytes of rolls and layouts sent so far.
         received: bytes of layouts received so far.
     """
 
-    def __init__(self, owners: Callable[[bytes], Iterable[Client]]):
-        self._owners = owners
+    def __init__(self, owners: Callable[[bytes], Iterable[Client]], later: Callable[[Callable[[], None]], None]):
+        self._owners, self._later = owners, later
         self._rolls: OrderedDict[bytes, tuple[bytes, ...]] = OrderedDict()  # roll -> the layouts that it names
         self._known: dict[bytes, bytes] = {}  # digest -> content
         self._packed: dict[tuple[bytes, ...], bytes] = {}  # contents that were asked for together
         self._wanted: dict[tuple[bytes, ...], _Bundle] = {}
-        self._asked: dict[bytes, Client] = {}  # digest -> the client that was asked for it
+        self._asked: dict[bytes, set[Client]] = {}  # digest -> the clients that were asked for it
         self.sent = self.received = 0
 
     def roll(self, inventories: Sequence[bytes], hosts: Sequence[str], keep: int) -> bytes:
@@ -198,7 +199,7 @@ class LayoutExchange:
 
     def gone(self, client: Client) -> None:
         """Ask other ranks of its class for the layouts that this client has not sent."""
-        self._asked = {d: c for d, c in self._asked.items() if c is not client}
+        self._asked = {d: rest for d, some in self._asked.items() if (rest := some - {client})}
         for digests, wanted in list(self._wanted.items()):
             wanted.asked = [(c, call) for c, call in wanted.asked if c is not client]
             if wanted.asked:
@@ -207,11 +208,17 @@ class LayoutExchange:
                 del self._wanted[digests]
 
     def _ask(self, digests: tuple[bytes, ...]) -> None:
-        missing = self._wanted[digests].missing
         for d in digests:
-            if d in missing and d not in self._asked and (owner := next(iter(self._owners(d)), None)) is not None:
-                self._asked[d] = owner
-                owner.send(m.LayoutAsk(d))
+            if d in self._wanted[digests].missing and d not in self._asked:
+                self._ask_an_owner(d)
+
+    def _ask_an_owner(self, digest: bytes) -> None:
+        """Ask an owner that was not asked yet, and later the next one: the first may hang, and replicas that wait would fall with it."""
+        asked = self._asked.pop(digest, set())
+        if (owner := next((c for c in self._owners(digest) if c not in asked), None)) is not None:
+            self._asked[digest] = asked | {owner}
+            owner.send(m.LayoutAsk(digest))
+            self._later(lambda: self._ask_an_owner(digest) if digest in self._asked else None)
 
     def _answer(self, digests: tuple[bytes, ...]) -> None:
         if digests not in self._packed:
