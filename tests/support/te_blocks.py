@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,13 @@ from tests.support.block_fp8 import SIDE, te_quantized
 
 PAD = 64
 """Elements to which Megatron-Core aligns each parameter in its buffer."""
+
+
+class DType(IntEnum):
+    """TransformerEngine 2.20's: such a member prints as its number."""
+
+    kFloat8E4M3 = 7
+    kFloat8E5M2 = 8
 
 
 class Float8BlockwiseQTensor(torch.Tensor):
@@ -67,7 +75,7 @@ class Fp8Weights:
                 p,
                 dict(
                     rowwise_data=part[: p.numel()].view(p.shape), rowwise_scale_inv=scales, columnwise_data=None,
-                    columnwise_scale_inv=None, is_2D_scaled=True, fp8_dtype="DType.kFloat8E4M3",
+                    columnwise_scale_inv=None, is_2D_scaled=True, fp8_dtype=DType.kFloat8E4M3,
                     quantizer=SimpleNamespace(block_len=SIDE, force_pow_2_scales=pow2),
                 ),
             )  # fmt: skip

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.support.te_blocks import Float8BlockwiseQTensor
+from tests.support.te_blocks import DType, Float8BlockwiseQTensor
 from xfer.errors import RebindError, Unsupported
 from xfer.trace.fragment import Fragment, TensorSpec
 from xfer.trace.slots import Slots, walk
@@ -22,7 +22,7 @@ def parts(rows: int, columns: int, **other) -> dict:
         "rowwise_scale_inv": torch.ones(-(-rows // 128), -(-columns // 512) * 4),
         "columnwise_data": None,
         "columnwise_scale_inv": None,
-        "fp8_dtype": "DType.kFloat8E4M3",
+        "fp8_dtype": DType.kFloat8E4M3,
         "quantizer": SimpleNamespace(block_len=128, force_pow_2_scales=False),
         "is_2D_scaled": True,
         **other,
@@ -56,7 +56,7 @@ def module_of(p: torch.Tensor) -> torch.nn.Module:
         (dict(rowwise_data=None), "without rowwise_data and rowwise_scale_inv now"),
         (dict(rowwise_scale_inv=None), "without rowwise_data and rowwise_scale_inv now"),
         (dict(is_2D_scaled=False), "with scales per 1x128"),
-        (dict(fp8_dtype="DType.kFloat8E5M2"), "in DType.kFloat8E5M2 with scales per 128x128"),
+        (dict(fp8_dtype=DType.kFloat8E5M2), "in kFloat8E5M2 with scales per 128x128"),
         (dict(quantizer=SimpleNamespace(block_len=64)), "with scales per 64x64"),
         (dict(quantizer=None), "with scales per NonexNone"),
         (dict(rowwise_scale_inv=torch.ones(2, 2)), "scales [2, 2]"),

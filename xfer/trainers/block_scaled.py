@@ -41,7 +41,7 @@ def refused(p: torch.Tensor) -> str:
     values, scales, quantizer = parts.get(_VALUES), parts.get(_SCALES), parts.get("quantizer")
     if values is None or scales is None:
         return f"is a {kind} without {_VALUES} and {_SCALES} now: bring them back before xfer reads them"
-    block, dtype = getattr(quantizer, "block_len", None), str(parts.get("fp8_dtype"))
+    block, dtype = getattr(quantizer, "block_len", None), getattr(parts.get("fp8_dtype"), "name", "no dtype")
     if not parts["is_2D_scaled"] or block != BLOCK or "e4m3" not in dtype.lower():
         form = f"{block}x{block}" if parts["is_2D_scaled"] else f"1x{block}"
         return f"is a {kind} in {dtype} with scales per {form}; {_ONLY}"
