@@ -1,5 +1,5 @@
-"""For all tests: property tests have no deadline per example, which a busy machine would miss. What they test is not speed. Processes of
-pytest-xdist share the forges of one folder (tests/support/forge.py).
+"""For all tests: property tests have no deadline per example, which a busy machine would miss. What they test is not speed. CI takes the
+same examples in every run (tests/support/examples.py). Processes of pytest-xdist share the forges of one folder (tests/support/forge.py).
 
 Under pytest-xdist each worker begins at another GPU: tests take GPUs from the first on, and would all meet on that one."""
 
@@ -11,7 +11,9 @@ import tempfile
 
 from hypothesis import settings
 
-settings.register_profile("xfer", deadline=None)
+from tests.support.examples import FIXED
+
+settings.register_profile("xfer", deadline=None, derandomize=FIXED)
 settings.load_profile("xfer")
 
 if "XFER_TEST_FORGES" not in os.environ:
