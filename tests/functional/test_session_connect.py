@@ -62,16 +62,6 @@ def test_an_adapter_is_that_of_one_open_session():
             assert not session.refit(min_replicas=0).committed
 
 
-def test_a_controller_that_was_closed_before_trainers_came_does_not_come_any_more():
-    """It once took the replica's place for a moment, so that the next controller was refused."""
-    before = set(threading.enumerate())
-    xfer.serve(ToyEngine(1), rendezvous=somewhere(), token=TOKEN).close()
-    until = time.monotonic() + 3.0
-    while left := set(threading.enumerate()) - before:
-        assert time.monotonic() < until, left
-        time.sleep(0.05)
-
-
 # ---- all ranks hear why it fails, whichever rank knows
 
 

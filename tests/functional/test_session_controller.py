@@ -1,6 +1,6 @@
 """Controllers: the states in which they find an engine, and the state in which a refit without effect leaves it."""
 
-import json
+import contextlib
 import re
 import threading
 import time
@@ -10,7 +10,7 @@ import pytest
 
 from tests.functional.test_session_changes import unreadable
 from tests.support.simulation import Killed, simulated
-from tests.support.world import TOKEN, ToyEngine, World, free_port, good, until_true
+from tests.support.world import TOKEN, ToyEngine, World, free_port, until_true
 from xfer.background import BackgroundCall
 from xfer.coordinator import coordinator
 from xfer.coordinator import messages as m
@@ -18,12 +18,10 @@ from xfer.coordinator.deadlines import LEAVE_S
 from xfer.coordinator.events import Disconnected, Received
 from xfer.engines.handles import OfflineLLM
 from xfer.engines.remote import CallableEngine
-from xfer.errors import DeadlineExceeded, EngineLost, LayoutError, Unsupported, XferError
+from xfer.errors import DeadlineExceeded, EngineLost, Unsupported, XferError
 from xfer.participants.controller import MIXED, PAUSED, Controller
 from xfer.participants.worker import WorkerSession
 from xfer.rendezvous.server import Server
-from xfer.sglang.engines import _Forwarder
-from xfer.sglang.plugin import CALL
 
 pytestmark = pytest.mark.usefixtures(simulated.__name__)
 
@@ -43,6 +41,29 @@ class ToyLLM:
         self.update_weight_version = lambda text: toy.set_version(text, 0)
         self.get_weight_version = lambda: toy.get_version(0)
         self.reset_prefix_cache = lambda **_: True
+
+
+class Engine(ToyEngine):
+    """`served`: what its workers held whenever it was resumed. `kept`: what its caches were computed with. `at_init`: whether it was paused
+    when it was last told to join, and its label."""
+
+    def __init__(self, workers: int = 2, holds: str = "whole"):
+        super().__init__(workers)
+        self.label, self.served, self.kept = "default", set(), []
+        for taker in self.takers:
+            taker.began_with = holds
+
+    def init(self, info, timeout):
+        self.at_init = self.paused, self.label
+        super().init(info, timeout)
+
+    def resume(self, timeout):
+        self.served |= {taker.holds for taker in self.takers}
+        super().resume(timeout)
+
+    def reset_caches(self, timeout):
+        super().reset_caches(timeout)
+        self.kept.clear()
 
 
 def world(*engines: ToyEngine, **how) -> World:
@@ -113,60 +134,56 @@ def test_an_engine_with_a_drafter_is_joined_again_after_a_controller_died_in_a_r
             w.commits(1)
 
 
-def test_an_engine_that_was_started_without_weights_serves_after_its_first_commit(monkeypatch):
-    """A call that asks while the version arrives is not told that there are no weights."""
-    toy, asked, set_ = ToyEngine(2), [], Controller._set
-    for taker in toy.takers:
-        taker.began_with = "nothing"
+@pytest.mark.parametrize("keeps", [True, False])
+def test_an_engine_serves_whole_versions_only_and_its_caches_outlive_them_only_where_the_owner_says_so(
+    monkeypatch, keeps
+):
+    """Whatever comes before a commit. Caches that were computed with anything but a whole version never outlive it."""
+    set_, asked, version, toy = Controller._set, [], 0, Engine(2, "nothing")
 
     def set_late(controller, *a, **kw):
-        if kw.get("version") == 1:
+        if kw.get("version") == 1:  # a call that asks while it arrives is not told that there are no weights
             asked.append(BackgroundCall(lambda: (controller.wait_ready(5), controller.wait_version("1", 5))[1]))
-            asked[0].ended(time.monotonic() + 0.3)  # long enough to be told something wrong
+            asked[0].ended(time.monotonic() + 0.3)
         set_(controller, *a, **kw)
 
     monkeypatch.setattr(Controller, "_set", set_late)
+    toy.keeps_caches, taker = keeps, toy.takers[1]
+    befores = ["no weights", "", "a refit that wrote nothing", "a torn engine", "", "another controller", ""]
     with world(toy) as w:
-        controller = w.controllers[0]
-        controller.wait_ready(5)
-        assert toy.paused and not serves(controller)
-        with pytest.raises(DeadlineExceeded, match="the first refit brings them"):
-            controller.wait_version(timeout_s=0.1)
-        failing(w)
-        assert toy.paused and not serves(controller), "a refit that wrote nothing must not let random weights serve"
-        w.commits(1)
-        assert asked[0].take(time.monotonic() + 5) == controller.wait_version(timeout_s=5) == 1
-        assert not toy.paused and serves(controller)
-
-
-def test_only_caches_of_whole_versions_outlive_a_refit_and_only_where_the_owner_says_so():
-    """Somebody resumes the engine by force whenever it is paused. `kept`: what its caches were computed with."""
-    events = ("no weights", "", "a refit that wrote nothing", "a torn engine", "", "another controller", "")
-    for keeps, befores in ((True, events), (False, events[:2])):
-        toy, kept, version = ToyEngine(2), [], 0
-        toy.keeps_caches, toy.reset_caches = keeps, lambda timeout, kept=kept: kept.clear()
-        taker = toy.takers[1]
-        taker.began_with = "nothing"
-        with world(toy) as w:
-            w.controllers[0].wait_ready(5)
-            for before in befores:
-                kept.append(taker.holds if version == 0 else version)
-                if before == "a refit that wrote nothing":
-                    failing(w)
-                elif before == "a torn engine":
-                    taker.run_recipes = lambda: 1 / 0
-                    w.fails(9, XferError, "ZeroDivisionError")
-                    until_true(lambda: w.controllers[0].torn)
-                    kept.append(taker.holds)
-                    del taker.run_recipes
-                elif before == "another controller":
-                    w.leave(0)
-                    w.come(0, toy).wait_ready(5)
-                earlier, version = [*kept], version + 1
-                w.commits(version)
-                whole = before in ("", "a refit that wrote nothing")
-                assert kept == (earlier if keeps and whole else []), before
-                assert not keeps or not whole or version - 1 in kept
+        w.controllers[0].wait_ready(5)
+        for before in befores if keeps else [*befores, "a reset that failed"]:
+            controller = w.controllers[0]
+            toy.kept.append(taker.holds if version == 0 else version)
+            if before == "no weights":
+                with pytest.raises(DeadlineExceeded, match="the first refit brings them"):
+                    controller.wait_version(timeout_s=0.1)
+                failing(w)
+            elif before == "a refit that wrote nothing":
+                failing(w)
+            elif before == "a torn engine":
+                taker.run_recipes = lambda: 1 / 0
+                w.fails(9, XferError, "ZeroDivisionError")
+                until_true(lambda: w.controllers[0].torn)
+                toy.kept.append(taker.holds)
+                del taker.run_recipes
+            elif before == "a reset that failed":  # the weights are whole and new, the caches come from those before
+                toy.fail["reset"] = XferError("cache blocks are held")
+                w.fails(9, XferError, "could not be resumed", deadline_s=5.0)
+                until_true(lambda: w.controllers[0].torn)
+            whole = before in ("", "a refit that wrote nothing", "another controller")
+            assert (toy.paused, serves(controller)) == (not whole, whole), before
+            if before in ("another controller", "a reset that failed"):
+                w.leave(0)
+                toy.log.clear()
+                w.come(0, toy).wait_ready(5)
+                assert toy.log == ([] if whole else ["pause", "reset", "resume"])
+                whole = False  # nobody knows what its caches come from
+            earlier, version = [*toy.kept], version + 1
+            report = w.commits(version)
+            assert toy.kept == (earlier if keeps and whole else []) and not toy.paused, before
+            assert w.controllers[0].wait_version(timeout_s=5) == report.version and serves(w.controllers[0])
+    assert asked[0].take(time.monotonic() + 5) == 1 and toy.served == {"whole"}
 
 
 def test_a_sampler_waits_for_weights_that_are_not_too_old():
@@ -182,60 +199,59 @@ def test_a_sampler_waits_for_weights_that_are_not_too_old():
                     controller.wait_version(at_least=5, timeout_s=0.01)
 
 
-@pytest.mark.parametrize(
-    ("holds", "in_step"), [("whole", True), ("mix", False), ("mix", True), ("nothing", True), ("whole", False)]
-)
-def test_an_engine_whose_replica_cannot_join_serves_only_what_is_whole(holds, in_step):
-    """A refit of the other replicas does not put a mix or random weights into service either."""
-    toy = ToyEngine(1)
-    taker = toy.takers[0]
-    toy.label, toy.in_step, taker.read, taker.began_with = "default", in_step, unreadable, holds
-    if holds == "mix":
-        toy.label, toy.paused, taker.began_with = MIXED, True, "whole"
-        taker.engage_lock()
-    with world(ToyEngine(1), toy, deadline_s=6.0, wait=False) as w:
-        w.controllers[0].wait_ready(5)
-        with pytest.raises(LayoutError, match="cannot take it"):
-            w.controllers[1].wait_ready(5)
-        for _ in range(2):
-            assert toy.paused == (holds != "whole") and (toy.label == "default") == (holds == "whole")
-            assert w.controllers[1].error is not None
-            assert [o.committed for o in w.refit(1, min_replicas=1, deadline_s=3.0)[0].outcomes] == [True, False]
-            time.sleep(0.2)
+# What its workers hold, by the label of an engine, whose controller may have died just before it set another one.
+FOUND = [
+    ("default", "whole"),
+    ("default", "nothing"),
+    (MIXED, "whole"),
+    (MIXED, "mix"),
+    (PAUSED, "whole"),
+    (PAUSED, "nothing"),
+]
+UNJOINED = {"a worker does not come": "no layout yet from worker 1", "its layout cannot be read": "cannot take it"}
 
 
-def test_a_torn_engine_of_which_only_whole_workers_came_stays_out(monkeypatch):
-    """Its label decides until all workers have joined."""
-    join, toy = WorkerSession._join, ToyEngine(2)
+@pytest.mark.parametrize("joins", ["it joins", *UNJOINED])
+@pytest.mark.parametrize("in_step", [False, True])
+def test_an_engine_whose_controller_comes_anew_serves_if_and_only_if_all_of_it_is_whole(monkeypatch, in_step, joins):
+    """By what its workers say, and by its label for those that do not come. A refit of other replicas puts nothing into service. What xfer
+    has paused is paused while it joins: an SGLang server, which does not say that it is paused, would be resumed then."""
+    join, gone = WorkerSession._join, joins == "a worker does not come"
 
     def unless_second(session):
-        if session.index == 1:
-            raise DeadlineExceeded("no xfer rendezvous answered")
+        if gone and session.index == 1:
+            raise DeadlineExceeded("by the test")
         return join(session)
 
     monkeypatch.setattr(WorkerSession, "_join", unless_second)
-    toy.label, toy.paused = MIXED, True
-    toy.takers[1].engage_lock()
-    with world(toy, wait=False, deadline_s=2.0) as w:
-        with pytest.raises(XferError):
-            w.controllers[0].wait_ready(10)
-        assert toy.paused and toy.label == MIXED and w.controllers[0].torn
-
-
-def test_an_engine_that_was_left_between_commit_and_reset_drops_its_caches_before_it_serves():
-    """Its weights are whole and new, and its caches come from those before."""
-    toy = ToyEngine(2)
-    with world(toy) as w:
-        w.commits(1)
-        toy.fail["reset"] = XferError("cache blocks are held")
-        with pytest.raises(XferError, match="could not be resumed"):
-            good(w.refit(2, deadline_s=5.0))
-        until_true(lambda: w.controllers[0].torn)
-        assert toy.paused and all(taker.holds == "whole" for taker in toy.takers)
-        w.leave(0)
-        del toy.log[:]
-        w.come(0, toy).wait_ready(5)
-        assert toy.log == ["pause", "reset", "resume"] and not toy.paused
+    for label, holds in FOUND:
+        toy, ours = Engine(2, holds), label != "default"
+        toy.label, toy.in_step, toy.paused = label, in_step, ours
+        if holds == "mix":
+            toy.takers[1].engage_lock()
+        if joins == "its layout cannot be read":
+            toy.takers[1].read = unreadable
+        whole = holds == "whole" and not (gone and ours)
+        with world(Engine(1), toy, wait=False, deadline_s=2.0 if gone else 6.0) as w:
+            w.controllers[0].wait_ready(5)
+            with contextlib.nullcontext() if joins == "it joins" else pytest.raises(XferError, match=UNJOINED[joins]):
+                w.controllers[1].wait_ready(10)
+            if ours or in_step:
+                assert toy.at_init == (True, MIXED if label == MIXED else PAUSED)
+            for _ in range(2):
+                assert (toy.paused, w.controllers[1].torn) == (not whole, not whole), (label, holds)
+                assert toy.label in (("xfer:unknown" if ours else "default",) if whole else (PAUSED, MIXED)), (
+                    label,
+                    holds,
+                )
+                if joins != "it joins":
+                    assert w.controllers[1].error is not None
+                    outcomes = w.refit(1, min_replicas=1, deadline_s=3.0)[0].outcomes
+                    assert [o.committed for o in outcomes] == [True, False]
+                    time.sleep(0.2)
+            if joins == "it joins":
+                assert w.commits(1).committed == 2 and (toy.paused, toy.label) == (False, "1")
+        assert toy.served <= {"whole"}, (label, holds)
 
 
 class Dying:
@@ -262,8 +278,8 @@ class Dying:
 def test_the_next_controller_resumes_an_engine_whose_controller_was_killed_in_a_refit(trainers):
     """At any point between its pause and its resume: also where the label is that of a version, and the pause could be its owner's."""
     for calls in range(1, 8):
-        toy = ToyEngine(2)
-        toy.label, engine = "default", Dying(toy)
+        toy = Engine()
+        engine = Dying(toy)
         with behind(engine, world(toy)) as w:
             w.commits(1)
             engine.calls = calls
@@ -276,6 +292,7 @@ def test_the_next_controller_resumes_an_engine_whose_controller_was_killed_in_a_
         if trainers != "live on":
             with world(toy) as w:
                 serves_again(w, toy)
+        assert toy.served == {"whole"}
 
 
 def serves_again(w: World, toy: ToyEngine) -> None:
@@ -298,79 +315,36 @@ def stays_paused_by_its_owner(w: World, toy: ToyEngine) -> None:
     toy.paused = False
 
 
-class ToySGLang(_Forwarder):
-    """A ToyEngine behind the routes of SGLang's server, which does not say whether it is paused."""
-
-    def __init__(self, toy: ToyEngine):
-        super().__init__("retract")
-        self.toy, self.served = toy, []
-
-    def _ask(self, route: str, **body):
-        toy = self.toy
-        if route == "get_weights_by_name":
-            asked = json.loads(body["name"].removeprefix(CALL))
-            return [1.0] if asked["call"] == "workers" else getattr(toy, asked["call"])(asked["info"], 0)
-        if route == "continue_generation":
-            self.served.append(toy.takers[0].holds)
-        calls = {
-            "pause_generation": toy.pause, "continue_generation": toy.resume, "begin_weight_update": toy.start_update,
-            "end_weight_update": lambda timeout: toy.finish(None, timeout),
-            "update_weight_version": lambda timeout: toy.set_version(body["new_version"], timeout),
-        }  # fmt: skip
-        return calls[route](0) if route in calls else True
-
-    def get_weight_version(self):
-        return self.toy.label
-
-
-@pytest.mark.parametrize(("label", "holds"), [("default", "whole"), (MIXED, "mix"), (PAUSED, "nothing")])
-def test_an_sglang_server_that_xfer_has_paused_stays_so_while_it_joins_again(label, holds):
-    toy = ToyEngine(1)
-    toy.label, toy.paused, toy.takers[0].began_with = label, label != "default", holds
-    engine = ToySGLang(toy)
-    with behind(CallableEngine(engine), world(toy)) as w:
-        w.controllers[0].wait_ready(5)
-        assert toy.paused == (label != "default")
-        w.commits(1)
-        assert not toy.paused and set(engine.served) == {"whole"}
-
-
-def test_a_sampler_hears_that_a_worker_is_gone_and_gets_no_version_that_nobody_serves():
-    with world() as w:
-        w.commits(1)
-        controller = w.controllers[0]
-        assert controller.wait_version(timeout_s=5) == 1
-        w.engines[0].sessions[0].close()
-        until_true(lambda: controller.error is not None)
-        assert controller.version is None
-        with pytest.raises(XferError, match="worker 0"):
-            controller.wait_version(at_least=1, timeout_s=5)
-
-
 @pytest.mark.parametrize(
     ("how", "holds", "why"),
     [("the replica cannot join", "nothing", "cannot take it"), ("the trainers leave", "whole", "gone|left|closed|lost"),
-     ("it is closed", "nothing", "was closed before")],
+     ("a worker is gone", "whole", "worker 0"), ("it is closed", "nothing", "was closed before")],
 )  # fmt: skip
 def test_a_wait_for_a_version_ends_when_none_can_come_any_more_and_says_why(how, holds, why):
-    toy = ToyEngine(1)
-    toy.takers[0].began_with = holds
+    """Nor does it get a version that nobody serves any more."""
+    toy = Engine(1, holds)
     if how == "the replica cannot join":
         toy.takers[0].read = unreadable
-    with world(ToyEngine(1), toy, deadline_s=8.0, wait=False) as w:
+    with world(Engine(1), toy, deadline_s=8.0, wait=False) as w:
         controller = w.controllers[1]
         if how != "the replica cannot join":
             controller.wait_ready(5)
-        wait = BackgroundCall(lambda: controller.wait_version(timeout_s=60))
+        if how == "a worker is gone":
+            w.commits(1)
+            assert controller.wait_version(timeout_s=5) == 1
+        wait = BackgroundCall(lambda: controller.wait_version("5", timeout_s=60))
         time.sleep(0.2)
         if how == "the trainers leave":
             w.sessions[0].close()
+        elif how == "a worker is gone":
+            toy.sessions[0].close()
         elif how == "it is closed":
             controller.close()
         assert wait.ended(time.monotonic() + 5) and re.search(why, str(wait.error)), wait.error
-        assert not isinstance(wait.error, DeadlineExceeded)
-        with pytest.raises(type(wait.error)):
-            controller.wait_version("5", timeout_s=60)
+        assert not isinstance(wait.error, DeadlineExceeded) and controller.version is None
+        for more in ({}, dict(at_least=1)):
+            with pytest.raises(type(wait.error)):
+                controller.wait_version(timeout_s=60, **more)
         if how == "it is closed":
             assert type(wait.error) is Unsupported, "an EngineLost would be waited for: the next refit mends most"
             with pytest.raises(Unsupported, match="was closed by its owner"):
@@ -387,11 +361,6 @@ class Apart(ToyEngine):
     def __init__(self, later: int):
         super().__init__(2)
         self.in_step, self.later, self.resumed = True, later, False
-        self.label, self.at_init = "default", []
-
-    def init(self, info, timeout):
-        self.at_init.append((self.paused, self.label))
-        super().init(info, timeout)
 
     def update(self, info, timeout):
         if not self.resumed:
@@ -404,12 +373,10 @@ class Apart(ToyEngine):
 
 @pytest.mark.parametrize("later", [0, 1])
 def test_data_parallel_ranks_that_did_not_come_together_are_paused_and_called_again(monkeypatch, later):
-    """They are also paused before the call in which a worker joins."""
     monkeypatch.setattr("xfer.coordinator.commit.APART_S", 0.2)
     toy = Apart(later)
     with world(toy) as w:
         w.controllers[0].wait_ready(5)
-        assert toy.at_init == [(True, "xfer:paused")] and (toy.paused, toy.label) == (False, "default")
         once = ["pause", "start", "update", "finish", "reset", "resume"]
         for version, resumed in ((1, False), (2, True), (3, False)):
             toy.log.clear()
@@ -452,39 +419,30 @@ def test_a_pause_that_ends_after_its_controller_is_known_for_ours_by_the_next_on
 
 
 @pytest.mark.parametrize("in_step", [False, True])
-def test_a_controller_that_was_closed_while_it_joined_leaves_its_place_and_its_engine(in_step):
-    w = world(wait=False, deadline_s=8.0)
-    w.rendezvous, slow, up = f"tcp://127.0.0.1:{free_port()}", ToyEngine(1), threading.Event()
-    slow.in_step, slow.workers = in_step, lambda timeout: up.wait(timeout) and 1
-    ghost = w.serve(slow, 0)
-    ghost.close()
-    up.set()
-    ghost._thread.join(5)
-    assert not ghost._thread.is_alive() and ghost._party is None
-
-    first, reading, go = w.engines[0], threading.Event(), threading.Event()
-    first.in_step, read = in_step, first.takers[0].read
-    first.takers[0].read = lambda catalog: (reading.set(), go.wait(5), read(catalog))[2]
-    with w:
-        assert reading.wait(5) and first.paused == in_step
-        threading.Timer(0.2, go.set).start()
-        w.controllers[0].close()
-        w.controllers[0]._thread.join(5)
-        assert not first.paused
-        w.come(0, ToyEngine(1)).wait_ready(5)
-
-
-def test_a_controller_that_is_closed_before_it_pauses_to_join_leaves_its_engine_alone():
-    """`close()` does not wait, since nothing was paused yet; a later controller could not tell that such a pause is xfer's."""
+@pytest.mark.parametrize("where", ["the engine", "its rendezvous", "the label", "a layout"])
+def test_a_controller_that_is_closed_while_it_waits_to_join_leaves_its_place_and_its_engine(where, in_step):
+    """Whatever it waits for. `close` waits where something is paused: a later controller could not tell that such a pause is xfer's."""
     toy, asked, go = ToyEngine(1), threading.Event(), threading.Event()
-    toy.in_step, get_version = True, toy.get_version
-    toy.get_version = lambda timeout: (asked.set(), go.wait(10), get_version(timeout))[2]
-    with world(toy, wait=False, deadline_s=8.0) as w:
-        assert asked.wait(5)
-        w.controllers[0].close()
-        go.set()
-        w.controllers[0]._thread.join(5)
-        assert not w.controllers[0]._thread.is_alive() and toy.log == [] and toy.label == ""
+    toy.in_step, w = in_step, world(toy, wait=False, deadline_s=8.0)
+    w.rendezvous, early = f"tcp://127.0.0.1:{free_port()}", where in ("the engine", "its rendezvous")
+    called = {"the engine": (toy, "workers"), "the label": (toy, "get_version"), "a layout": (toy.takers[0], "read")}
+    if where in called:
+        of, name = called[where]
+        call = getattr(of, name)
+        setattr(of, name, lambda *a: (asked.set(), go.wait(10), call(*a))[2])
+    with contextlib.closing(w):
+        closed = w.serve(toy, 0) if early else w.connect().controllers[0]
+        assert where not in called or asked.wait(5)
+        assert toy.paused == (in_step and where == "a layout")
+        threading.Timer(0.2, go.set).start()
+        closed.close()
+        closed._thread.join(3)
+        assert not closed._thread.is_alive() and not toy.paused and toy.label == ""
+        assert where == "a layout" or not toy.log
+        if early:
+            assert closed._party is None
+        else:
+            w.come(0, ToyEngine(1)).wait_ready(5)
 
 
 def test_an_engine_may_be_served_again_as_soon_as_its_controller_is_closed(monkeypatch):
