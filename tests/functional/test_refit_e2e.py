@@ -67,6 +67,13 @@ class Case:
 
 
 PLAIN = dict(distopt=False, overlap=False)
+DENSE, MOE = dict(tp=2, pp=2, distopt=True), dict(tp=2, pp=2, ep=2, etp=1, distopt=True)
+SHARDED, FLAT_MOE = dict(tp=2, ep=2, etp=2, distopt=True), dict(tp=2, ep=2, etp=1, distopt=True)
+UNEVEN_STAGES = dict(
+    tp=1, pp=2, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=3, distopt=True
+)
+ONE, TWO, TWO_EP = (dict(tp=n, **ep) for n, ep in ((1, {}), (2, {}), (2, dict(ep=True))))
+"""An engine."""
 LORA = dict(lora=dict(dim=4, alpha=6, lora_B_init_method="xavier"))
 """Adapters on every linear layer. Bridge merges them while it exports; a refit must bring the very same bits."""
 UNADAPTED = ("*norm.weight", "*embed_tokens.weight", "*lm_head.weight", "*mlp.gate.weight")
@@ -84,110 +91,79 @@ CHANGES = dict(frozen=("*norm.weight",), connect=dict(scramble=False), delta=Tru
 PADDED = dict(tp=2, pp=2, vpp=2, distopt=True, should_pad_vocab=True, make_vocab_size_divisible_by=40, load=False)
 UNEVEN = dict(num_key_value_heads=2, vocab_size=250)
 CASES = [
-    Case("qwen3_moe", dict(tp=2, pp=2, ep=2, etp=1, distopt=True), (dict(tp=2),), WIDE_MOE, fp8="fp8"),
+    Case("qwen3_moe", MOE, (TWO,), WIDE_MOE, fp8="fp8"),
     Case(  # two replicas, the second of which reads from the first
-        "qwen3_tied",
-        dict(tp=1, pp=2, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=3, distopt=True),
-        (dict(tp=1), dict(tp=1)),
-        connect=dict(host_pull=True, relay=True),
+        "qwen3_tied", UNEVEN_STAGES, (ONE, ONE), connect=dict(host_pull=True, relay=True)
     ),
-    Case("qwen3", dict(tp=2, pp=2, **PLAIN), (dict(tp=2),), **PACKED),
+    Case("qwen3", dict(DENSE, **PLAIN), (TWO,), **PACKED),
     # The optimizer marks what it changes, and there are no copies.
     Case(
         "qwen3",
-        dict(tp=2, pp=2, distopt=True, lr=SMALL_STEP["lr"] / 10),  # a granule has 16 elements
-        (dict(tp=2),),
+        dict(DENSE, lr=SMALL_STEP["lr"] / 10),  # a granule has 16 elements
+        (TWO,),
         WIDE,
         frozen=("*norm.weight",),
         connect=dict(scramble=False, host_pull=True, fenced=True),
         delta=True,
     ),
     # Two stages on each rank, and a vocabulary that each side pads to another size.
-    Case(
-        "qwen3_moe",
-        dict(PADDED, ep=2, etp=1, **SMALL_STEP),
-        (dict(tp=2, ep=True), dict(tp=1)),
-        dict(vocab_size=250),
-        **CHANGES,
-    ),
+    Case("qwen3_moe", dict(PADDED, ep=2, etp=1, **SMALL_STEP), (TWO_EP, ONE), dict(vocab_size=250), **CHANGES),
 ]
 SLOW = [
-    Case("deepseek_v3", dict(tp=2, ep=2, etp=2, distopt=True), (dict(tp=2, ep=True),)),
+    Case("deepseek_v3", SHARDED, (TWO_EP,)),
     # TP above the number of KV heads.
     Case("qwen3", dict(PADDED, **SMALL_STEP), (dict(tp=4),), UNEVEN, **dict(CHANGES, stage=False)),
-    Case(
-        "qwen3_moe",
-        dict(tp=2, pp=2, ep=2, etp=1, distopt=True, **SMALL_STEP),
-        (dict(tp=2, ep=True), dict(tp=1)),
-        **CHANGES,
-    ),
-    Case("qwen3", dict(tp=2, pp=2), (dict(tp=2),), mbridge=True),
-    Case("qwen3_moe", dict(tp=2, ep=2, etp=1), (dict(tp=2, ep=True), dict(tp=1)), mbridge=True),
+    Case("qwen3_moe", dict(MOE, **SMALL_STEP), (TWO_EP, ONE), **CHANGES),
+    Case("qwen3", dict(tp=2, pp=2), (TWO,), mbridge=True),
+    Case("qwen3_moe", dict(tp=2, ep=2, etp=1), (TWO_EP, ONE), mbridge=True),
     Case("qwen3", PADDED, (dict(tp=4),), UNEVEN),
     Case("qwen3", dict(PADDED, **SMALL_STEP), (dict(tp=4),), UNEVEN, **CHANGES),
-    Case("qwen3_tied", dict(tp=2, pp=2, distopt=True, **SMALL_STEP), (dict(tp=1), dict(tp=2)), **CHANGES),
-    Case(
-        "qwen3_moe",
-        dict(tp=2, ep=2, etp=2, distopt=True),
-        (dict(tp=2, ep=True), dict(tp=1)),
-        connect=dict(scramble=False),
-        stage=True,
-    ),
-    Case("qwen3", dict(tp=2, pp=2, distopt=True), (dict(tp=2), dict(tp=2)), connect=dict(relay=True)),
-    Case("qwen3", dict(tp=2, pp=2, distopt=True), (dict(tp=2),), WIDE, fp8="fp8"),
-    Case("qwen3_moe", dict(tp=2, pp=2, ep=2, etp=1, distopt=True), (dict(tp=2, ep=True),), WIDE_MOE, fp8="fp8"),
-    Case("qwen3_tied", dict(tp=2, pp=2, **PLAIN), (dict(tp=1), dict(tp=2)), WIDE, fp8="fp8"),
-    Case("qwen3_moe", dict(tp=2, pp=2, ep=2, etp=1, distopt=True), (dict(tp=2),), WIDE_MOE, fp8="compressed-tensors"),
-    Case("qwen3", dict(tp=2, pp=2, distopt=True), (dict(tp=1),), WIDE, fp8="compressed-tensors"),
+    Case("qwen3_tied", dict(DENSE, **SMALL_STEP), (ONE, TWO), **CHANGES),
+    Case("qwen3_moe", SHARDED, (TWO_EP, ONE), connect=dict(scramble=False), stage=True),
+    Case("qwen3", DENSE, (TWO, TWO), connect=dict(relay=True)),
+    Case("qwen3", DENSE, (TWO,), WIDE, fp8="fp8"),
+    Case("qwen3_moe", MOE, (TWO_EP,), WIDE_MOE, fp8="fp8"),
+    Case("qwen3_tied", dict(DENSE, **PLAIN), (ONE, TWO), WIDE, fp8="fp8"),
+    Case("qwen3_moe", MOE, (TWO,), WIDE_MOE, fp8="compressed-tensors"),
+    Case("qwen3", DENSE, (ONE,), WIDE, fp8="compressed-tensors"),
     # vLLM decodes with tensors that it computes of kv_b_proj in FP8.
-    Case("deepseek_v3", dict(tp=2, ep=2, etp=1, distopt=True), (dict(tp=2),), WIDE_LATENT, fp8="fp8"),
+    Case("deepseek_v3", FLAT_MOE, (TWO,), WIDE_LATENT, fp8="fp8"),
     Case(
         "deepseek_v3",
-        dict(tp=2, pp=2, ep=2, etp=1, distopt=True, **SMALL_STEP),
-        (dict(tp=1),),
+        dict(MOE, **SMALL_STEP),
+        (ONE,),
         WIDE_LATENT,
         fp8="fp8",
         **dict(CHANGES, frozen=("*norm.weight", "*_scale_inv")),
     ),
     # Each worker quantizes whole tensors, and vLLM processes each layer again.
-    Case("qwen3", dict(tp=2, pp=2, **PLAIN), (dict(tp=2),), WIDE, fp8="fp8", **PACKED),
-    Case("qwen3_moe", dict(tp=2, ep=2, etp=2, **PLAIN), (dict(tp=2), dict(tp=1)), WIDE_MOE, fp8="fp8", **PACKED),
-    Case("qwen3", dict(tp=2, pp=2, **PLAIN), (dict(tp=1),), WIDE, fp8="compressed-tensors", **MAPPED),
-    Case(
-        "qwen3_moe",
-        dict(tp=2, pp=2, ep=2, etp=1, distopt=True),
-        (dict(tp=2, ep=True),),
-        WIDE_MOE,
-        fp8="compressed-tensors",
-        **PACKED,
-    ),
-    Case("deepseek_v3", dict(tp=2, ep=2, etp=1, distopt=True), (dict(tp=2),), WIDE_LATENT, fp8="fp8", **PACKED),
-    Case("deepseek_v3", dict(tp=2, pp=2, ep=2, etp=1, distopt=True), (dict(tp=2),), **PACKED),
-    Case("qwen3_tied", dict(tp=2, pp=2, **PLAIN), (dict(tp=1),), **MAPPED),
-    Case("qwen3_moe", dict(tp=2, ep=2, etp=2, **PLAIN), (dict(tp=2), dict(tp=1)), **PACKED),
-    Case("qwen3_moe", dict(tp=2, pp=2, ep=2, etp=1, **PLAIN), (dict(tp=2, ep=True),), **MAPPED),
-    Case("deepseek_v3", dict(tp=2, pp=2, ep=2, etp=1, distopt=True), (dict(tp=2),)),
-    Case("qwen3", dict(pp=2, cp=2, **PLAIN), (dict(tp=2),)),
-    Case("qwen3", dict(tp=2, pp=2, distopt=True, **LORA), (dict(tp=2),), frozen=UNADAPTED),
-    Case("qwen3", dict(tp=2, pp=2, **PLAIN), (dict(tp=2),)),
-    Case("qwen3_tied", dict(tp=2, pp=2, distopt=True), (dict(tp=2),)),
-    Case(
-        "qwen3_tied",
-        dict(tp=1, pp=2, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=3, distopt=True),
-        (dict(tp=1),),
-    ),
-    Case("qwen3_moe", dict(tp=2, pp=2, ep=2, etp=1, **PLAIN), (dict(tp=2),)),
+    Case("qwen3", dict(DENSE, **PLAIN), (TWO,), WIDE, fp8="fp8", **PACKED),
+    Case("qwen3_moe", dict(SHARDED, **PLAIN), (TWO, ONE), WIDE_MOE, fp8="fp8", **PACKED),
+    Case("qwen3", dict(DENSE, **PLAIN), (ONE,), WIDE, fp8="compressed-tensors", **MAPPED),
+    Case("qwen3_moe", MOE, (TWO_EP,), WIDE_MOE, fp8="compressed-tensors", **PACKED),
+    Case("deepseek_v3", FLAT_MOE, (TWO,), WIDE_LATENT, fp8="fp8", **PACKED),
+    Case("deepseek_v3", MOE, (TWO,), **PACKED),
+    Case("qwen3_tied", dict(DENSE, **PLAIN), (ONE,), **MAPPED),
+    Case("qwen3_moe", dict(SHARDED, **PLAIN), (TWO, ONE), **PACKED),
+    Case("qwen3_moe", dict(MOE, **PLAIN), (TWO_EP,), **MAPPED),
+    Case("deepseek_v3", MOE, (TWO,)),
+    Case("qwen3", dict(pp=2, cp=2, **PLAIN), (TWO,)),
+    Case("qwen3", dict(DENSE, **LORA), (TWO,), frozen=UNADAPTED),
+    Case("qwen3", dict(DENSE, **PLAIN), (TWO,)),
+    Case("qwen3_tied", DENSE, (TWO,)),
+    Case("qwen3_tied", UNEVEN_STAGES, (ONE,)),
+    Case("qwen3_moe", dict(MOE, **PLAIN), (TWO,)),
     Case("qwen3_moe", dict(tp=1, pp=1, ep=4, distopt=True), (dict(tp=4, ep=True),)),
-    Case("qwen3_moe", dict(tp=1, pp=2, vpp=2, ep=2, distopt=True), (dict(tp=2, ep=True),)),
+    Case("qwen3_moe", dict(tp=1, pp=2, vpp=2, ep=2, distopt=True), (TWO_EP,)),
     Case(
         "deepseek_v3",
         dict(tp=1, pp=4, distopt=True, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=1),
-        (dict(tp=1),),
+        (ONE,),
     ),
-    Case("qwen3", dict(tp=2, pp=1, cp=2, distopt=True), (dict(tp=1), dict(tp=2))),
-    Case("qwen3", dict(tp=4, pp=1, **PLAIN), (dict(tp=2),)),
+    Case("qwen3", dict(tp=2, pp=1, cp=2, distopt=True), (ONE, TWO)),
+    Case("qwen3", dict(tp=4, pp=1, **PLAIN), (TWO,)),
     # No overlap: Megatron's buckets count the gradients of an adapter that several experts share wrongly.
-    Case("qwen3_moe", dict(tp=2, ep=2, etp=2, **PLAIN, **LORA), (dict(tp=2, ep=True), dict(tp=1)), frozen=UNADAPTED),
+    Case("qwen3_moe", dict(SHARDED, **PLAIN, **LORA), (TWO_EP, ONE), frozen=UNADAPTED),
 ]
 
 
