@@ -337,6 +337,14 @@ def raised(answers, says: str = "", *types: str) -> None:
         assert a["kind"] == "raised" and a["type"] in (types or LATE) and says in a["text"], a
 
 
+def only_the_first(w, *types: str) -> None:
+    """The refit of version 2 that has begun commits on replica 0 and fails on replica 1, with such an error, in time."""
+    report = good(in_time(w.answers()))
+    assert report["committed"] == [True, False], report
+    assert report["errors"][1].startswith(types or "") and "replica 1" in report["errors"][1], report
+    right(w, 2, [0])
+
+
 def goes_on(w, meet: bool = False) -> None:
     """The job's next refit is whole, if need be after a new meeting. None begins while NIXL may still write."""
     if meet:
@@ -356,10 +364,7 @@ def test_a_cut_link_fails_its_replica_in_time_and_the_other_goes_on(world):
     w, c = world, world.cluster
     begin(w, 2, deadline_s=SHORT, min_replicas=1)
     c.cut(c.hosts[3])
-    report = good(in_time(w.answers()))
-    assert report["committed"] == [True, False], report
-    assert report["errors"][1].startswith((*LATE, "EngineLost")) and "replica 1" in report["errors"][1], report
-    right(w, 2, [0])
+    only_the_first(w, *LATE, "EngineLost")
     c.mend(c.hosts[3])
     goes_on(w)
 
@@ -379,29 +384,24 @@ def test_a_trainer_whose_link_is_cut_ends_the_refit_on_every_rank_in_time(world,
 
 @pytest.mark.slow
 @by_nixl
-def test_a_trainer_that_dies_in_mid_read_is_one_typed_error_in_time(world):
-    w = world
-    begin(w, 2, deadline_s=FAR)
-    w.trainers[1].signal(signal.SIGKILL)
-    raised(in_time(w.answers([0]), 20.0), "trainer 1", "PeerLost")
-    assert w.trainers[1].dead()
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_trainer_that_dies_or_is_stopped_in_mid_read_is_one_typed_error_in_time(world, dies):
+    """Until one that is stopped goes on, bytes may still arrive, and no refit is begun. Nothing of the old one arrives in the next."""
+    w, victim = world, world.trainers[1]
+    if dies:
+        begin(w, 2, deadline_s=FAR)
+        victim.signal(signal.SIGKILL)
+        raised(in_time(w.answers([0]), 20.0), "trainer 1", "PeerLost")
+        assert victim.dead()
+    else:
+        w.fault("trainers", "trainer:1:moving:stop@1")
+        w.begin(2, deadline_s=SHORT)
+        until_true(victim.is_stopped, 20)
+        raised(in_time(w.answers([0])))
+        victim.signal(signal.SIGCONT)
+        w.answers([1])
     no_mix(w)
-    goes_on(w, meet=True)
-
-
-@pytest.mark.slow
-@by_nixl
-def test_a_trainer_that_is_stopped_in_mid_read_goes_on_later(world):
-    """Until it does, bytes may still arrive, and no refit is begun. Nothing of the old one arrives in the next."""
-    w = world
-    w.fault("trainers", "trainer:1:moving:stop@1")
-    w.begin(2, deadline_s=SHORT)
-    until_true(w.trainers[1].is_stopped, 20)
-    raised(in_time(w.answers([0])))
-    w.trainers[1].signal(signal.SIGCONT)
-    w.answers([1])
-    no_mix(w)
-    goes_on(w)
+    goes_on(w, meet=dies)
 
 
 @pytest.mark.slow
@@ -409,9 +409,7 @@ def test_a_slow_link_takes_longer_or_fails_its_replica_at_the_deadline(world):
     w, c = world, world.cluster
     c.slow(c.hosts[3], 0.1)
     begin(w, 2, deadline_s=SHORT, min_replicas=1)
-    report = good(in_time(w.answers()))
-    assert report["committed"] == [True, False] and report["errors"][1].startswith("DeadlineExceeded"), report
-    right(w, 2, [0])
+    only_the_first(w, "DeadlineExceeded")
     good(w.refit(3, deadline_s=FAR))
     right(w, 3)
     c.mend(c.hosts[3])
@@ -434,11 +432,10 @@ def test_a_lossy_link_costs_time_and_no_bit(world):
 @pytest.mark.parametrize("point", ["enter", "drain", "plan", "link", "moving", "wave", "done"])
 def test_a_trainers_host_that_vanishes(world, point):
     """Not a packet tells of it. The others raise, in time; with a new host the job goes on."""
-    vanishes(world, 1, f"trainer:1:{point}", point)
-    w = world
+    w = vanishes(world, 1, "trainers", f"trainer:1:{point}")
     raised(in_time(w.answers([0])), "trainer 1")
-    no_mix(w)
     w.cluster.mend(w.cluster.hosts[1])
+    no_mix(w)
     goes_on(w, meet=True)
 
 
@@ -447,11 +444,8 @@ def test_a_trainers_host_that_vanishes(world, point):
 @pytest.mark.parametrize("point", ["arm", "plan", "link", "moving", "wave", "done", "commit"])
 def test_an_engines_host_that_vanishes(world, point):
     """The other replica commits. A new engine on that host is told that the place is taken, for a minute (here a fifth of it) at most."""
-    vanishes(world, 3, f"worker:0:{point}", point)
-    w = world
-    report = good(in_time(w.answers()))
-    assert report["committed"] == [True, False] and "replica 1" in report["errors"][1], report
-    right(w, 2, [0])
+    w = vanishes(world, 3, "replica1", f"worker:0:{point}")
+    only_the_first(w)
     w.cluster.mend(w.cluster.hosts[3])
     w.replicas[1].stop()
     w.quiet()
@@ -468,15 +462,16 @@ def test_an_engines_host_that_vanishes(world, point):
     goes_on(w)
 
 
-def vanishes(w, number: int, text: str, point: str) -> None:
+def vanishes(w, number: int, who: str, point: str):
     """Begins a refit in which host `number` vanishes when its rank comes to this point."""
-    name, victim = ("trainers", w.trainers[1]) if number == 1 else ("replica1", w.replicas[1].workers[0])
-    if point in ("plan", "link"):  # these are passed only when a layout changed
+    on_it = [w.trainers[1]] if who == "trainers" else [*w.replicas[1].workers, w.replicas[1].controller]
+    if point.endswith(("plan", "link")):  # these are passed only when a layout changed
         w.trainers[0].value("change")
-    w.fault(name, f"{text}:stop@1")
+    w.fault(who, f"{point}:stop@1")
     w.begin(2, deadline_s=SHORT, min_replicas=1)
-    until_true(victim.is_stopped, 20)
+    until_true(on_it[0].is_stopped, 20)
     w.cluster.cut(w.cluster.hosts[number])
-    for p in [w.trainers[1]] if number == 1 else [*w.replicas[1].workers, w.replicas[1].controller]:
+    for p in on_it:
         p.signal(signal.SIGKILL)
         assert p.dead()
+    return w

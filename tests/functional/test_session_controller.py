@@ -167,6 +167,7 @@ def test_an_engine_serves_whole_versions_only_and_its_caches_outlive_them_only_w
                 until_true(lambda: w.controllers[0].torn)
                 toy.kept.append(taker.holds)
                 del taker.run_recipes
+                failing(w)
             elif before == "a reset that failed":  # the weights are whole and new, the caches come from those before
                 toy.fail["reset"] = XferError("cache blocks are held")
                 w.fails(9, XferError, "could not be resumed", deadline_s=5.0)
