@@ -35,8 +35,8 @@ class RendezvousClient:
 class Waiting(DirectPlane):
     """Opens a link of epoch 1 by waiting for a value that nobody puts, of later ones at once."""
 
-    def __init__(self, party: RendezvousClient, role: str = "trainer"):
-        side = SimpleNamespace(role=role, index=0, device=torch.device("cpu"))
+    def __init__(self, party: RendezvousClient):
+        side = SimpleNamespace(role="trainer", index=0, device=torch.device("cpu"))
         super().__init__(party, side, 0, 0, None)
         self.waits = threading.Event()
         self.facts = PlanFacts("", (), 0, 0, 0, 0)
@@ -49,69 +49,63 @@ class Waiting(DirectPlane):
         return m.LinkOpen(self.replica, order.epoch)
 
 
-def lane_of(party: RendezvousClient, role: str = "trainer") -> Lane:
-    return Lane(party, role, 1, torch.device("cpu"), 0, Waiting(party, role))
+@pytest.fixture
+def lane():
+    party = RendezvousClient()
+    made = Lane(party, "trainer", 1, torch.device("cpu"), 0, Waiting(party))
+    yield made
+    made.close()
 
 
-def test_a_lane_that_cannot_follow_a_go_says_so():
-    """Its own rank broke the link, or its call raised before the go came. Other ranks once waited to the deadline."""
-    for stop in (
-        lambda lane: lane.cancel(PeerLost("stopped"), None),
-        lambda lane: lane.give_up(2, PeerLost("stopped")),
-    ):
-        party = RendezvousClient()
-        lane = lane_of(party)
-        lane.post(m.OpenLink(0, 2, True, 1))
-        assert lane.wait_idle(10)
-        stop(lane)
-        lane.post(m.Go(2, (0,), (2,), "1", False, 1.0))
-        assert lane.wait_idle(10)
-        assert [x for x in party.said if isinstance(x, m.Failed)][0].error.message == "stopped"
-        lane.close()
+@pytest.mark.parametrize(
+    "stop",
+    [lambda lane, why: lane.cancel(why, None), lambda lane, why: lane.give_up(2, why)],
+    ids=["its rank broke the link", "its call raised before the go came"],
+)
+def test_a_lane_that_cannot_follow_a_go_says_so(lane, stop):
+    """Other ranks once waited to the deadline."""
+    lane.post(m.OpenLink(0, 2, True, 1))
+    assert lane.wait_idle(10)
+    stop(lane, PeerLost("stopped"))
+    lane.post(m.Go(2, (0,), (2,), "1", False, 1.0))
+    assert lane.wait_idle(10)
+    assert [x for x in lane.party.said if isinstance(x, m.Failed)][0].error.message == "stopped"
 
 
 @pytest.mark.parametrize("cancelled", [True, False])
-def test_a_wait_of_an_epoch_ends_when_the_next_one_begins(cancelled):
+def test_a_wait_of_an_epoch_ends_when_the_next_one_begins(lane, cancelled):
     """The next epoch takes no cancelled one back, and a cancel that comes late concerns none."""
-    party = RendezvousClient()
-    lane = lane_of(party)
-    try:
-        lane.post(m.OpenLink(0, 1, True, 1))
-        assert lane.plane.waits.wait(10)
-        if cancelled:
-            lane.cancel(PeerLost("given up"), 1)
-        lane.post(m.OpenLink(0, 2, True, 1))  # before the waiting thread can have looked
-        assert lane.wait_idle(10), "still waits for a value of epoch 1"
-        assert party.said == [m.LinkOpen(0, 2)]
-        lane.cancel(PeerLost("late"), 1)
-        lane.post(m.OpenLink(0, 2, False, 1))
-        assert lane.wait_idle(10) and party.said == [m.LinkOpen(0, 2)] * 2
-    finally:
-        lane.close()
+    lane.post(m.OpenLink(0, 1, True, 1))
+    assert lane.plane.waits.wait(10)
+    if cancelled:
+        lane.cancel(PeerLost("given up"), 1)
+    lane.post(m.OpenLink(0, 2, True, 1))  # before the waiting thread can have looked
+    assert lane.wait_idle(10), "still waits for a value of epoch 1"
+    assert lane.party.said == [m.LinkOpen(0, 2)]
+    lane.cancel(PeerLost("late"), 1)
+    lane.post(m.OpenLink(0, 2, False, 1))
+    assert lane.wait_idle(10) and lane.party.said == [m.LinkOpen(0, 2)] * 2
 
 
-def test_a_trainers_lane_that_is_stopped_keeps_its_routes_since_a_later_release_must_close_them():
-    lane, routes = lane_of(RendezvousClient()), SimpleNamespace(stop=lambda: None, close=lambda: pytest.fail("closed"))
+def test_a_trainers_lane_that_is_stopped_keeps_its_routes_since_a_later_release_must_close_them(lane):
+    routes = SimpleNamespace(stop=lambda: None, close=lambda: pytest.fail("closed"))
     lane.plane._routed = routes
     lane.cancel(PeerLost("trainer 1 is gone"), None)
     assert lane.wait_idle(10) and lane.plane._routed is routes
     lane.plane._routed = None
-    lane.close()
 
 
 @pytest.mark.parametrize("message", [m.OpenLink(0, 2, True, 1), m.Go(1, (0,), (1,), "1", False, 1.0)])
-def test_a_message_for_a_lane_that_has_ended_keeps_no_thread_waiting(message):
+def test_a_message_for_a_lane_that_has_ended_keeps_no_thread_waiting(lane, message):
     """The coordinator continues the refit until it hears that this process leaves."""
-    party = RendezvousClient()
-    lane = lane_of(party)
     lane.close()
     lane.post(message)
-    assert lane.wait_idle(0) and lane.wait_idle(0, moved=True) and not party.said
+    assert lane.wait_idle(0) and lane.wait_idle(0, moved=True) and not lane.party.said
 
 
-def test_the_error_that_stops_a_lane_keeps_nothing_that_its_work_held():
+def test_the_error_that_stops_a_lane_keeps_nothing_that_its_work_held(lane):
     """A lane keeps that error until its next epoch. It once kept routes to weights that their trainer had released."""
-    lane, begun, held = lane_of(RendezvousClient()), threading.Event(), []
+    begun, held = threading.Event(), []
 
     def open(order: m.OpenLink, stop: Stop) -> None:
         weights = torch.ones(4)
@@ -125,11 +119,10 @@ def test_the_error_that_stops_a_lane_keeps_nothing_that_its_work_held():
     assert begun.wait(10)
     lane.cancel(PeerLost("given up"), 1)
     assert lane.wait_idle(10) and held[0]() is None
-    lane.close()
 
 
-def test_an_epoch_that_begins_while_its_lane_is_stopped_is_stopped_too(monkeypatch):
-    lane, cancel = lane_of(RendezvousClient()), Lane.cancel
+def test_an_epoch_that_begins_while_its_lane_is_stopped_is_stopped_too(lane, monkeypatch):
+    cancel = Lane.cancel
 
     def cancelled_just_before(self, error, epoch):
         cancel(self, error, epoch)
@@ -141,9 +134,9 @@ def test_an_epoch_that_begins_while_its_lane_is_stopped_is_stopped_too(monkeypat
     assert time.monotonic() - began < 4 * PATIENCE and not lane._thread.is_alive()
 
 
-def test_cancelling_a_lane_does_not_wait_for_its_link():
+def test_cancelling_a_lane_does_not_wait_for_its_link(lane):
     """The caller may be the thread that reads for all lanes. Until the link has ended, the lane is not idle."""
-    lane, ended = lane_of(RendezvousClient()), threading.Event()
+    ended = threading.Event()
     lane.plane._link = SimpleNamespace(
         abort=lambda seconds=10.0: ended.wait(seconds), drained=lambda seconds=0.0: ended.wait(seconds), close=ended.set
     )
@@ -152,7 +145,6 @@ def test_cancelling_a_lane_does_not_wait_for_its_link():
     assert time.monotonic() - began < 5 and not lane.wait_idle(0.1)
     ended.set()
     assert lane.wait_idle(10)
-    lane.close()
 
 
 def test_a_lane_of_a_refit_that_is_over_is_not_reported_for_the_next():
