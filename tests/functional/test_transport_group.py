@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import Future, TimeoutError
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -141,8 +142,71 @@ def test_after_an_abort_no_byte_arrives_in_live_storage():
     assert int(live.count_nonzero()) == 0 and int(flood.count_nonzero()) == at
 
 
-def over(pg) -> NcclLink:
-    """A link whose communicator is a double, since there is no GPU here."""
+# ---- NCCL, by a double, since there is no GPU here
+
+
+class Communicator:
+    """A double of ProcessGroupNCCL. How deep a thread is in groups is NCCL's, not a communicator's, and only the outermost end launches.
+    `at`: what a call does first, by its name. `calls`: their names and the streams that were current."""
+
+    depth, streams, made = threading.local(), threading.local(), []
+
+    def __init__(self, *_, **at):
+        self.at, self.calls, self.queued, self.launched, self.aborted = at, [], [], [], False
+        self.made.append(self)
+        at.get("made", lambda: None)()
+
+    def __getattr__(self, name: str):
+        def call(*args):
+            self.at.get(name, lambda: None)()
+            self.calls.append((name, current_stream()))
+            if name == "_start_coalescing":
+                self.depth.n = getattr(self.depth, "n", 0) + 1
+            elif name == "_end_coalescing":
+                self.depth.n -= 1
+                if not self.depth.n:
+                    self.launched, self.queued = self.launched + self.queued, []
+            elif name == "abort":
+                self.aborted = True
+            elif self.aborted:
+                raise RuntimeError("NCCL communicator was aborted on rank 0.")
+            elif name in ("send", "recv"):
+                self.queued.append(args[1])
+            return SimpleNamespace(wait=lambda: call())
+
+        return call
+
+
+def current_stream(device=None):
+    """A property of the thread, which begins as the device's default."""
+    return getattr(Communicator.streams, "now", "default")
+
+
+@contextmanager
+def in_stream(stream):
+    before, Communicator.streams.now = current_stream(), stream
+    yield
+    Communicator.streams.now = before
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    """Doubles of torch.cuda, which has no call that waits for the device, and of ProcessGroupNCCL: these calls come at its calls."""
+    event = lambda: SimpleNamespace(record=lambda stream: None, query=lambda: True)  # noqa: E731
+    cuda = SimpleNamespace(Event=event, set_device=lambda device: None, Stream=lambda device: object())
+    cuda.stream, cuda.current_stream = in_stream, current_stream
+    monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(Communicator, "made", [])
+
+    def makes(**at) -> None:
+        kind = partial(Communicator, **at)
+        kind.Options = lambda: SimpleNamespace(config=SimpleNamespace())
+        monkeypatch.setattr(dist, "ProcessGroupNCCL", kind, raising=False)
+
+    return makes
+
+
+def over(pg: Communicator) -> NcclLink:
     link = NcclLink(None, 0, 1, 1.0, torch.device("cpu"), ("trainer 0",))
     link._pg = pg
     return link
@@ -158,11 +222,14 @@ def test_a_caller_that_aborts_a_communicator_knows_whether_its_kernels_have_ende
         if fails:
             raise RuntimeError("NCCL error: unhandled cuda error")
 
-    link = over(SimpleNamespace(abort=abort))
+    link = over(Communicator(abort=abort))
     assert link.drained(), "it has not been aborted"
     t0 = time.monotonic()
     link.abort(0.0)
     assert time.monotonic() - t0 < 5 and not link.drained()
+    with pytest.raises(Aborted):  # at once, however long the communicator takes to end
+        link.post([WORD], [])
+    assert time.monotonic() - t0 < 5
     later = blocked_in(link.abort)
     with pytest.raises(TimeoutError):
         later.result(0.2)  # bytes may still be written
@@ -172,132 +239,59 @@ def test_a_caller_that_aborts_a_communicator_knows_whether_its_kernels_have_ende
     link.close()
 
 
-class Streams:
-    """A double of torch.cuda's streams: the current one is a property of the thread, and begins as the device's default."""
-
-    def __init__(self):
-        self._of = threading.local()
-        self.Event = lambda: SimpleNamespace(record=lambda stream: None, query=lambda: True)
-        self.set_device = lambda device: None
-
-    def current_stream(self, device=None):
-        return getattr(self._of, "now", "default")
-
-    Stream = staticmethod(lambda device: object())
-
-    @contextmanager
-    def stream(self, stream):
-        before, self._of.now = self.current_stream(), stream
-        yield
-        self._of.now = before
-
-
-@pytest.fixture
-def nccl(monkeypatch):
-    """Doubles of torch.cuda and ProcessGroupNCCL. `made`: called when a communicator is made; `seen`: its calls and their streams."""
-    found = SimpleNamespace(streams=Streams(), seen=[], made=lambda: None)
-
-    class Group:
-        Options = staticmethod(lambda: SimpleNamespace(config=SimpleNamespace()))
-
-        def __init__(self, *args):
-            found.made()
-
-        def __getattr__(self, name):
-            def called(*args):
-                found.seen.append((name, found.streams.current_stream()))
-                return SimpleNamespace(wait=lambda: called())
-
-            return called
-
-    monkeypatch.setattr(torch, "cuda", found.streams)
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
-    return found
-
-
 def test_opening_a_link_touches_no_stream_of_the_trainers(nccl):
-    """Whose work may wait for what this link waits for. Nor does it wait for the device: `Streams` has no such call."""
+    """Whose work may wait for what this link waits for."""
+    nccl()
     link = NcclLink(None, 0, 2, 5.0, torch.device("cpu"), ("trainer 0", "worker 0"))
-    opened = len(nccl.seen)
+    (pg,) = Communicator.made
+    opened = len(pg.calls)
     link.warm([1])
-    used = [stream for name, stream in nccl.seen if name in ("broadcast", "_end_coalescing", "send", "recv")]
-    assert len(nccl.seen) > opened > 0 and used and len({id(s) for s in used}) == 1 and "default" not in used
+    used = [stream for name, stream in pg.calls if name in ("broadcast", "_end_coalescing", "send", "recv")]
+    assert len(pg.calls) > opened > 0 and used and len({id(s) for s in used}) == 1 and "default" not in used
     link.close()
 
 
 def test_a_communicator_that_was_being_made_when_the_caller_gave_up_is_not_connected(nccl):
     """The abort comes before there is anything to abort. It once waited for its peers for good, in memory of the GPU."""
     making, go_on, before = threading.Event(), threading.Event(), set(background._given_up)
-    nccl.made = lambda: (making.set(), go_on.wait(20))
+    nccl(made=lambda: (making.set(), go_on.wait(20)))
     with pytest.raises(Aborted):
         NcclLink(None, 0, 2, 20.0, torch.device("cpu"), ("trainer 0", "worker 0"), making.is_set)
     (left,) = background._given_up - before
     go_on.set()
-    assert left._left.wait(20) and [name for name, _ in nccl.seen] == ["abort"]
+    assert left._left.wait(20) and [name for name, _ in Communicator.made[0].calls] == ["abort"]
 
 
-class Grouped:
-    """A double of ProcessGroupNCCL: how deep a thread is in groups is NCCL's, not a communicator's, and only the outermost end launches."""
-
-    depth = threading.local()
-
-    def __init__(self):
-        self.queued, self.launched, self.aborted = [], [], False
-
-    def _start_coalescing(self):
-        self.depth.n = getattr(self.depth, "n", 0) + 1
-
-    def message(self, data, peer, tag):
-        if self.aborted:
-            raise RuntimeError("NCCL communicator was aborted on rank 0.")
-        self.queued.append(peer)
-
-    send = recv = message
-
-    def _end_coalescing(self):
-        self.depth.n -= 1
-        if not self.depth.n:
-            self.launched, self.queued = self.launched + self.queued, []
-
-    def abort(self):
-        self.aborted = True
+WORD = torch.zeros(8, dtype=torch.uint8), 1, 0
+"""A message to or from rank 1."""
 
 
 @pytest.mark.parametrize("raises", ["the communicator's own error", "an abort from another thread"])
 def test_what_ends_a_post_leaves_no_group_of_this_thread_open(raises, monkeypatch):
-    """Or messages over the next communicator would be reported as moved and never be launched."""
-
+    """Or messages over the next communicator would be reported as moved and never be launched. An abort that comes later waits for the
+    post, and only for a while."""
     monkeypatch.setattr("xfer.transport.nccl.POSTED_S", 0.2)
-    pg, word = Grouped(), torch.zeros(8, dtype=torch.uint8)
-    link, start = over(pg), pg._start_coalescing
 
-    def and_then() -> None:
-        start()
+    def begun() -> None:
         if raises.startswith("an abort"):
             link.abort(5.0)
             assert link.drained(), "waited for this post for ever"
         pg.aborted = True
 
-    pg._start_coalescing = and_then
+    pg = Communicator(_start_coalescing=begun)
+    link = over(pg)
     with pytest.raises((Aborted, PeerLost)):
-        link.post([(word, 1, 0)], [(word, 1, 0)])
-    after = Grouped()
-    over(after).post([(word, 1, 0)], [(word, 1, 1)])
-    assert after.launched == [1, 1] and not Grouped.depth.n
-    late, end = over(Grouped()), threading.Event()
-    late._pg.abort = lambda: end.wait(10)
-    late.abort(0.0)
-    began = time.monotonic()
-    with pytest.raises(Aborted):  # at once, however long the communicator takes to end
-        late.post([(word, 1, 0)], [])
-    assert time.monotonic() - began < 5
-    end.set()
-    beside, posted = over(Grouped()), threading.Event()
-    beside._pg.message = lambda *args: (beside.abort(0.0), posted.set(), time.sleep(0.05))
-    beside._pg.recv = beside._pg.message
-    pg = beside._pg
-    beside.post([(word, 1, 0)], [])
-    assert posted.is_set() and beside.drained(5.0) and pg.aborted, "aborted, but behind the post"
+        link.post([WORD], [WORD])
+    after = Communicator()
+    over(after).post([WORD], [WORD])
+    assert after.launched == [1, 1] and not Communicator.depth.n
+    beside = Communicator(recv=lambda: (late.abort(0.0), time.sleep(0.05)))
+    late = over(beside)
+    late.post([WORD], [])
+    assert beside.launched == [1] and late.drained(5.0) and beside.aborted, "aborted, but behind the post"
+
+
+# ---- deadlines and ends
 
 
 def test_a_deadline_names_the_rank_that_was_waited_for_and_a_group_has_to_fill_up_by_it():
