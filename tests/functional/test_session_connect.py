@@ -70,10 +70,9 @@ def test_an_adapter_is_that_of_one_open_session():
 def test_an_engine_that_cannot_be_used_is_named_to_ranks_that_do_not_wait_for_it(no_engine, late_s):
     """Rank 0 finds it before it waits for anything, or when it asks the engine."""
     where = dict(rendezvous=somewhere(), token=TOKEN, deadline_s=20.0, wait=False)
-    engine, text = ToyEngine(1), "no route /pause"
-    engine.workers = lambda timeout: refuse(text)
-    if no_engine:
-        engine, text = object(), "object.pause_generation"
+    engine, text = (object(), "object.pause_generation") if no_engine else (ToyEngine(1), "no route /pause")
+    if not no_engine:
+        engine.workers = lambda timeout: refuse(text)
 
     def run(rank: int):
         time.sleep(late_s * rank)
@@ -90,11 +89,7 @@ def test_an_engine_that_cannot_be_used_is_named_to_ranks_that_do_not_wait_for_it
 def test_an_engine_without_a_place_for_its_lock_is_refused_when_it_joins(wait):
     """On all sides. The worker that has one does not wait for the other."""
     toy, words = ToyEngine(2), "no small tensor of this model"
-
-    def none() -> str:
-        raise e.XferError(words)
-
-    toy.takers[1].choose_lock, w = none, World(engines=[toy], wait=wait)
+    toy.takers[1].choose_lock, w = lambda: refuse(words), World(engines=[toy], wait=wait)
     if wait:
         with pytest.raises(e.XferError, match=words):
             w.connect()
@@ -106,36 +101,22 @@ def test_an_engine_without_a_place_for_its_lock_is_refused_when_it_joins(wait):
 # ---- builds of libraries that differ
 
 
-def plane(nccl: str, torch: str = "2.11"):
-    return lambda device: (("data plane", "nccl"), ("NCCL", nccl), ("torch", torch))
-
-
 def test_an_engine_with_another_build_is_told_apart_at_the_door(monkeypatch):
-    """One error that names both builds, long before the deadline."""
-    monkeypatch.setattr(trainer, "data_plane", plane("2.28.9"))
-    monkeypatch.setattr(worker, "data_plane", plane("2.27.3", "2.9"))
+    """One error that names both builds, long before the deadline. Where bytes go by gloo, nothing of torch is compared."""
+    assert party.data_plane(torch.device("cpu")) == (("data plane", "gloo"),)
+    for side, nccl, version in ((trainer, "2.28.9", "2.11"), (worker, "2.27.3", "2.9")):
+        built = ("data plane", "nccl"), ("NCCL", nccl), ("torch", version)
+        monkeypatch.setattr(side, "data_plane", lambda device, built=built: built)
     w, began = World(deadline_s=60), time.monotonic()
     with pytest.raises(e.HandshakeError) as caught:
         w.connect()
     assert time.monotonic() - began < 30
-    nccl = "NCCL is '2.27.3', trainer 0 has '2.28.9': install one"
-    torch = "torch is '2.9', trainer 0 has '2.11': install"
-    raised([caught.value], e.HandshakeError, nccl, torch)
+    says = "NCCL is '2.27.3', trainer 0 has '2.28.9': install one", "torch is '2.9', trainer 0 has '2.11': install"
+    raised([caught.value], e.HandshakeError, *says)
     assert "replica 0" not in str(caught.value.where), str(caught.value)
 
 
-def test_nothing_of_torch_is_compared_where_bytes_go_by_gloo():
-    assert party.data_plane(torch.device("cpu")) == (("data plane", "gloo"),)
-
-
 # ---- layouts, caches and fabrics
-
-
-class Replicated(ToySource):
-    """Rank r of 4 holds what rank r // 2 of 2 would: data-parallel pairs."""
-
-    def rows(self, n: int) -> tuple[int, int]:
-        return self.rank // 2 * n // 2, (self.rank // 2 + 1) * n // 2
 
 
 def digests(w: World) -> set[str]:
@@ -144,20 +125,19 @@ def digests(w: World) -> set[str]:
     return {p.part.digest for p in planes}
 
 
-def test_a_layout_is_published_once_per_class_and_not_at_all_with_a_plan_in_the_cache(tmp_path, monkeypatch):
+def test_a_layout_is_published_once_and_not_at_all_with_a_plan_in_the_cache(tmp_path, monkeypatch):
     puts, put = [], PlanCache.put
     monkeypatch.setattr(PlanCache, "put", lambda cache, part: (puts.append(part.key), put(cache, part)))
-    made = dict(trainers=4, workers=2, replicas=2, cache_dir=str(tmp_path))
-    with World(**made, sources=[Replicated(i, 4) for i in range(4)]) as w:
+    made = dict(trainers=2, workers=2, replicas=2, cache_dir=str(tmp_path))
+    with World(**made) as w:
         relay = w.coordinator.planning.layouts
-        # Two classes of trainers, two of workers, whatever the number of ranks and replicas.
-        assert len(relay._known) == 4 + 2 and not relay._wanted, "and a roll of each side"
+        assert len(relay._known) == 4 + 2 and not relay._wanted, "two of trainers, two of workers, a roll of each side"
         first = relay.received
         for version in (1, 2):
             w.commits(version)
         assert relay.received == first, "a warm refit publishes nothing"
         plans, written = digests(w), len(puts)
-    with World(**made, sources=[Replicated(i, 4) for i in range(4)]) as w:
+    with World(**made) as w:
         # Workers keep no cache of their own and still ask; trainers do not.
         assert all(not s.party.shelf._layouts for s in w.sessions)
         assert all(len(x._party.shelf._layouts) == 4 for engine in w.engines for x in engine.sessions)
