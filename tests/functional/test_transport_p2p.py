@@ -61,6 +61,12 @@ def run_all(runs: list[P2P], **of_rank) -> list:
     return all_good(run_ranks(len(runs), lambda r: runs[r].run(soon(), **{k: v[r] for k, v in of_rank.items()})))
 
 
+def nbytes(p: Program, end: str) -> int:
+    """Bytes that this rank has to send ("src") or to receive ("dst")."""
+    moved = p.rows[(p.rows["src"] != p.rows["dst"]) & (p.rows["op"] != Op.FILL)]
+    return row_wire_bytes(moved[moved[end] == p.rank]).sum()
+
+
 class Watched:
     """When a step is said to have arrived, its boxes hold what the run leaves there: relays let others read it (relay_place.py)."""
 
@@ -95,12 +101,9 @@ def test_any_programs_finish_and_equal_the_element_loop(links, seed, waves, rows
         stats = run_all(runs, watch=watch)
         assert are(roots, want)
     for r, p in enumerate(programs):
-        moved = p.rows[(p.rows["src"] != p.rows["dst"]) & (p.rows["op"] != Op.FILL)]
-        assert stats[r].bytes_out == row_wire_bytes(moved[moved["src"] == r]).sum()
-        assert (
-            stats[r].bytes_in == row_wire_bytes(moved[moved["dst"] == r]).sum() == row_wire_bytes(watch[r].rows).sum()
-        )
-        assert sum(x.bytes_in for x in stats[r].peers) == stats[r].bytes_in
+        bytes_in = sum(x.bytes_in for x in stats[r].peers)
+        assert (stats[r].bytes_out, stats[r].bytes_in) == tuple(nbytes(p, end) for end in ("src", "dst"))
+        assert stats[r].bytes_in == bytes_in == row_wire_bytes(watch[r].rows).sum()
         assert watch[r].told == list(range(len(steps(p, **cut)))) and set(watch[r].rows["wave"]) <= set(watch[r].told)
 
 
@@ -192,15 +195,11 @@ def test_both_ends_of_a_message_cut_it_alike_and_within_bounds(seed, step_bytes,
         return out
 
     assert messages("sends") == messages("receives")
-    for r, (p, plan) in enumerate(zip(programs, plans)):
-        moved = p.rows[(p.rows["src"] != p.rows["dst"]) & (p.rows["op"] != Op.FILL)]
+    for p, plan in zip(programs, plans):
         for side, end in (("sends", "src"), ("receives", "dst")):
-            parts = [part for step in plan for part in getattr(step, side)]
-            assert sum(part.nbytes for part in parts) == row_wire_bytes(moved[moved[end] == r]).sum()
+            sizes = [part.nbytes for step in plan for part in getattr(step, side)]
+            assert sum(sizes) == nbytes(p, end) and max(sizes, default=0) <= max(step_bytes, 8)
         assert [s.wave for s in plan] == sorted(s.wave for s in plan)
-        for step in plan:
-            for part in (*step.sends, *step.receives):
-                assert part.nbytes <= max(step_bytes, 8)
 
 
 def long_pair(links, value: int = 7, **how) -> tuple[list[P2P], torch.Tensor]:
