@@ -4,6 +4,7 @@ import contextlib
 import re
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -45,13 +46,22 @@ class ToyLLM:
 
 class Engine(ToyEngine):
     """`served`: what its workers held whenever it was resumed. `kept`: what its caches were computed with. `at_init`: whether it was paused
-    when it was last told to join, and its label."""
+    when it was last told to join, and its label. `calls`: after how many calls of a refit its controller is killed."""
 
     def __init__(self, workers: int = 2, holds: str = "whole"):
         super().__init__(workers)
-        self.label, self.served, self.kept = "default", set(), []
+        self.label, self.served, self.kept, self.calls = "default", set(), [], 0
+        for name in ("pause", "set_version", "start_update", "finish", "reset_caches", "resume"):
+            setattr(self, name, partial(self._carry_out, getattr(self, name)))
         for taker in self.takers:
             taker.began_with = holds
+
+    def _carry_out(self, call, *args, **how):
+        call(*args, **how)
+        if self.calls:
+            self.calls -= 1
+            if not self.calls:
+                raise Killed
 
     def init(self, info, timeout):
         self.at_init = self.paused, self.label
@@ -134,11 +144,44 @@ def test_an_engine_with_a_drafter_is_joined_again_after_a_controller_died_in_a_r
             w.commits(1)
 
 
-@pytest.mark.parametrize("keeps", [True, False])
-def test_an_engine_serves_whole_versions_only_and_its_caches_outlive_them_only_where_the_owner_says_so(
-    monkeypatch, keeps
+def happens(what: str | int, w: World, toy: Engine) -> None:
+    """Before a commit. A number: the controller is killed after so many calls of a refit, and another one comes."""
+    taker = toy.takers[1]
+    if what == "no weights":
+        with pytest.raises(DeadlineExceeded, match="the first refit brings them"):
+            w.controllers[0].wait_version(timeout_s=0.1)
+        failing(w)
+    elif what == "a refit that wrote nothing":
+        failing(w)
+    elif what == "a torn engine":
+        taker.run_recipes = lambda: 1 / 0
+        w.fails(9, XferError, "ZeroDivisionError")
+        until_true(lambda: w.controllers[0].torn)
+        toy.kept.append(taker.holds)
+        del taker.run_recipes
+        failing(w)
+    elif what == "a reset that failed":  # the weights are whole and new, the caches come from those before
+        toy.fail["reset"] = XferError("cache blocks are held")
+        w.fails(9, XferError, "could not be resumed", deadline_s=5.0)
+        until_true(lambda: w.controllers[0].torn)
+    elif isinstance(what, int):
+        toy.calls = what
+        w.fails(9, XferError, "replica 0 controller", deadline_s=5.0)
+        until_true(lambda: not w.controllers[0]._thread.is_alive())
+        assert toy.paused == (what < 7), what
+        w.controllers[0] = w.serve(toy, 0)
+        w.controllers[0].wait_ready(5)
+
+
+EVENTS = ["no weights", "", "a refit that wrote nothing", "a torn engine", "", "another controller", ""]
+
+
+@pytest.mark.parametrize(("keeps", "events"), [(True, EVENTS), (False, [*EVENTS, "a reset that failed", *range(1, 8)])])
+def test_an_engine_serves_whole_versions_only_and_caches_outlive_them_only_where_its_owner_says_so(
+    monkeypatch, keeps, events
 ):
-    """Whatever comes before a commit. Caches that were computed with anything but a whole version never outlive it."""
+    """Caches of anything but a whole version never do. Where a controller was killed between its pause and its resume, the next one resumes
+    what is whole, also where the label is that of a version and the pause could be the owner's; what the owner has paused stays so."""
     set_, asked, version, toy = Controller._set, [], 0, Engine(2, "nothing")
 
     def set_late(controller, *a, **kw):
@@ -148,41 +191,27 @@ def test_an_engine_serves_whole_versions_only_and_its_caches_outlive_them_only_w
         set_(controller, *a, **kw)
 
     monkeypatch.setattr(Controller, "_set", set_late)
-    toy.keeps_caches, taker = keeps, toy.takers[1]
-    befores = ["no weights", "", "a refit that wrote nothing", "a torn engine", "", "another controller", ""]
+    toy.keeps_caches = keeps
     with world(toy) as w:
         w.controllers[0].wait_ready(5)
-        for before in befores if keeps else [*befores, "a reset that failed"]:
-            controller = w.controllers[0]
-            toy.kept.append(taker.holds if version == 0 else version)
-            if before == "no weights":
-                with pytest.raises(DeadlineExceeded, match="the first refit brings them"):
-                    controller.wait_version(timeout_s=0.1)
-                failing(w)
-            elif before == "a refit that wrote nothing":
-                failing(w)
-            elif before == "a torn engine":
-                taker.run_recipes = lambda: 1 / 0
-                w.fails(9, XferError, "ZeroDivisionError")
-                until_true(lambda: w.controllers[0].torn)
-                toy.kept.append(taker.holds)
-                del taker.run_recipes
-                failing(w)
-            elif before == "a reset that failed":  # the weights are whole and new, the caches come from those before
-                toy.fail["reset"] = XferError("cache blocks are held")
-                w.fails(9, XferError, "could not be resumed", deadline_s=5.0)
-                until_true(lambda: w.controllers[0].torn)
-            whole = before in ("", "a refit that wrote nothing", "another controller")
-            assert (toy.paused, serves(controller)) == (not whole, whole), before
-            if before in ("another controller", "a reset that failed"):
+        for event in events:
+            toy.kept.append(version or "nothing")
+            happens(event, w, toy)
+            stale = event == "a reset that failed"
+            whole = not stale and all(taker.holds == "whole" for taker in toy.takers)
+            assert (toy.paused, toy.label in (MIXED, PAUSED), serves(w.controllers[0])) == (not whole, not whole, whole)
+            if anew := stale or event == "another controller" or isinstance(event, int):
+                until_true(lambda: not (whole and any(taker.paused for taker in toy.takers)))  # noqa: B023
+                toy.paused = True
                 w.leave(0)
                 toy.log.clear()
                 w.come(0, toy).wait_ready(5)
-                assert toy.log == ([] if whole else ["pause", "reset", "resume"])
-                whole = False  # nobody knows what its caches come from
+                assert toy.paused != stale and (not stale or toy.log == ["pause", "reset", "resume"])
+                toy.paused = toy.paused and not whole
             earlier, version = [*toy.kept], version + 1
             report = w.commits(version)
-            assert toy.kept == (earlier if keeps and whole else []) and not toy.paused, before
+            # Of a controller that has just come, nobody knows what its engine's caches come from.
+            assert toy.kept == (earlier if keeps and whole and not anew else []) and not toy.paused, event
             assert w.controllers[0].wait_version(timeout_s=5) == report.version and serves(w.controllers[0])
     assert asked[0].take(time.monotonic() + 5) == 1 and toy.served == {"whole"}
 
@@ -253,67 +282,6 @@ def test_an_engine_whose_controller_comes_anew_serves_if_and_only_if_all_of_it_i
             if joins == "it joins":
                 assert w.commits(1).committed == 2 and (toy.paused, toy.label) == (False, "1")
         assert toy.served <= {"whole"}, (label, holds)
-
-
-class Dying:
-    """A ToyEngine whose controller is killed when `calls` of a refit's calls have reached the engine."""
-
-    def __init__(self, toy: ToyEngine):
-        self.toy, self.calls = toy, -1
-
-    def __getattr__(self, name: str):
-        call = getattr(self.toy, name)
-        if name not in ("pause", "set_version", "start_update", "finish", "reset_caches", "resume"):
-            return call
-
-        def then_die(*args, **how):
-            call(*args, **how)
-            self.calls -= 1
-            if self.calls == 0:
-                raise Killed
-
-        return then_die
-
-
-@pytest.mark.parametrize("trainers", ["live on", "are killed too"])
-def test_the_next_controller_resumes_an_engine_whose_controller_was_killed_in_a_refit(trainers):
-    """At any point between its pause and its resume: also where the label is that of a version, and the pause could be its owner's."""
-    for calls in range(1, 8):
-        toy = Engine()
-        engine = Dying(toy)
-        with behind(engine, world(toy)) as w:
-            w.commits(1)
-            engine.calls = calls
-            w.fails(2, XferError, "replica 0 controller", deadline_s=5.0)
-            until_true(lambda: not w.controllers[0]._thread.is_alive())
-            assert toy.paused == (calls < 7), calls
-            if trainers == "live on":
-                w.controllers[0] = w.serve(toy, 0)
-                serves_again(w, toy)
-        if trainers != "live on":
-            with world(toy) as w:
-                serves_again(w, toy)
-        assert toy.served == {"whole"}
-
-
-def serves_again(w: World, toy: ToyEngine) -> None:
-    w.controllers[0].wait_ready(5)
-    whole = all(taker.holds == "whole" for taker in toy.takers)
-    assert (toy.paused, toy.label in (MIXED, PAUSED)) == (not whole, not whole)
-    if whole:
-        stays_paused_by_its_owner(w, toy)
-    version = str(w.commits(3).version)
-    assert (toy.paused, toy.label) == (False, version)
-    stays_paused_by_its_owner(w, toy)
-
-
-def stays_paused_by_its_owner(w: World, toy: ToyEngine) -> None:
-    until_true(lambda: not any(taker.paused for taker in toy.takers))
-    toy.paused = True
-    w.leave(0)
-    w.come(0, toy).wait_ready(5)
-    assert toy.paused
-    toy.paused = False
 
 
 @pytest.mark.parametrize(
