@@ -20,11 +20,22 @@ def raises(error: BaseException):
     return call
 
 
-def test_a_call_returns_its_result_without_gradients_and_says_how_long_it_took():
-    x = torch.ones(1, requires_grad=True)
-    call = BackgroundCall(lambda: (time.sleep(0.05), x * 2)[1])
+def test_a_call_begins_after_its_event_and_returns_its_result_without_gradients_and_keeps_nothing():
+    class Held:
+        x = torch.ones(1, requires_grad=True)
+
+        def call(self) -> torch.Tensor:
+            time.sleep(0.05)
+            return self.x * 2
+
+    held, after = Held(), threading.Event()
+    seen, call = weakref.ref(held), BackgroundCall(held.call, after=after)
+    del held
+    assert not call.ended(time.monotonic() + 0.1) and not call.over
+    after.set()
     result = call.take(soon())
     assert call.over and not result.requires_grad and call.seconds >= 0.05 and call not in background._given_up
+    assert seen() is None
 
 
 def test_errors_are_raised_where_the_call_is_waited_for_and_wrapped_if_asked():
@@ -93,22 +104,3 @@ def test_an_interrupt_while_the_thread_starts_leaves_a_call_that_can_be_waited_f
     if when == "before":
         call._run()  # the system may still get to it
         assert not ran.is_set()
-
-
-def test_what_the_call_holds_is_freed_when_it_is_over():
-    class Held:
-        def call(self) -> None: ...
-
-    held = Held()
-    seen, call = weakref.ref(held), BackgroundCall(held.call)
-    assert call.wait(soon())
-    del held
-    assert seen() is None
-
-
-def test_a_call_begins_once_what_it_comes_after_has_happened():
-    after, ran = threading.Event(), threading.Event()
-    call = BackgroundCall(ran.set, after=after)
-    assert not call.ended(time.monotonic() + 0.05) and not ran.is_set()
-    after.set()
-    assert call.wait(soon()) and ran.is_set()

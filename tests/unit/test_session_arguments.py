@@ -1,6 +1,7 @@
 """`connect` and `serve` refuse arguments that cannot work, all at once, before they connect."""
 
 import asyncio
+import re
 import socket
 from dataclasses import replace
 from types import SimpleNamespace
@@ -84,6 +85,7 @@ def test_arguments_that_cannot_work_are_named_before_anything_begins(ways, way, 
     with pytest.raises(XferError) as caught:
         ways[way](**bad)
     assert len(caught.value.violations) == len(bad), caught.value
+    assert way == "serve" or re.search(r"Linear is no trainer adapter.*xfer.TensorTrainer\(module\)", str(caught.value))
 
 
 class Async:
@@ -121,11 +123,6 @@ def test_serve_takes_the_options_that_the_handle_of_the_engine_takes_and_names_a
     loop.close()
     with pytest.raises(XferError, match="an LLM's requests wait between its steps"):
         handle_for(ENGINES[OfflineLLM], pause_mode="wait")
-
-
-def test_a_model_in_place_of_an_adapter_is_told_what_wraps_it(ways):
-    with pytest.raises(XferError, match=r"Linear is no trainer adapter.*xfer.TensorTrainer\(module\)"):
-        ways["connect"](trainer=torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(
