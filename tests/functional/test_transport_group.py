@@ -294,38 +294,36 @@ def test_what_ends_a_post_leaves_no_group_of_this_thread_open(raises, monkeypatc
 # ---- deadlines and ends
 
 
-def test_a_deadline_names_the_rank_that_was_waited_for_and_a_group_has_to_fill_up_by_it():
+def test_a_deadline_names_the_rank_that_was_waited_for():
     a, _b = links(2)
     t0 = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="trainer 1"):
         a.recv(torch.zeros(10), 1, 0, soon(0.3))
     assert 0.2 < time.monotonic() - t0 < 1.5 * PATIENCE
-    t0 = time.monotonic()
+
+
+class Broken(dist.Store):
+    def wait(self, *args):
+        raise PeerLost("the rendezvous is gone")
+
+    set = get = wait
+
+
+def test_a_link_opens_by_its_deadline_or_raises_why_not():
+    """Also what its store raises. A thread that waits inside gloo for a dead peer cannot be freed; the rank must not hang with it."""
+    t0, given_up = time.monotonic(), threading.Event()
+    with pytest.raises(PeerLost, match="rendezvous is gone"):
+        open_group(Broken(), 0, 2, 5.0)
     with pytest.raises(DeadlineExceeded):
         open_group(memory_store(1.0), 0, 2, 1.0)
     assert time.monotonic() - t0 < 5
-
-
-def test_a_link_that_is_being_opened_can_be_given_up():
-    """A thread that waits inside gloo for a dead peer cannot be freed; the rank must not hang with it."""
-    t0, given_up, before = time.monotonic(), threading.Event(), set(background._given_up)
+    before, t0 = set(background._given_up), time.monotonic()
     threading.Timer(0.3, given_up.set).start()
     with pytest.raises(Aborted, match="cancelled"):
         open_group(memory_store(2.0 * PATIENCE), 0, 2, 2.0 * PATIENCE, cancelled=given_up.is_set)
     assert 0.2 < time.monotonic() - t0 < 1.5 * PATIENCE
     (left,) = background._given_up - before
     assert left._left.wait(20.0) and left not in background._given_up  # the thread that was left behind ends by itself
-
-
-def test_a_store_that_raises_passes_its_error_on():
-    class Broken(dist.Store):
-        def wait(self, *args):
-            raise PeerLost("the rendezvous is gone")
-
-        set = get = wait
-
-    with pytest.raises(PeerLost, match="rendezvous is gone"):
-        open_group(Broken(), 0, 2, 5.0)
 
 
 def test_closing_lets_finished_messages_arrive_and_others_go_on():
