@@ -28,44 +28,23 @@ from xfer.transport.relay_place import Handover, Relay, RelayPlace, Steps
 from xfer.transport.steps import arrivals
 
 
-def gate(
-    follows: bool = True, say=lambda run, part: None, run: int = 1, seconds: float = 10.0, cancelled=lambda: False
-):
-    steps = Steps(follows, say, pulled=9)
-    steps.begin(run, time.monotonic() + seconds, cancelled, True)
-    return steps
-
-
-def test_what_was_said_of_another_refit_lets_no_part_in():
-    steps = gate(run=5, seconds=0.05)
-    steps.there(4, 9)
-    with pytest.raises(DeadlineExceeded, match="part 1 did not come"):
+@pytest.mark.parametrize(
+    ("what", "error", "text"),
+    [("news of an earlier refit", DeadlineExceeded, "part 1 did not come"), ("news of a later refit", Aborted, "at a later refit"),
+     ("the pull is cancelled", Aborted, None), ("the gate is opened", Aborted, None)],
+)  # fmt: skip
+def test_a_wait_for_a_part_that_does_not_come_ends(what, error, text):
+    """A later refit overwrites what is wanted here."""
+    over, steps = threading.Event(), Steps(True, lambda run, part: None, 9)
+    steps.begin(5, time.monotonic() + (0.05 if "earlier" in what else 10.0), over.is_set, True)
+    happens = {
+        "news of an earlier refit": lambda: steps.there(4, 9),
+        "news of a later refit": lambda: steps.there(6, 0),
+    }
+    happens |= {"the pull is cancelled": over.set, "the gate is opened": steps.open}
+    threading.Timer(0.02, happens[what]).start()
+    with pytest.raises(error, match=text):
         steps.before(0, None)
-    steps.there(6, 0)  # it overwrites what is wanted here
-    with pytest.raises(Aborted, match="at a later refit"):
-        steps.before(0, None)
-
-
-@pytest.mark.parametrize("how", ["cancelled", "opened"])
-def test_a_wait_ends_when_the_pull_is_cancelled(how):
-    over = threading.Event()
-    steps = gate(cancelled=over.is_set)
-    threading.Timer(0.05, over.set if how == "cancelled" else steps.open).start()
-    with pytest.raises(Aborted):
-        steps.before(0, None)
-
-
-@pytest.mark.parametrize("tells, want", [(False, []), (True, [0, relay.ALL_PARTS])])
-def test_the_first_of_a_chain_does_not_wait_and_says_nothing_without_a_listener(tells, want):
-    """A gate beside it is told of every part all the same."""
-    said, told = [], []
-    steps = Steps(False, lambda run, part: said.append(part), 1)
-    steps.beside = SimpleNamespace(after=lambda wave, stream: told.append((wave, stream)))
-    steps.begin(1, 0.0, lambda: False, tells)
-    for part in (0, 1):
-        steps.before(part, None)
-        steps.after(part, None)
-    assert said == want and told == [(0, None), (1, None)]
 
 
 class Later:
@@ -81,22 +60,29 @@ class Later:
         return self.over
 
 
-def test_parts_on_a_device_are_said_when_they_are_there_in_order(monkeypatch):
+@pytest.mark.parametrize("tells", [True, False])
+def test_parts_on_a_device_are_said_when_they_are_there_in_order_if_somebody_listens(monkeypatch, tells):
+    """A gate beside it is told of every part all the same. The first of a chain does not wait."""
     monkeypatch.setattr("torch.cuda.Event", Later)
-    said = []
-    steps = gate(False, lambda run, part: said.append((run, part)), run=3)
+    said, told = [], []
+    steps = Steps(False, lambda run, part: said.append((run, part)), 9)
+    steps.beside = SimpleNamespace(after=lambda wave, stream: told.append(wave))
+    steps.begin(3, 0.0, lambda: False, tells)
     for part in range(4):
+        steps.before(part, None)
         steps.after(part, object())
+    events = steps._pulled.events
     for over, want in (((), []), ((1,), []), ((0,), [(3, 1)]), ((2, 3), [(3, 1), (3, 3)]), ((), [(3, 1), (3, 3)])):
-        for part in over:
-            steps._pulled.events[part].over = True
+        for part in over if tells else ():
+            events[part].over = True
         steps.poll()
-        assert said == want, "a part is not said before the one before it"
+        assert said == (want if tells else []), "a part is not said before the one before it"
     steps.after(4, object())
     steps.open()
-    steps._pulled.events[4].over = True  # its kernels left because they were told to
+    for event in events.values():  # the kernels of the last one left because they were told to
+        event.over = True
     steps.poll()
-    assert said == [(3, 1), (3, 3)]
+    assert said == ([(3, 1), (3, 3)] if tells else []) and told == [*range(5)]
 
 
 def of_replica(number: int) -> np.ndarray:
@@ -167,7 +153,7 @@ class Replica:
         self.place = self.open(tuple(b"" if r is self else r.hand for r in sources))
         self.others = {r.offer.rank: r for r in sources if r is not self}
         assert not self.place.why and self.place.follows == bool(self.others)
-        self.place.steps.begin(1, 0.0, lambda: False, True)
+        self.place.steps.begin(1, 0.0, lambda: False, True)  # its waits are over at once
         fills = self.program.fills()
         rest = peer.split(self.program, self.taken)[1]
         takes = dict.fromkeys(rest.rows["dst"].tolist(), self.place.share)
@@ -181,7 +167,12 @@ class Replica:
         todo = self.todo[queue]
         if queue or not todo:
             return bool(todo) and all(place(r, "src") in f.here for r in todo[0][1] if (f := self.fellow(r)))
-        return all(r.said >= todo[0][0] for r in self.others.values())
+        self.place.steps.there(1, min((r.said for r in self.others.values()), default=-1))
+        try:
+            self.place.steps.before(todo[0][0], None)
+        except DeadlineExceeded:
+            return False
+        return True
 
     def fellow(self, row_) -> Replica | None:
         """The worker of this replica that hands this row on."""
@@ -221,7 +212,8 @@ def test_each_byte_enters_a_host_once_and_each_byte_of_a_destination_is_written_
     ring = data.draw(st.booleans())
     roots = st.just(frozenset()) if ring else st.frozensets(st.integers(0, 2), max_size=3)
     late = {i for i, _ in enumerate(hosts) if ring and data.draw(st.integers(0, 3)) == 3}
-    with patch.object(relay_place, "PART_BYTES", data.draw(st.sampled_from([16, 64]))), patch.object(relay, "GRAIN", 2):
+    small = dict(PART_BYTES=data.draw(st.sampled_from([16, 64])), _WAIT_S=0.0)
+    with patch.multiple(relay_place, **small), patch.object(relay, "GRAIN", 2):
         taken = {r: {s: data.draw(roots) for s in range(trainers)} for r in plan.ranks[trainers:]}
         replicas: list[list[Replica]] = [[] for _ in hosts]
         for i, fellows in enumerate(replicas):
