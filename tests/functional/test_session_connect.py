@@ -11,7 +11,7 @@ import xfer
 from examples.common.ports import free_port
 from tests.support.connect import flat_connect
 from tests.support.simulation import simulated
-from tests.support.world import TOKEN, ToyEngine, ToySource, World, raised, right, trainer_session
+from tests.support.world import TOKEN, ToyEngine, ToySource, World, raised, right
 from xfer import errors as e
 from xfer.participants import trainer, worker
 from xfer.participants.worker import WorkerSession
@@ -242,16 +242,11 @@ def test_a_layout_that_is_read_together_is_not_read_again_by_one_rank_alone(toge
 
 @pytest.mark.parametrize("reason", ["refused", "absent"])
 def test_a_layout_that_is_read_together_does_not_hold_a_rank_whose_peer_does_not_come(together, reason):
-    w = World(trainers=2, sources=together, deadline_s=2.0, sessions=[None] * 2)
-    w.rendezvous = f"tcp://127.0.0.1:{free_port()}"
+    where = dict(rendezvous=somewhere(), token=TOKEN, deadline_s=2.0)
 
     def connect(i):
-        s = trainer_session(w.sources[i], w.rendezvous, TOKEN, replicas=1 + i, deadline_s=w.deadline_s)
-        try:
-            s.open(True)
-        finally:
-            s.close()
+        return flat_connect(trainer=together[i], replicas=1 + i, **where)
 
-    out = w.on_all(connect, ranks=[0, 1] if reason == "refused" else [0])
+    out = on_all(2 if reason == "refused" else 1, connect)
     kind, text = (e.HandshakeError, "replicas is ") if reason == "refused" else (e.DeadlineExceeded, "trainer 1")
     raised(out, kind, text)
