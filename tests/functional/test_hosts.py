@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -253,17 +252,6 @@ def test_replicas_of_a_host_share_what_enters_it_whatever_happens_to_them_and_to
         c.mend(c.hosts[2])
         good(w.refit(6))  # with it comes what was on its way when the link was cut
         whole(7)
-
-
-def test_a_host_has_a_name_addresses_and_processes_of_its_own():
-    with Cluster(2, 2, mbit=200, rails=True) as c:
-        a, b = c.hosts
-        said = subprocess.run(
-            b.command("sh", "-c", "hostname; getent hosts h0; ls -d /proc/[0-9]*; pwd"), capture_output=True, text=True
-        )
-        name, known, *processes, folder = said.stdout.splitlines()
-        assert (name, known.split(), folder) == ("h1", [a.address, "h0"], os.getcwd()) and len(processes) <= 4, said
-    assert not os.path.exists(f"/proc/{a.keeper}")
 
 
 def test_hosts_end_with_the_process_that_made_them():

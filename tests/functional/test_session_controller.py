@@ -1,6 +1,7 @@
 """Controllers: the states in which they find an engine, and the state in which a refit without effect leaves it."""
 
 import contextlib
+import itertools
 import re
 import threading
 import time
@@ -85,13 +86,6 @@ def world(*engines: ToyEngine, **how) -> World:
     return World(trainers=1, replicas=len(engines), engines=list(engines), **how)
 
 
-def behind(handle, w: World) -> World:
-    """Its controllers call this handle in the place of an engine."""
-    serve = w.serve
-    w.serve = lambda _, replica: serve(handle, replica)
-    return w
-
-
 def serves(controller: Controller) -> bool:
     try:
         with controller.serving():
@@ -113,7 +107,9 @@ def failing(w: World) -> None:
 
 def test_an_owner_that_stays_in_serving_costs_that_refit_only():
     toy = ToyEngine(2)
-    with behind(OfflineLLM(ToyLLM(toy)), world(toy)) as w:
+    w, llm = world(toy), OfflineLLM(ToyLLM(toy))
+    w.serve = lambda _, replica, serve=w.serve: serve(llm, replica)
+    with w:
         w.commits(1)
         with w.controllers[0].serving():
             (late,) = w.fails(2, XferError, deadline_s=1.0)
@@ -210,15 +206,6 @@ def test_a_sampler_waits_for_weights_that_are_not_too_old():
                     controller.wait_version(at_least=5, timeout_s=0.01)
 
 
-# What its workers hold, by the label of an engine, whose controller may have died just before it set another one.
-FOUND = [
-    ("default", "whole"),
-    ("default", "nothing"),
-    (MIXED, "whole"),
-    (MIXED, "mix"),
-    (PAUSED, "whole"),
-    (PAUSED, "nothing"),
-]
 UNJOINED = {"a worker does not come": "no layout yet from worker 1", "its layout cannot be read": "cannot take it"}
 
 
@@ -235,14 +222,16 @@ def test_an_engine_whose_controller_comes_anew_serves_if_and_only_if_all_of_it_i
         return join(session)
 
     monkeypatch.setattr(WorkerSession, "_join", unless_second)
-    for label, holds in FOUND:
+    for label, all_of_it in itertools.product(("default", MIXED, PAUSED), (True, False)):
+        # A controller may have died just before it set another label.
+        holds = "whole" if all_of_it else "mix" if label == MIXED else "nothing"
         toy, ours = Engine(2, holds), label != "default"
         toy.label, toy.in_step, toy.paused, toy.open = label, in_step, ours, label == MIXED
         if holds == "mix":
             toy.takers[1].engage_lock()
         if joins == "its layout cannot be read":
             toy.takers[1].read = unreadable
-        whole = holds == "whole" and not (gone and ours)
+        whole = all_of_it and not (gone and ours)
         with world(Engine(1), toy, wait=False, deadline_s=2.0 if gone else 6.0) as w:
             w.controllers[0].wait_ready(5)
             with contextlib.nullcontext() if joins == "it joins" else pytest.raises(XferError, match=UNJOINED[joins]):
