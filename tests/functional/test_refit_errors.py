@@ -30,9 +30,7 @@ class Bench:
         self.job = Job(work, "qwen3_moe")
         self.t = self.job.trainers
         self.a = self.job.engine("a", 2)
-        self.connected = False
-        self.whole = True  # since the last refit that a test made or broke; False: a test before this one failed
-        self.seed = 1
+        self.whole, self.seed = False, 1  # whole: since the last refit that a test made or broke
 
     def start(self):
         self.a.start(str(self.job.model), "auto", ep=True)
@@ -47,10 +45,9 @@ class Bench:
         self.t.restart_dead()
         good(self.job.meet([self.a], **more))
         assert self.a.ready()["kind"] == "ready"
-        self.connected = True
 
     def ensure(self):
-        if not self.connected or not self.whole:
+        if not self.whole:
             self.meet()
             self.repaired()
 
@@ -121,7 +118,7 @@ MISSING, EXTRA = "model.layers.1.mlp.experts.3.up_proj.weight", "model.layers.9.
     ],
 )
 def test_a_checkpoint_that_does_not_fit_the_engine_is_refused_on_both_sides(bench, weights, kind, texts):
-    bench.connected = False
+    bench.whole = False
     failed(bench.job.meet([bench.a], weights), kind, *texts, within=30)
     engine = bench.a.ready()
     assert engine["type"] == kind and all(text in engine["text"] for text in texts)
@@ -225,7 +222,6 @@ def test_a_trainer_that_is_killed_is_named_and_the_job_can_start_again(b, point,
     rendezvous in its process."""
     b.t.ask("set", "set", seed=b.fresh_seed())
     b.t.fault(f"trainer:{rank}:{point}:kill@1")
-    b.connected = False
     waiting = b.t.say(do="refit", deadline_s=20.0)
     results = [waiting[i].expect("refitted", "raised", timeout=60) for i in range(3) if i != rank]
     failed(results, "PeerLost", f"trainer {rank}", within=20.0)
