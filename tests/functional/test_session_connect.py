@@ -1,6 +1,5 @@
 """How a job meets at its rendezvous: calls that fail and come again, builds that differ, layouts and caches."""
 
-import json
 import threading
 import time
 
@@ -160,18 +159,6 @@ def test_senders_over_a_fabric_refit_bit_for_bit_and_the_digest_knows_the_fabric
         w.commits(1)
     with pytest.raises(e.LayoutError, match="3 workers of replica 0; there are 2 and 2"):
         World(deadline_s=15.0, fabric=Site(fabric, (0, 1), ((8, 9, 10),))).connect()
-
-
-def test_connect_checks_the_fabric_before_it_opens_anything(tmp_path):
-    path, host = tmp_path / "fabric.json", {"names": ["a"], "gpus": 4, "nvlink": 4e11, "nic": 5e10}
-    path.write_text(json.dumps({"host": [host], "ranks": {"trainers": ["a:0-1"], "replicas": [["a:2"]]}}))
-    call = dict(rendezvous=somewhere(), token=TOKEN, trainer=ToySource(0, 1))
-    with pytest.raises(e.XferError, match="places 2 trainers and 1 replicas; this job has 1 and 1"):
-        flat_connect(fabric=path, **call)
-    path.write_text(json.dumps({"host": [{**host, "nic": "fast"}]}))
-    with pytest.raises(e.XferError) as caught:
-        flat_connect(fabric=path, deadline_s=-1, **call)
-    assert len(caught.value.violations) == 3  # the deadline, the file, and what is wrong in it
 
 
 # ---- replicas that fail early, and layouts that all trainers read in one collective, as with `probe=`

@@ -242,10 +242,7 @@ def test_an_engine_whose_controller_comes_anew_serves_if_and_only_if_all_of_it_i
                 assert toy.at_init == (True, MIXED if label == MIXED else PAUSED)
             for _ in range(2):
                 assert (toy.paused, w.controllers[1].torn) == (not whole, not whole), (label, holds)
-                assert toy.label in (("xfer:unknown" if ours else "default",) if whole else (PAUSED, MIXED)), (
-                    label,
-                    holds,
-                )
+                assert toy.label in (("xfer:unknown" if ours else "default",) if whole else (PAUSED, MIXED)), holds
                 if joins != "it joins":
                     assert w.controllers[1].error is not None
                     outcomes = w.refit(1, min_replicas=1, deadline_s=3.0)[0].outcomes

@@ -1,6 +1,7 @@
 """`connect` and `serve` refuse arguments that cannot work, all at once, before they connect."""
 
 import asyncio
+import json
 import re
 import socket
 from dataclasses import replace
@@ -86,6 +87,17 @@ def test_arguments_that_cannot_work_are_named_before_anything_begins(ways, way, 
         ways[way](**bad)
     assert len(caught.value.violations) == len(bad), caught.value
     assert way == "serve" or re.search(r"Linear is no trainer adapter.*xfer.TensorTrainer\(module\)", str(caught.value))
+
+
+def test_a_fabric_is_held_against_the_job_and_all_that_is_wrong_is_said(ways, tmp_path):
+    path, host = tmp_path / "fabric.json", {"names": ["a"], "gpus": 4, "nvlink": 4e11, "nic": 5e10}
+    path.write_text(json.dumps({"host": [host], "ranks": {"trainers": ["a:0-1"], "replicas": [["a:2"]]}}))
+    with pytest.raises(XferError, match="places 2 trainers and 1 replicas; this job has 1 and 1"):
+        ways["connect"](fabric=path)
+    path.write_text(json.dumps({"host": [{**host, "nic": "fast"}]}))
+    with pytest.raises(XferError) as caught:
+        ways["connect"](fabric=path, deadline_s=-1)
+    assert len(caught.value.violations) == 3  # the deadline, the file, and what is wrong in it
 
 
 class Async:
