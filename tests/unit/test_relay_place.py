@@ -7,7 +7,6 @@ import time
 from types import SimpleNamespace
 from unittest.mock import patch
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,16 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.plan_worlds import quick, worlds
-from tests.support.row_worlds import apply_row, row
+from tests.support.row_worlds import apply_row
 from tests.support.trace_maps import places
 from xfer.errors import DeadlineExceeded
 from xfer.plan import relay
-from xfer.plan.program import DTYPES, ITEMSIZE, Op, Program, in_turn, row_wire_bytes
+from xfer.plan.program import DTYPES, ITEMSIZE, Op, in_turn, row_wire_bytes
 from xfer.plan.relay import shares
-from xfer.plan.schedule import schedule
 from xfer.transport import peer, relay_place
 from xfer.transport.group import Aborted
-from xfer.transport.relay_place import Handover, Relay, RelayPlace, Steps
+from xfer.transport.relay_place import Relay, RelayPlace, Steps
 from xfer.transport.steps import arrivals
 
 
@@ -85,35 +83,6 @@ def test_parts_on_a_device_are_said_when_they_are_there_in_order_if_somebody_lis
     assert said == ([(3, 1), (3, 3)] if tells else []) and told == [*range(5)]
 
 
-def of_replica(number: int) -> np.ndarray:
-    """The planned rows of a replica of one worker, which reads as much from each of two trainers."""
-    ends = np.array([0, 1]), np.array([2, 2])
-    s = schedule(*ends, np.array([64, 64]), message=64, per_rank=64, unit=64, rotation=number, rotations=2)
-    rows = [row((32,), src=a, dst=2, dst_offset=64 * a, wave=int(s.wave[a]), turn=int(s.turn[a])) for a in range(2)]
-    return np.concatenate(rows)[np.argsort(s.wave, kind="stable")]
-
-
-def test_replicas_of_a_chain_begin_with_different_sources_and_still_know_each_others_rows():
-    """Places of a chain compare their rows: a replica cannot take other ones from the replica before it."""
-
-    class Export:
-        def __init__(self, *_):
-            pass
-
-        def to_bytes(self) -> bytes:
-            return b""
-
-    kind = SimpleNamespace(Export=Export, Mapping=lambda *_: SimpleNamespace(close=lambda: None))
-    first, second = (of_replica(k) for k in range(2))
-    assert in_turn(first, {0, 1}) == in_turn(second, {0, 1})[::-1]
-    roots, device = [torch.zeros(128, dtype=torch.uint8)], torch.device("cpu")
-    told, nothing = Relay((b"",), lambda *_: None, SimpleNamespace(rank=9, to_bytes=bytes)), Program(2, 2, first[:0])
-    places = [RelayPlace(kind, nothing, rows, 1 << 20, told, roots, device) for rows in (first, second)]
-    a, b = (msgspec.msgpack.decode(p.hand(), type=Handover) for p in places)
-    assert a.rows == b.rows
-    assert [in_turn(p.rows, {0, 1}) for p in places] == [in_turn(rows, {0, 1}) for rows in (first, second)]
-
-
 class Offered:
     """Stands for `Export` and `Mapping` of ranks that may read each other."""
 
@@ -136,6 +105,7 @@ class Replica:
 
     def __init__(self, world, plan, number: int, worker: int, taken, step_bytes: int, fellows: list[Replica]):
         side, rank, self.said, self.others = world.workers[worker], len(world.trainers) + worker, -1, {}
+        self.number = number
         self.program, self.taken, self.step_bytes = plan.program(rank), taken, step_bytes
         self.fellows, self.trainers, self.here = fellows, len(world.trainers), set()
         self.storage = [side.storage[r.name].copy() for r in world.destinations()[worker].roots]
@@ -143,10 +113,16 @@ class Replica:
         self.hand = self.open((b"",)).hand()
 
     def open(self, hands) -> RelayPlace:
+        """Replicas begin with different sources, and still know each other's rows."""
         pulled, rest = peer.split(self.program, self.taken)
+        pulled = pulled.copy()
+        pulled["turn"] = (pulled["src"] + self.number) % self.trainers
         told = Relay(hands, lambda run, part: setattr(self, "said", part), self.offer)
         kind, roots = SimpleNamespace(Export=Offered, Mapping=Offered), [torch.from_numpy(s) for s in self.storage]
-        return RelayPlace(kind, rest, pulled, self.step_bytes, told, roots, torch.device("cpu"))
+        place = RelayPlace(kind, rest, pulled, self.step_bytes, told, roots, torch.device("cpu"))
+        sources = {*pulled["src"].tolist()}
+        assert place.follows or in_turn(place.rows, sources) == in_turn(pulled, sources)
+        return place
 
     def begin(self, sources: list[Replica]) -> None:
         """sources: by share, the replica that brings it."""
