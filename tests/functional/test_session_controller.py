@@ -383,8 +383,9 @@ def test_a_controller_that_is_closed_while_it_waits_to_join_leaves_its_place_and
             w.come(0, ToyEngine(1)).wait_ready(5)
 
 
-def test_an_engine_may_be_served_again_as_soon_as_its_controller_is_closed(monkeypatch):
-    """However late the rendezvous reads that the old one left. The new one was once refused beside it."""
+@pytest.mark.parametrize("heard", ["late", "never"])
+def test_a_controller_is_closed_soon_however_late_the_rendezvous_reads_that_it_left(monkeypatch, heard):
+    """Its engine may be served again as soon as it is closed. The new controller was once refused beside the old one."""
     feed = Server.feed
 
     def late(server, event):
@@ -395,17 +396,13 @@ def test_an_engine_may_be_served_again_as_soon_as_its_controller_is_closed(monke
 
     with world() as w:
         w.commits(1)
-        monkeypatch.setattr(Server, "feed", late)
-        w.controllers[0].close()
-        w.come(0, w.engines[0]).wait_ready(10)
-        w.commits(2)
-
-
-def test_a_rendezvous_that_is_stopped_keeps_no_controller_from_leaving(monkeypatch):
-    with world() as w:
-        w.commits(1)
-        rule = coordinator._ALL, lambda *a: None  # as far as the controller can see
-        monkeypatch.setitem(coordinator._RULES, m.Leave, rule)
+        if heard == "late":
+            monkeypatch.setattr(Server, "feed", late)
+        else:  # as far as the controller can see
+            monkeypatch.setitem(coordinator._RULES, m.Leave, (coordinator._ALL, lambda *a: None))
         began = time.monotonic()
         w.controllers[0].close()
         assert time.monotonic() - began < 2 + LEAVE_S
+        if heard == "late":
+            w.come(0, w.engines[0]).wait_ready(10)
+            w.commits(2)
