@@ -15,6 +15,7 @@ import time
 import pytest
 
 from examples.common import toy
+from tests.functional.test_session_deaths import GRACE_S, failed, good
 from tests.support import refit_job
 from tests.support.host_world import BUCKET, BYTES, Copy, HostWorld, mains
 from tests.support.hosts import Cluster, ended, missing
@@ -23,7 +24,6 @@ from tests.support.proc import PATIENCE, ROOT
 from tests.support.refit_job import Job
 from tests.support.world import ToyTaker, specs_of, until_true
 from tests.support.world_processes import RDMA
-from xfer.coordinator.deadlines import CALL_GRACE_S
 from xfer.plan.fabric import Site
 from xfer.plan.fabric_file import read_site
 from xfer.plan.inventory import engine_inventory, trainer_inventory
@@ -40,11 +40,6 @@ NEEDED = sum(2 * a * b for a, b in (s for s in BYTES.values() if len(s) == 2)) +
 def needs_hosts():
     if why := missing():
         pytest.skip(why)
-
-
-def good(results):
-    assert all(r["kind"] == "done" for r in results), results
-    return results[0]["value"]
 
 
 def right(w, version, replicas=None):
@@ -121,8 +116,7 @@ def test_what_all_workers_of_a_host_need_enters_it_once(tmp_path, replicas):
         came, _ = refit(4, verify=True, delta="auto")
         assert refit(5, 0.3, verify=True, delta="auto")[0] < 0.3 and came >= 1
         w.fault("replica0", "worker:1:wave:kill")
-        for a in w.refit(6, deadline_s=FAR):
-            assert a["kind"] == "raised" and a["type"] in ("PeerLost", "EngineLost"), a
+        failed(w.refit(6, deadline_s=FAR), ("PeerLost", "EngineLost"), within=math.inf)
         w.restart(0)
         refit(7, verify=True)
 
@@ -275,7 +269,8 @@ RATE = 16.0
 SHORT = 4.0
 """Deadline of a refit that is to reach it, or that the slow link of a replica makes late."""
 FAR = 30.0 * PATIENCE
-GRACE_S = CALL_GRACE_S + 5.0 * PATIENCE
+LATEST = SHORT + GRACE_S
+"""Seconds in which its calls end."""
 LATE = ("DeadlineExceeded", "PeerLost")
 
 
@@ -314,21 +309,11 @@ def no_mix(w) -> None:
         assert held["whole"] or held["nan"] and not state["serves"], (r.index, state, held)
 
 
-def in_time(answers, within: float = SHORT + GRACE_S):
-    for a in answers:
-        assert a["seconds"] < within, a
-    return answers
-
-
-def raised(answers, says: str = "", *types: str) -> None:
-    for a in answers:
-        assert a["kind"] == "raised" and a["type"] in (types or LATE) and says in a["text"], a
-
-
 def only_the_first(w, *types: str) -> None:
     """The refit of version 2 that has begun commits on replica 0 and fails on replica 1, with such an error, in time."""
-    report = good(in_time(w.answers()))
-    assert report["committed"] == [True, False], report
+    answers = w.answers()
+    report = good(answers)
+    assert report["committed"] == [True, False] and all(a["seconds"] < LATEST for a in answers), answers
     assert report["errors"][1].startswith(types or "") and "replica 1" in report["errors"][1], report
     right(w, 2, [0])
 
@@ -364,7 +349,7 @@ def test_a_trainer_whose_link_is_cut_ends_the_refit_on_every_rank_in_time(world,
     w, c = world, world.cluster
     begin(w, 2, deadline_s=SHORT)
     c.cut(c.hosts[trainer])
-    raised(in_time(w.answers()))
+    failed(w.answers(), LATE, within=LATEST)
     c.mend(c.hosts[trainer])
     no_mix(w)
     goes_on(w)
@@ -379,13 +364,13 @@ def test_a_trainer_that_dies_or_is_stopped_in_mid_read_is_one_typed_error_in_tim
     if dies:
         begin(w, 2, deadline_s=FAR)
         victim.signal(signal.SIGKILL)
-        raised(in_time(w.answers([0]), 20.0), "trainer 1", "PeerLost")
+        failed(w.answers([0]), ("PeerLost",), "trainer 1", within=20.0)
         assert victim.dead()
     else:
         w.fault("trainers", "trainer:1:moving:stop@1")
         w.begin(2, deadline_s=SHORT)
         until_true(victim.is_stopped, 20)
-        raised(in_time(w.answers([0])))
+        failed(w.answers([0]), LATE, within=LATEST)
         victim.signal(signal.SIGCONT)
         w.answers([1])
     no_mix(w)
@@ -421,7 +406,7 @@ def test_a_lossy_link_costs_time_and_no_bit(world):
 def test_a_trainers_host_that_vanishes(world, point):
     """Not a packet tells of it. The others raise, in time; with a new host the job goes on."""
     w = vanishes(world, 1, "trainers", f"trainer:1:{point}")
-    raised(in_time(w.answers([0])), "trainer 1")
+    failed(w.answers([0]), LATE, "trainer 1", within=LATEST)
     w.cluster.mend(w.cluster.hosts[1])
     no_mix(w)
     goes_on(w, meet=True)
