@@ -161,25 +161,15 @@ def test_another_process_is_read_and_its_death_is_typed(child):
     assert "cannot be read" in late._why[0] and not late.roots[0]
 
 
-@pytest.fixture
-def offered():
-    """A mapping, and the offer of a source in this process."""
-    export = peer_host.Export(0, [torch.zeros(4 << 20, dtype=torch.uint8)], CPU)
-    yield peer_host.Mapping(1, CPU), export.to_bytes()
-
-
-def test_what_is_not_offered_is_refused(offered):
-    mapping, offer = offered
-    with pytest.raises(ProtocolError, match="storage 1 is asked for"):
-        mapping.open(offer, 0, [1])
-    with pytest.raises(RebindError, match="not mapped"):
-        peer_host.Pull(row((8,), src=0, dst=1), peer_host.Mapping(1, CPU), [torch.zeros(64, dtype=torch.uint8)])
-
-
-def test_rows_that_end_outside_the_destinations_storage_are_refused(offered):
+def test_what_is_not_offered_and_rows_that_end_outside_the_destinations_storage_are_refused():
     """As the kernels of the other routes do: the system would write over what lies behind it."""
-    (mapping, offer), memory = offered, torch.full((4096,), 7, dtype=torch.uint8)
-    mapping.open(offer, 0, [0])
+    export = peer_host.Export(0, [torch.zeros(4 << 20, dtype=torch.uint8)], CPU)
+    mapping, memory = peer_host.Mapping(1, CPU), torch.full((4096,), 7, dtype=torch.uint8)
+    with pytest.raises(ProtocolError, match="storage 1 is asked for"):
+        mapping.open(export.to_bytes(), 0, [1])
+    with pytest.raises(RebindError, match="not mapped"):
+        peer_host.Pull(row((8,), src=0, dst=1), peer_host.Mapping(1, CPU), [memory])
+    mapping.open(export.to_bytes(), 0, [0])
     for at in (3072 - 1000, -512):
         late = row((1024,), src_dtype="uint8", src=0, dst=1, dst_offset=at)
         with pytest.raises(LayoutError, match="tensor 0 dst rank 1"):
