@@ -40,64 +40,28 @@ for line in sys.stdin:
 
 
 @pytest.fixture(scope="module")
-def script(tmp_path_factory):
-    path = tmp_path_factory.mktemp("forge") / "child.py"
-    path.write_text(CHILD)
-    return path
-
-
-@pytest.fixture(autouse=True, scope="module")
 def forges(tmp_path_factory):
     """Of these tests alone: another's was made in the environment that its first child asked for."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XFER_TEST_FORGES", str(folder := tmp_path_factory.mktemp("f")))
-        patch.setattr(forge, "_forges", {})
-        yield folder
-        shutil.rmtree(folder, ignore_errors=True)
+    yield (folder := tmp_path_factory.mktemp("f"))
+    shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture(params=["forked", "anew"])
-def start(request, script, tmp_path, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("XFER_TEST_FORGE", "0" if request.param == "anew" else "1")
-    monkeypatch.delenv("XFER_JITTER_CHILDREN", raising=False)
-    started = []
-
-    def start(*args, **env):
-        with open(tmp_path / "err", "w") as err:
-            p = forge.start(sys.executable, [str(script), *args], environment(**env), tmp_path, None, err)
-        assert isinstance(p, forge.Forged) == (request.param == "forked")
-        started.append(p)
-        return p, json.loads(p.stdout.readline())
-
-    yield start
-    for p in started:
-        p.kill()
-        p.wait(10)
-        p.stdin.close()
-        p.stdout.close()
+@pytest.fixture(autouse=True)
+def forking(monkeypatch, forges):
+    """Whatever the variables of this test process are."""
+    monkeypatch.setattr(forge, "_forges", {})
+    for name, value in (("XFER_TEST_FORGES", str(forges)), ("XFER_TEST_FORGE", "1"), ("CUDA_VISIBLE_DEVICES", "")):
+        monkeypatch.setenv(name, value)
+    for name in ("XFER_JITTER_CHILDREN", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
 
 
-def say(p, word):
-    p.stdin.write(word + "\n")
-    p.stdin.flush()
-
-
-def test_a_process_sees_what_it_would_see_started_anew(start, script, tmp_path):
-    p, said = start("a b", "c", RANK="3")
-    assert said.pop("torch") == isinstance(p, forge.Forged)
-    assert len({said.pop("drawn"), *(start()[1]["drawn"] for _ in range(2))}) == 3, "each has random numbers of its own"
-    assert not {"pipe", "socket"} & set(said.pop("open")), "of others, who would not see them closed"
-    places = dict(here=str(script.parent), cwd=str(tmp_path))
-    assert said == dict(argv=["a b", "c"], main="__main__", sid=True, rank="3", dies=True, **places)
-    assert p.poll() is None
-    with pytest.raises(subprocess.TimeoutExpired):
-        p.wait(0.05)
-
-
-def test_nothing_is_forked_where_no_folder_of_forges_is_named(monkeypatch):
-    monkeypatch.delenv("XFER_TEST_FORGES")
-    assert forge.forge_of(sys.executable, "child", {"CUDA_VISIBLE_DEVICES": ""}) is None
+def started(tmp_path: Path, text: str, *args: str, **env: str):
+    """A process that runs a script of this text, in this folder. Its standard error goes to `err` there."""
+    script = tmp_path / "child.py"
+    script.write_text(text)
+    with open(tmp_path / "err", "w") as err:
+        return forge.start(sys.executable, [str(script), *args], environment(**env), tmp_path, None, err)
 
 
 ENDS = [
@@ -109,24 +73,42 @@ ENDS = [
 ]
 
 
-@pytest.mark.parametrize("word, code, said", ENDS)
-def test_it_ends_as_it_would(start, tmp_path, word, code, said):
+@pytest.mark.parametrize("word, code, says", ENDS)
+def test_a_process_sees_what_it_would_see_started_anew_and_ends_as_it_would(monkeypatch, tmp_path, word, code, says):
     """By itself or by a signal. SIGABRT prints the stacks of its threads."""
-    p, _ = start()
-    say(p, word)
-    if code < 0:
-        time.sleep(0.2)
-        os.killpg(p.pid, -code)
-    assert p.wait(10) == p.poll() == code and p.stdout.read() == ("at exit\n" if code >= 0 else "")
-    err = (tmp_path / "err").read_text()
-    assert said in err and (said or not err)
+    drawn = set()
+    for forked in (True, True, False):
+        monkeypatch.setenv("XFER_TEST_FORGE", str(int(forked)))
+        p = started(tmp_path, CHILD, "a b", "c", RANK="3")
+        said = json.loads(p.stdout.readline())
+        assert forked == isinstance(p, forge.Forged) == said.pop("torch")
+        drawn.add(said.pop("drawn"))
+        assert not {"pipe", "socket"} & set(said.pop("open")), "of others, who would not see them closed"
+        places = dict(here=str(tmp_path), cwd=str(tmp_path))
+        assert said == dict(argv=["a b", "c"], main="__main__", sid=True, rank="3", dies=True, **places)
+        assert p.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            p.wait(0.05)
+        p.stdin.write(word + "\n")
+        p.stdin.flush()
+        if code < 0:
+            time.sleep(0.2)
+            os.killpg(p.pid, -code)
+        assert p.wait(10) == p.poll() == code and p.stdout.read() == ("at exit\n" if code >= 0 else "")
+        err = (tmp_path / "err").read_text()
+        assert says in err and (says or not err)
+        p.stdin.close()
+        p.stdout.close()
+    assert len(drawn) == 3, "each has random numbers of its own"
 
 
-def test_settings_of_a_framework_that_differ_need_a_new_process(monkeypatch):
+def test_nothing_is_forked_where_no_folder_of_forges_is_named(monkeypatch):
+    monkeypatch.delenv("XFER_TEST_FORGES")
+    assert forge.forge_of(sys.executable, "child", environment()) is None
+
+
+def test_settings_of_a_framework_that_differ_need_a_new_process():
     """Not those that an import makes: all tests import torch's compiler at some time, which sets a variable."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    for name in ("XFER_TEST_FORGE", "XFER_JITTER_CHILDREN", "TORCHINDUCTOR_CACHE_DIR"):
-        monkeypatch.delenv(name, raising=False)
     code = "import json, os, torch._dynamo; print(json.dumps(dict(os.environ)))"
     before = environment()
     told = subprocess.run([sys.executable, "-c", code], env=before, capture_output=True, check=True, timeout=120).stdout
@@ -150,21 +132,15 @@ time.sleep(60)
 
 def test_test_processes_share_a_forge_that_waits_for_orphans_and_ends_with_its_folder(monkeypatch, tmp_path, forges):
     """Without anybody to wait for it, an orphan would stay a zombie where process 1 waits for none."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("XFER_TEST_FORGE", "1")
-    monkeypatch.delenv("XFER_JITTER_CHILDREN", raising=False)
-    (tmp_path / "child.py").write_text(ORPHAN)
-    parents, started = [], []
+    parents, children = [], []
     for _ in range(2):
         monkeypatch.setattr(forge, "_forges", {})
-        with open(tmp_path / "err", "w") as err:
-            run = [str(tmp_path / "child.py")]
-            started.append(forge.start(sys.executable, run, environment(), tmp_path, None, err))
-        parents.append(parent_of(started[-1].pid))
+        children.append(started(tmp_path, ORPHAN))
+        parents.append(parent_of(children[-1].pid))
     ours, theirs = map(parent_of, parents)
     assert ours == theirs and "forge" in Path(f"/proc/{ours}/cmdline").read_text()
-    orphans = [int(p.stdout.readline()) for p in started]
-    for p in started:
+    orphans = [int(p.stdout.readline()) for p in children]
+    for p in children:
         os.killpg(p.pid, signal.SIGKILL)
         assert p.wait(10) == -signal.SIGKILL
     assert [parent_of(pid) for pid in orphans] == parents
