@@ -66,20 +66,18 @@ def test_packing_keeps_every_row_once_and_pads_what_the_model_reads(prompts, mul
 
 @given(samples=st.integers(1, 40), ranks=st.integers(1, 3), count=st.integers(1, 4))
 def test_samples_are_cut_into_equal_micro_batches_or_refused(samples, ranks, count):
-    batch, rest = (
-        grpo.Batch(torch.zeros(samples, 3), torch.zeros(samples, 1), torch.zeros(samples), 1),
-        samples % (ranks * count),
-    )
+    batch = grpo.Batch(torch.zeros(samples, 3), torch.zeros(samples, 1), torch.zeros(samples), 1)
+    each, rest = divmod(samples, ranks * count)
     with pytest.raises(LayoutError, match="evenly") if rest else nullcontext():
         sizes = [[len(p.tokens) for p in batch.pieces(r, ranks, count)] for r in range(ranks)]
-        assert sizes == [[samples // (ranks * count)] * count] * ranks
+        assert sizes == [[each] * count] * ranks
 
 
-def test_ranks_that_the_layout_does_not_divide_are_refused():
-    assert [grpo.data_parallel(8, tp, pp) for tp, pp in ((2, 2), (8, 1), (1, 1))] == [2, 1, 8]
-    for ranks, tp, pp in ((1, 2, 1), (6, 2, 2)):
-        with pytest.raises(LayoutError, match=f"{ranks} trainer ranks cannot be cut by tp {tp} times pp {pp}\n.*--tp"):
-            grpo.data_parallel(ranks, tp, pp)
+@given(ranks=st.integers(1, 8), tp=st.integers(1, 8), pp=st.integers(1, 8))
+def test_ranks_are_cut_by_the_layout_or_refused(ranks, tp, pp):
+    text = f"{ranks} trainer ranks cannot be cut by tp {tp} times pp {pp}\n.*--tp"
+    with pytest.raises(LayoutError, match=text) if ranks % (tp * pp) else nullcontext():
+        assert grpo.data_parallel(ranks, tp, pp) * tp * pp == ranks
 
 
 def test_the_loss_has_the_gradient_of_the_clipped_ratio():
@@ -138,16 +136,42 @@ def test_the_summary_has_the_share_of_refits_without_the_first_step(tmp_path, mo
         summary.main()
 
 
+def executable(path: Path, text: str) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture
+def copy(tmp_path, monkeypatch):
+    """Runs a copy of a script, apart from this checkout's environments: one that goes wrong must not reach those."""
+    for name in ("CUDA_VISIBLE_DEVICES", "SERVE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(script: str, *words: str, **env: str) -> subprocess.CompletedProcess:
+        how = dict(cwd=run.folder, env={**os.environ, **env}, capture_output=True, text=True, timeout=60)
+        return subprocess.run([run.folder / script, *words], **how)
+
+    run.folder = tmp_path / "copy"
+    more = (ROOT / "pyproject.toml", ROOT / "xfer/tested.py")
+    for script in (*ROOT.glob("scripts/*.sh"), *ROOT.glob("examples/grpo/*.sh"), *more):
+        to = run.folder / script.relative_to(ROOT)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(script, to)
+    return run
+
+
 STAND_IN = """#!/usr/bin/env bash
 # A Python that says how many GPUs it has, and what it is started with.
 case "$*" in
   *device_count*) echo "$(cat "$0.gpus")" ;;
   *free_port*) echo $((20000 + RANDOM % 10000)) ;;
   *"torch.distributed.run"* | *vllm.entrypoints* | *examples.grpo.rollout*)
-    echo "$0 ${CUDA_VISIBLE_DEVICES-unset}" >>"$(dirname "$0")/started"
+    echo "$0 ${CUDA_VISIBLE_DEVICES-unset}" >>started
     case "$*" in *torch.distributed.run*) ;; *) exec sleep 60 ;; esac
     for i in {1..100}; do
-      [ "$(wc -l <"$(dirname "$0")/started")" != "$STARTS" ] || exit 0
+      [ "$(wc -l <started)" != "$STARTS" ] || exit 0
       sleep 0.1
     done
     exit 1 ;;
@@ -155,31 +179,22 @@ esac
 """
 
 
-def run_sh(tmp_path: Path, trainers: int, engines: int, *words: str, **more: str) -> subprocess.CompletedProcess:
-    """examples/grpo/run.sh where each side's torch can use so many GPUs. Processes note what they see in `started`."""
-    for side, gpus in (("trainer", trainers), ("engine", engines)):
-        executable(tmp_path / side, STAND_IN)
-        (tmp_path / f"{side}.gpus").write_text(str(gpus))
-    env = {k: v for k, v in os.environ.items() if k not in ("CUDA_VISIBLE_DEVICES", "SERVE", "PYTHONPATH")}
-    env |= {f"{side.upper()}_PYTHON": str(tmp_path / side) for side in ("trainer", "engine")}
-    env |= {"WORK": str(tmp_path / "work"), **more}
-    command = ["examples/grpo/run.sh", "0.6b", *words]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60 * PATIENCE)
-
-
 @pytest.mark.parametrize("serve", [None, 2])
 @pytest.mark.parametrize("trainers, engines", [(4, 4), (4, 0), (0, 0), (3, 4)])
-def test_each_process_has_gpus_of_its_own_or_none_has_any(tmp_path, serve, trainers, engines):
+def test_each_process_has_gpus_of_its_own_or_none_has_any(copy, serve, trainers, engines):
     """Two trainer ranks, and a vLLM of two ranks or servers of one. GPUs are used where both sides' torch can use enough of them."""
-    more = {"SERVE": str(serve)} if serve else {}
-    done = run_sh(tmp_path, trainers, engines, STARTS=str(1 + (serve or 1)), **more)
+    env = {"STARTS": str(1 + (serve or 1)), **({"SERVE": str(serve)} if serve else {})}
+    for side, gpus in (("trainer", trainers), ("engine", engines)):
+        env[f"{side.upper()}_PYTHON"] = executable(copy.folder / side, STAND_IN)
+        (copy.folder / f"{side}.gpus").write_text(str(gpus))
+    done = copy("examples/grpo/run.sh", "0.6b", **env)
     assert done.returncode == 0, done.stderr
-    said = [x.split(" ", 1) for x in (tmp_path / "started").read_text().splitlines()]
+    said = [x.split(" ", 1) for x in (copy.folder / "started").read_text().splitlines()]
     seen = {side: [gpus for who, gpus in said if who.endswith(side)] for side in ("trainer", "engine")}
     assert len(seen["trainer"]) == 1 and len(seen["engine"]) == (serve or 1)
     if min(trainers, engines) < 2 + (serve or 2):
         assert {gpus for _, gpus in said} == {""}
-        done = run_sh(tmp_path, trainers, engines, "--device", "cuda", **more)
+        done = copy("examples/grpo/run.sh", "0.6b", "--device", "cuda", **env)
         assert done.returncode == 2 and "2 trainer ranks and " in done.stderr, done.stderr
         return
     every = {str(i) for i in range(min(trainers, engines))}
@@ -239,33 +254,9 @@ def test_a_trainer_that_is_not_tested_is_refused_with_those_that_are(copy):
     assert all(f"  {t.core}, Python {t.python}\n" in done.stderr for t in TRAINERS if "+" not in t.torch)
 
 
-def executable(path: Path, text: str) -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    path.chmod(0o755)
-    return str(path)
-
-
 def python_without_venv(tmp_path: Path) -> str:
     """A Python that makes no environment."""
     return executable(tmp_path / "python", f'#!/bin/sh\n[ "$1" != -m ] || exit 1\nexec {sys.executable} "$@"\n')
-
-
-@pytest.fixture
-def copy(tmp_path):
-    """Runs a copy of a script, apart from this checkout's environments: one that goes wrong must not reach those."""
-
-    def run(script: str, *words: str, **env: str) -> subprocess.CompletedProcess:
-        how = dict(cwd=run.folder, env={**os.environ, **env}, capture_output=True, text=True, timeout=60)
-        return subprocess.run([run.folder / script, *words], **how)
-
-    run.folder = tmp_path / "copy"
-    more = (ROOT / "pyproject.toml", ROOT / "xfer/tested.py")
-    for script in (*ROOT.glob("scripts/*.sh"), *ROOT.glob("examples/grpo/*.sh"), *more):
-        to = run.folder / script.relative_to(ROOT)
-        to.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(script, to)
-    return run
 
 
 def test_a_token_of_another_version_is_named():
@@ -306,32 +297,27 @@ def test_a_replica_that_says_it_failed_is_not_asked_again_and_a_wrong_request_is
             assert type(e.value) is XferError
 
 
-class Engine:
-    """AsyncLLM for one request after the other: the chunks of tokens that each yields, and what is done after the first chunk."""
+def in_flight_of(monkeypatch, *chunks: list[int], then, policy: str = "drain", **more) -> in_flight.InFlight:
+    """Whose AsyncLLM answers each request with these chunks of tokens. `then`: what is awaited after each chunk."""
 
-    def __init__(self, *chunks: list[int], then=None, **more):
-        self.chunks, self.then, self.more = chunks, then, more
-
-    async def generate(self, prompt, params, name):
-        for tokens in self.chunks:
+    async def generate(prompt, params, name):
+        for tokens in chunks:
             logprobs = [{t: SimpleNamespace(logprob=-1.0)} for t in tokens]
-            one = SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason="length", **self.more)
+            one = SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason="length", **more)
             yield SimpleNamespace(outputs=[one])
-            if self.then is not None:
-                await self.then()
+            await then()
 
-
-def in_flight_of(monkeypatch, engine: Engine, **more) -> in_flight.InFlight:
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
     flight = in_flight.InFlight.__new__(in_flight.InFlight)  # its own __init__ serves a real engine
-    flight.engine, flight.under_way, flight.again, flight._names = engine, {}, 0, iter("abc")
-    flight.controller = SimpleNamespace(version="3")
-    vars(flight).update(more)
+    engine, controller = SimpleNamespace(generate=generate), SimpleNamespace(version="3")
+    vars(flight).update(engine=engine, controller=controller, policy=policy, under_way={}, again=0, _names=iter("abc"))
     return flight
 
 
-@pytest.mark.parametrize("how", ["ends", "fails", "is cancelled"])
-def test_nothing_is_under_way_once_a_request_has_ended_however_it_did(monkeypatch, how):
+@pytest.mark.parametrize(
+    "how, seen", [("ends", Sample), ("fails", RuntimeError), ("is cancelled", asyncio.CancelledError)]
+)
+def test_nothing_is_under_way_once_a_request_has_ended_however_it_did(monkeypatch, how, seen):
     begun = asyncio.Event()
 
     async def then():
@@ -341,10 +327,6 @@ def test_nothing_is_under_way_once_a_request_has_ended_however_it_did(monkeypatc
         if how == "is cancelled":
             await asyncio.Event().wait()
 
-    flight = in_flight_of(
-        monkeypatch, Engine([5], then=then, weight_versions=[SimpleNamespace(version="3", start=0, end=1)])
-    )
-
     async def ask():
         asked = asyncio.ensure_future(flight.sample([1], tokens=1))
         await begun.wait()
@@ -352,7 +334,8 @@ def test_nothing_is_under_way_once_a_request_has_ended_however_it_did(monkeypatc
             asked.cancel()
         return (await asyncio.gather(asked, return_exceptions=True))[0]
 
-    seen = {"ends": Sample, "fails": RuntimeError, "is cancelled": asyncio.CancelledError}[how]
+    spans = [SimpleNamespace(version="3", start=0, end=1)]
+    flight = in_flight_of(monkeypatch, [5], then=then, weight_versions=spans)
     assert isinstance(asyncio.run(ask()), seen) and not flight.under_way
 
 
@@ -364,7 +347,7 @@ def test_where_vllm_names_no_weights_an_answer_is_of_one_version_or_asked_again(
     async def then():
         flight.controller.version = "4" if changes else "3"
 
-    flight = in_flight_of(monkeypatch, Engine([5], [5, 6], then=then), policy=policy)
+    flight = in_flight_of(monkeypatch, [5], [5, 6], then=then, policy=policy)
     if policy in ("continue", "keep_cache"):
         with pytest.raises(Unsupported, match="which weights made a token"):
             asyncio.run(flight.sample([1], tokens=2))

@@ -3,16 +3,15 @@ environments, or in a folder that PYTHONPATH names."""
 
 import importlib
 import os
-import re
 import subprocess
 import sys
 from types import ModuleType
 
 import pytest
 
-from examples.grpo.gate import read_curve
+from tests.support.grpo_processes import trained
 from tests.support.marks import BOTH
-from tests.support.proc import PATIENCE, PYTHON, ROOT, environment
+from tests.support.proc import PYTHON, ROOT
 
 STEPS = 4
 
@@ -97,11 +96,5 @@ def test_weights_never_pass_through_the_object_store(tmp_path):
         pytest.skip("Ray runs one version of Python: TRAINER=0.16.1 scripts/setup.sh makes both environments with 3.11")
     words = f"--engine-python {PYTHON['engine']} --work {tmp_path} --steps {STEPS} --engine-tp 1".split()
     command = [PYTHON["trainer"], "-m", "examples.grpo.ray_main", *words]
-    env = environment(PYTHONPATH=PATHS)
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900 * PATIENCE)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    assert f"{STEPS + 1} refits put 0 bytes into Ray's object store" in done.stdout
-    assert len(re.findall(r"^step .* reward .* KL ", done.stdout, re.M)) == STEPS
-    rows = read_curve(tmp_path / "curve.jsonl")
-    assert [r.version for r in rows] == [str(i) for i in range(STEPS)]
-    assert all(1 <= r.error < 1.0001 and r.kl >= 0 for r in rows), rows
+    rows, said = trained("ray", command, tmp_path, PYTHONPATH=PATHS)
+    assert len(rows) == STEPS and f"{STEPS + 1} refits put 0 bytes into Ray's object store" in said

@@ -10,13 +10,13 @@ import re
 import shlex
 import subprocess
 import sys
-import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from examples.grpo.gate import Row
 from tests.support import hosts
+from tests.support.grpo_processes import steps_of, until
 from tests.support.marks import BOTH
 from tests.support.proc import PATIENCE, PYTHON, ROOT, environment
 from tests.support.slurm_cluster import Cluster, missing
@@ -104,38 +104,31 @@ def test_a_requeued_job_goes_on_from_its_checkpoint(cluster, tmp_path, every):
     def told(*command: str) -> str:
         return cluster.run(*command, check=True).stdout
 
-    def curve() -> list[Row]:
-        path = tmp_path / "curve.jsonl"
-        return [Row(**json.loads(x)) for x in path.read_text().splitlines() if x.endswith("}")] if path.exists() else []
+    def state() -> str:
+        return f"{told('scontrol', 'show', 'job')}\n{logs(tmp_path)}"
 
-    def until(condition, what: str, seconds: float = 400):
-        end = time.monotonic() + seconds * PATIENCE
-        while not (got := condition()):
-            assert time.monotonic() < end, (
-                f"{what}: not within {seconds} s\n{told('scontrol', 'show', 'job')}\n{logs(tmp_path)}"
-            )
-            time.sleep(0.3)
-        return got
+    def within(condition, what: str, seconds: float = 400):
+        return until(condition, what, seconds=seconds, told=state)
 
+    curve = partial(steps_of, tmp_path / "curve.jsonl")
     words = f"--parsable --nodes=2 --config smoke --steps 100000 --save-every {every} --prompts 4 --answers 4"
     done = batch(cluster, tmp_path, *words.split(), check=True)
     job = done.stdout.strip()
     try:
-        until(lambda: len(curve()) > 7, "eight steps")
+        within(lambda: len(curve()) > 7, "eight steps")
         told("scontrol", "requeue", job)
-        until(lambda: "JobState=PENDING" in told("scontrol", "show", "job", job), "the job is queued again", 120)
+        within(lambda: "JobState=PENDING" in told("scontrol", "show", "job", job), "the job is queued again", 120)
         latest = tmp_path / "checkpoints/latest"
         before, saved = len(curve()), int(latest.read_text()) if latest.exists() else 0
         assert saved >= 6 if every == 3 else not saved
         told("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm would wait for two minutes
-        rows = until(lambda: curve()[before + 5 :] and curve()[before:], "six steps more")
+        rows = within(lambda: curve()[before + 5 :] and curve()[before:], "six steps more")
         want = [(s, f"{s}@{saved}" if saved else str(s)) for s in range(saved, saved + 6)]
         assert [(r.step, r.version) for r in rows[:6]] == want, "a step is left out, or made twice under one name"
-        assert all(1 <= r.error < 1.0001 for r in rows), rows
         assert "Restarts=1" in told("scontrol", "show", "job", job)
     finally:
         told("scancel", job)
-        until(lambda: not told("squeue", "-h", "-j", job).strip(), "the job has ended", 120)
+        within(lambda: not told("squeue", "-h", "-j", job).strip(), "the job has ended", 120)
 
 
 @slow_job

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import time
 from pathlib import Path
 
+from examples.grpo.gate import Row
 from tests.support.proc import PATIENCE, PYTHON, ROOT, environment
 
 
@@ -58,15 +60,39 @@ def _below(pid: int) -> list[int]:
     return found[1:]
 
 
-def until(condition, what: str, *groups: Group, seconds: float = 300) -> None:
+def until(condition, what: str, *groups: Group, seconds: float = 300, told=lambda: ""):
+    """Waits for what the condition returns. `told`: more to say if it does not come."""
     end = time.monotonic() + seconds * PATIENCE
-    while not condition():
-        dead = [g for g in groups if g.process.poll() is not None]
-        if dead or time.monotonic() > end:
-            raise AssertionError(
-                "\n".join([f"{what}: not within {seconds} s", *(g.log.read_text()[-4000:] for g in groups)])
-            )
+    while not (got := condition()):
+        if time.monotonic() > end or any(g.process.poll() is not None for g in groups):
+            logs = (g.log.read_text()[-4000:] for g in groups)
+            raise AssertionError("\n".join([f"{what}: not within {seconds} s", told(), *logs]))
         time.sleep(0.1)
+    return got
+
+
+def trained(name: str, command: list[str], work: Path, most: float = 1.0001, **env: str) -> tuple[list[Row], str]:
+    """The curve and the output of a loop that ended well: each step is of the version that the step has, and the gate held below
+    `most`."""
+    group = Group(name, command, work, **env)
+    try:
+        code = group.process.wait(900 * PATIENCE)
+    finally:
+        group.kill()
+    said = group.log.read_text()
+    assert code == 0, said[-6000:]
+    rows = steps_of(work / "curve.jsonl", most)
+    assert [r.version for r in rows] == [str(i) for i in range(len(rows))]
+    assert len(re.findall(r"^step .* reward .* KL ", said, re.M)) == len(rows)
+    return rows, said
+
+
+def steps_of(curve: Path, most: float = 1.0001) -> list[Row]:
+    """The steps that a curve has by now. The gate held in each."""
+    lines = curve.read_text().splitlines() if curve.exists() else []
+    rows = [Row(**json.loads(line)) for line in lines if line.endswith("}")]
+    assert all(1 <= r.error < most and r.kl >= 0 for r in rows), rows
+    return rows
 
 
 class Steps:
