@@ -3,9 +3,9 @@ disk before anything was refitted; a refit of the same weights must bring exactl
 
 import json
 import re
-import threading
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -94,10 +94,9 @@ class Server:
         return json.loads(urllib.request.urlopen(request, timeout=120).read())
 
     def connect(self, job: Job) -> None:
-        t, rendezvous = job.trainers, f"tcp://127.0.0.1:{free_port()}"
-        t.build(job.config)
-        waiting = t.say([0], do="connect", rendezvous=rendezvous, engines=[self.url], deadline_s=60.0)
-        waiting += t.say([1], do="connect", rendezvous=rendezvous, deadline_s=60.0)
+        job.trainers.build(job.config)
+        how = dict(do="connect", rendezvous=f"tcp://127.0.0.1:{free_port()}", deadline_s=60.0)
+        waiting = job.trainers.say([0], engines=[self.url], **how) + job.trainers.say([1], **how)
         good([c.expect("connected", "raised", timeout=90) for c in waiting])
 
     def complete(self, prompt: list[int], tokens: int = 6) -> list:
@@ -121,14 +120,11 @@ class Server:
         return self.get("/is_paused")["is_paused"]
 
     def begin(self, tokens: int) -> None:
-        self.answers: list = []
-        self.request = threading.Thread(target=lambda: self.answers.append(self.complete(PROMPTS[0], tokens)))
-        self.request.start()
+        self.request = ThreadPoolExecutor(1).submit(self.complete, PROMPTS[0], tokens)
         time.sleep(0.2)
 
     def ended(self) -> list:
-        self.request.join(60)
-        return self.answers[0]
+        return self.request.result(60)
 
 
 def same(a: dict, b: dict) -> list[bool]:

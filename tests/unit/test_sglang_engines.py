@@ -34,16 +34,24 @@ def server():
         yield made
 
 
-def call_of(body: dict) -> dict:
-    return json.loads(body["name"].removeprefix(CALL))
-
-
-@pytest.mark.parametrize("mode", ["retract", "in_place"])
-def test_a_refit_is_sglangs_own_update_session_around_one_call_of_xfer(server, mode):
-    """Also one that drops caches which the next ones keep."""
+@pytest.mark.parametrize(
+    "mode, answer, paused, status",
+    [
+        ("retract", [2.0], False, {}),
+        ("in_place", [[2.0], [2.0]], False, {}),  # of two data-parallel ranks
+        ("in_place", [2.0], True, {}),
+        ("retract", [2.0], False, {"/ready": 503, "/ping": 503}),  # not well
+        ("retract", [2.0], False, {"/ready": 404}),  # too old to say
+    ],
+)
+def test_a_refit_is_sglangs_own_update_session_around_one_call_of_xfer(server, mode, answer, paused, status):
+    """`paused`: by its owner, whose pause outlasts all. A refit drops also the caches which the next ones keep. A pause goes on while
+    workers join."""
+    server.answer, server.paused = answer, paused
+    server.status |= status
     handle = handle_for(SGLangServer(server.url, headers={"Authorization": "Bearer key"}, pause_mode=mode))
-    assert handle.keeps_caches == (mode == "in_place")
-    assert handle.workers() == 2
+    keeps = handle.keeps_caches
+    assert keeps == (mode == "in_place") and handle.workers() == 2
     handle.init({"replica": 0}, 5)
     handle.pause(5)
     handle.start_update(5)
@@ -51,44 +59,25 @@ def test_a_refit_is_sglangs_own_update_session_around_one_call_of_xfer(server, m
     handle.finish("8", 5)
     handle.reset_caches(5)
     handle.resume(5)
-    routes = [route for route, _ in server.seen]
-    assert routes == [
-        "get_weights_by_name", "pause_generation", "get_weights_by_name", "continue_generation",  # joining
-        "pause_generation", "begin_weight_update", "get_weights_by_name",  # a refit
-        "end_weight_update", "update_weight_version", *["pause_generation"] * handle.keeps_caches, "flush_cache", "continue_generation",
+    assert server.paused == paused
+    handle.pause(5)
+    handle.init({}, 5)
+    call, bodies, free = "get_weights_by_name", [body for _, body in server.seen], not paused
+    resume = ["continue_generation"] * free
+    assert [route for route, _ in server.seen] == [
+        call, *["pause_generation"] * free, call, *resume,  # joining
+        "pause_generation", "begin_weight_update", call, "end_weight_update", "update_weight_version",  # a refit
+        *["pause_generation"] * keeps, "flush_cache", *resume,
+        "pause_generation", call,  # joining again
     ]  # fmt: skip
-    bodies = [body for _, body in server.seen]
-    assert call_of(bodies[2]) == {"call": "init", "info": {"replica": 0}}
-    assert call_of(bodies[6]) == {"call": "update", "info": {"attempt": 3, "deadline_s": 4.0}}
-    paused = [body["mode"] for route, body in server.seen[4:] if route == "pause_generation"]
-    assert paused == [mode, "retract"][: 1 + handle.keeps_caches], "SGLang drops no cache of requests that run"
+    told = [json.loads(body["name"].removeprefix(CALL)) for body in bodies[1:] if "name" in body]
+    update = {"call": "update", "info": {"attempt": 3, "deadline_s": 4.0}}
+    assert told == [{"call": "init", "info": {"replica": 0}}, update, {"call": "init", "info": {}}]
+    modes = [body["mode"] for route, body in server.seen if route == "pause_generation"]
+    drops = ["retract"] * keeps  # SGLang drops no cache of requests that run
+    assert modes == [*["retract"] * free, mode, *drops, mode]
     assert {"new_version": "8", "abort_all_requests": False} in bodies, "requests that run go on"
     assert handle.get_version(5) == "7" and {h["Authorization"] for h in server.heads} == {"Bearer key"}
-
-
-def test_a_pause_goes_on_while_workers_join_and_answers_of_data_parallel_ranks_are_one(server):
-    server.answer = [[4.0], [4.0]]
-    handle = handle_for(SGLangServer(server.url))
-    assert handle.workers() == 4
-    handle.pause(5)
-    handle.init({}, 5)
-    assert [r for r, _ in server.seen][1:] == ["pause_generation", "get_weights_by_name"]
-
-
-@pytest.mark.parametrize(
-    "paused, status",
-    [(True, {}), (False, {}), (False, {"/ready": 503, "/ping": 503}), (False, {"/ready": 404})],
-    ids=["paused", "serving", "not well", "too old to say"],
-)
-def test_a_server_that_its_owner_paused_before_a_refit_stays_so(server, paused, status):
-    """Also while its workers join."""
-    handle, server.paused = handle_for(SGLangServer(server.url)), paused
-    server.status |= status
-    handle.init({}, 5)
-    handle.pause(5)
-    handle.resume(5)
-    assert server.paused == paused
-    assert [r for r, _ in server.seen].count("continue_generation") == 2 * (not paused)
 
 
 def test_an_engine_without_xfer_a_cache_that_stays_and_a_server_that_is_gone_are_errors(server):
