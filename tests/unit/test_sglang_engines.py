@@ -59,23 +59,27 @@ def test_a_refit_is_sglangs_own_update_session_around_one_call_of_xfer(server, m
     handle.finish("8", 5)
     handle.reset_caches(5)
     handle.resume(5)
+    handle.init({}, 5)
     assert server.paused == paused
     handle.pause(5)
     handle.init({}, 5)
     call, bodies, free = "get_weights_by_name", [body for _, body in server.seen], not paused
     resume = ["continue_generation"] * free
+    joined = [*["pause_generation"] * free, call, *resume]
     assert [route for route, _ in server.seen] == [
-        call, *["pause_generation"] * free, call, *resume,  # joining
+        call, *joined,
         "pause_generation", "begin_weight_update", call, "end_weight_update", "update_weight_version",  # a refit
         *["pause_generation"] * keeps, "flush_cache", *resume,
-        "pause_generation", call,  # joining again
+        *joined, "pause_generation", call,
     ]  # fmt: skip
     told = [json.loads(body["name"].removeprefix(CALL)) for body in bodies[1:] if "name" in body]
     update = {"call": "update", "info": {"attempt": 3, "deadline_s": 4.0}}
-    assert told == [{"call": "init", "info": {"replica": 0}}, update, {"call": "init", "info": {}}]
+    again = {"call": "init", "info": {}}
+    assert told == [{"call": "init", "info": {"replica": 0}}, update, again, again]
     modes = [body["mode"] for route, body in server.seen if route == "pause_generation"]
     drops = ["retract"] * keeps  # SGLang drops no cache of requests that run
-    assert modes == [*["retract"] * free, mode, *drops, mode]
+    join = ["retract"] * free
+    assert modes == [*join, mode, *drops, *join, mode]
     assert {"new_version": "8", "abort_all_requests": False} in bodies, "requests that run go on"
     assert handle.get_version(5) == "7" and {h["Authorization"] for h in server.heads} == {"Bearer key"}
 
