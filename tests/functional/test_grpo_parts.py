@@ -53,24 +53,20 @@ def test_advantages_have_no_mean_and_equal_rewards_teach_nothing(rewards):
         assert row.abs().max() <= math.sqrt(3) + 1e-9
 
 
-@given(prompts=st.integers(1, 3), multiple=st.sampled_from([1, 2, 4]), ranks=st.sampled_from([1, 2]))
-def test_packing_keeps_every_row_once_and_pads_what_the_model_reads(prompts, multiple, ranks):
-    groups = [[sample([10, g, 11], [i, g, 7, i]) for i in range(4)] for g in range(prompts)]
-    rewards = torch.arange(4 * prompts, dtype=torch.float32).reshape(prompts, 4)
+@given(st.integers(1, 5), st.integers(1, 8), st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(1, 4))
+def test_ranks_get_equal_micro_batches_with_every_row_once_or_are_refused(prompts, answers, multiple, ranks, count):
+    """What the model reads of a row is padded to a multiple."""
+    groups = [[sample([10, g, 11], [i, g, 7, i]) for i in range(answers)] for g in range(prompts)]
+    rewards = torch.arange(prompts * answers, dtype=torch.float32).reshape(prompts, answers)
     batch = grpo.pack(groups, rewards, multiple)
     assert (batch.tokens.shape[1] - 1) % multiple == 0
     assert {t.dtype for t in (batch.logprobs, batch.advantages)} == {torch.float64}  # what `shared` receives into
-    rows = [t for r in range(ranks) for p in batch.pieces(r, ranks, 2) for t in p.tokens[:, :7].tolist()]
-    assert sorted(rows) == sorted([*s.prompt, *s.tokens] for g in groups for s in g)
-
-
-@given(samples=st.integers(1, 40), ranks=st.integers(1, 3), count=st.integers(1, 4))
-def test_samples_are_cut_into_equal_micro_batches_or_refused(samples, ranks, count):
-    batch = grpo.Batch(torch.zeros(samples, 3), torch.zeros(samples, 1), torch.zeros(samples), 1)
-    each, rest = divmod(samples, ranks * count)
+    each, rest = divmod(prompts * answers, ranks * count)
     with pytest.raises(LayoutError, match="evenly") if rest else nullcontext():
-        sizes = [[len(p.tokens) for p in batch.pieces(r, ranks, count)] for r in range(ranks)]
-        assert sizes == [[each] * count] * ranks
+        pieces = [batch.pieces(r, ranks, count) for r in range(ranks)]
+        assert [[len(p.tokens) for p in mine] for mine in pieces] == [[each] * count] * ranks
+        rows = [row for mine in pieces for p in mine for row in p.tokens[:, :7].tolist()]
+        assert sorted(rows) == sorted([*s.prompt, *s.tokens] for g in groups for s in g)
 
 
 @given(ranks=st.integers(1, 8), tp=st.integers(1, 8), pp=st.integers(1, 8))
