@@ -291,6 +291,9 @@ def test_a_replica_that_says_it_failed_is_not_asked_again_and_a_wrong_request_is
             with pytest.raises(XferError, match=f"answered {code}") as e:
                 both.sample([[1]] * 4, n=1, tokens=1, seed=0)
             assert type(e.value) is XferError
+    with pytest.raises(EngineLost) as e:  # it has answered before, and does not listen any more
+        both.sample([[1]], n=1, tokens=1, seed=0, replicas=[1])
+    assert "cannot be reached" in e.value.violations[0]
 
 
 def in_flight_of(monkeypatch, *chunks: list[int], then, policy: str = "drain", **more) -> in_flight.InFlight:
