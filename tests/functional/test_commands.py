@@ -44,7 +44,7 @@ ELSEWHERE = {
     "examples/grpo/run.sh": "tests/functional/test_grpo_loop.py",
     "examples/muon_layerwise.py": "tests/functional/test_layerwise_scripts.py",
     "sglang.launch_server": "tests/support/sglang_live.py",
-    "examples.grpo.ray_main": "tests/functional/test_grpo_ray.py",
+    "examples.grpo.ray_main": "tests/functional/test_grpo_loop.py",
     **dict.fromkeys(
         map("examples.integrations.{}".format, ("nemo_rl_sync", "ray_async", "skyrl_sync", "trl_grpo", "verl_sync")),
         "tests/functional/test_integrations.py",

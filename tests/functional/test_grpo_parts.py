@@ -1,6 +1,8 @@
-"""The example's arithmetic without models: advantages, packing, the loss against finite differences, gate and versions."""
+"""The example's arithmetic without models: advantages, packing, the loss against finite differences, gate and versions;
+its clients and scripts."""
 
 import asyncio
+import importlib
 import json
 import math
 import os
@@ -10,7 +12,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -378,3 +380,57 @@ def test_servers_are_waited_for_and_named_when_they_do_not_come():
             with pytest.raises(DeadlineExceeded, match="not all servers answered") as e:
                 wait_healthy([*urls, never], 0.1)
     assert e.value.violations == (f"{never}/health",)
+
+
+@pytest.fixture
+def ray_main(monkeypatch):
+    """The module, with a Ray that says how it was started; as the real one, it joins no cluster and takes its CPUs, too."""
+    started, found = [], []
+
+    def init(address=None, **options):
+        if address == "auto" and not (found or os.environ.get("RAY_ADDRESS")):
+            raise ConnectionError("no cluster")
+        if address != "local" and "num_cpus" in options:
+            raise ValueError("num_cpus must not be given to a cluster that runs")
+        started.append((address, options))
+
+    parts = {"ray": dict(init=init), "ray.util": {}, "ray.util.placement_group": dict(placement_group=None)}
+    parts["ray.util.scheduling_strategies"] = dict(PlacementGroupSchedulingStrategy=None)
+    for name, content in parts.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "examples.grpo.ray_main", raising=False)
+    yield importlib.import_module("examples.grpo.ray_main"), started, found
+    sys.modules.pop("examples.grpo.ray_main", None)
+
+
+@pytest.mark.parametrize("address", [None, "local", "10.0.0.1:6379"])
+@pytest.mark.parametrize("runs", [False, True])
+def test_a_cluster_that_is_there_is_joined_and_else_one_is_started(ray_main, monkeypatch, address, runs):
+    module, started, found = ray_main
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if address is not None:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    found += [1] * runs
+    module.start_ray(4)
+    (where, options), own = started[0], address == "local" or address is None and not runs
+    assert len(started) == 1 and (where, options.get("num_cpus")) == (("local", 4) if own else ("auto", None))
+    assert options.get("log_to_driver", True), "what an actor raised would be seen nowhere"
+
+
+@pytest.mark.parametrize("path, gpus", [(None, False), ("/elsewhere", True)])
+def test_actors_find_this_repository_and_compile_where_there_are_gpus(ray_main, monkeypatch, path, gpus):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    if path:
+        monkeypatch.setenv("PYTHONPATH", path)
+    given = ray_main[0].variables(gpus)
+    assert given["PYTHONPATH"].split(os.pathsep) == [os.getcwd(), *([path] if path else [])]
+    assert ("TORCHDYNAMO_DISABLE" in given) == ("XFER_CPU_RESIDENT" in given) == (not gpus)
+
+
+def test_engines_with_another_version_of_python_are_refused(ray_main, tmp_path):
+    ray_main[0].refuse_another_version(sys.executable)
+    other = executable(tmp_path / "python", "#!/bin/sh\necho 3.9\n")
+    with pytest.raises(SystemExit, match="Ray runs one version of Python: this one is 3.*python is 3.9"):
+        ray_main[0].refuse_another_version(other)
