@@ -7,6 +7,7 @@ import re
 import secrets
 import statistics
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from examples.common.ports import free_port
 from examples.grpo import model
 from examples.grpo.gate import Row
 from examples.grpo.replicas import healthy
-from tests.support.grpo_processes import Groups, Steps, steps_of, torchrun, trained, until
+from tests.support.grpo_processes import Group, printed, steps_of, trained, until
 from tests.support.marks import BOTH
 from tests.support.proc import PYTHON, ROOT
 
@@ -68,10 +69,18 @@ def test_weights_never_pass_through_rays_object_store(tmp_path):
 
 
 @pytest.fixture
-def groups(tmp_path):
+def start(tmp_path):
+    """Starts a program of the job. All of them end with the test."""
     model.write("dense", str(tmp_path / "model"))
-    with Groups(tmp_path, XFER_TOKEN=secrets.token_hex(16)) as made:
-        yield made
+    token = secrets.token_hex(16)
+    with ExitStack() as ends:
+
+        def start(name: str, command: list[str]) -> Group:
+            group = Group(name, command, tmp_path, XFER_TOKEN=token)
+            ends.callback(group.kill)
+            return group
+
+        yield start
 
 
 def rollout(work: Path, rendezvous: str, port: int, replica: int = 0) -> list[str]:
@@ -85,55 +94,57 @@ def server(work: Path, port: int) -> list[str]:
 
 
 def loop(work: Path, rendezvous: str, flags: str) -> list[str]:
-    common = f"--model {work}/model --tp 2 --pp 1 --rendezvous {rendezvous} --curve {work}/curve"
-    return torchrun(free_port(), 2, f"{common} {flags}")
+    """Two ranks."""
+    command = f"-m torch.distributed.run --nproc-per-node 2 --master-port {free_port()} -m examples.grpo.stand_ins examples.grpo.train"
+    command += f" --model {work}/model --tp 2 --pp 1 --rendezvous {rendezvous} --curve {work}/curve {flags}"
+    return [PYTHON["trainer"], *command.split()]
 
 
-def test_trainers_come_back_to_a_rollout_that_kept_running(groups, tmp_path):
+def test_trainers_come_back_to_a_rollout_that_kept_running(start, tmp_path):
     rendezvous, port = f"tcp://127.0.0.1:{free_port()}", free_port()
     flags = f"--rollout http://127.0.0.1:{port} --save {tmp_path}/saved --save-every 3 --steps"
-    engine = groups.start("rollout", rollout(tmp_path, rendezvous, port))
-    first = Steps(groups.start("first", loop(tmp_path, rendezvous, f"{flags} 100000")))
-    until(lambda: len(first.numbers) > 4, "five steps", engine, first.loop)
-    first.loop.kill()
+    engine = start("rollout", rollout(tmp_path, rendezvous, port))
+    first = start("first", loop(tmp_path, rendezvous, f"{flags} 100000"))
+    until(lambda: len(printed(first)) > 4, "five steps", engine, first)
+    first.kill()
     saved = int((tmp_path / "saved/latest").read_text())
-    assert saved >= 3 and first.numbers[:5] == list(range(5))
+    assert saved >= 3 and [step for step, _ in printed(first)][:5] == list(range(5))
 
-    second = Steps(groups.start("second", loop(tmp_path, rendezvous, f"{flags} {saved + 3}")))
-    until(lambda: len(second.numbers) == 3, "three steps more", engine)
-    assert second.numbers == [saved, saved + 1, saved + 2]
-    assert second.loop.process.wait(120) == 0 and engine.process.poll() is None
-    rows = steps_of(tmp_path / "curve")
-    assert [r.version for r in rows[-3:]] == [f"{i}@{saved}" for i in second.numbers], "a version is one set of weights"
+    second = start("second", loop(tmp_path, rendezvous, f"{flags} {saved + 3}"))
+    until(lambda: len(printed(second)) == 3, "three steps more", engine)
+    assert [step for step, _ in printed(second)] == [saved, saved + 1, saved + 2]
+    assert second.process.wait(120) == 0 and engine.process.poll() is None
+    versions = [r.version for r in steps_of(tmp_path / "curve")[-3:]]
+    assert versions == [f"{saved + i}@{saved}" for i in range(3)], "a version is one set of weights"
 
 
 @pytest.mark.parametrize("kind", ["rollout", "serve"])
-def test_a_killed_replica_comes_back(groups, tmp_path, kind):
+def test_a_killed_replica_comes_back(start, tmp_path, kind):
     """Two replicas of rollout.py, or two `vllm serve`."""
     rendezvous, ports = f"tcp://127.0.0.1:{free_port()}", [free_port(), free_port()]
     urls = [f"http://127.0.0.1:{p}" for p in ports]
 
-    def start(i: int):
+    def replica(i: int) -> Group:
         command = server(tmp_path, ports[i]) if kind == "serve" else rollout(tmp_path, rendezvous, ports[i], i)
-        return groups.start(f"replica{i}", command)
+        return start(f"replica{i}", command)
 
-    replicas = [start(0), start(1)]
+    replicas = [replica(0), replica(1)]
     if kind == "serve":
         until(lambda: all(map(healthy, urls)), "both servers are up", *replicas)
     flags = "--steps 100000 " + " ".join(f"--{kind} {url}" for url in urls)
-    steps = Steps(groups.start("loop", loop(tmp_path, rendezvous, flags)))
+    trainers = start("loop", loop(tmp_path, rendezvous, flags))
 
     def wait(away: int, what: str, *processes) -> None:
-        since = len(steps.read())
-        until(lambda: sum(n == away for _, n in steps.read()[since:]) >= 3, what, steps.loop, *processes)
+        since = len(printed(trainers))
+        until(lambda: sum(n == away for _, n in printed(trainers)[since:]) >= 3, what, trainers, *processes)
 
     wait(0, "three steps with both", *replicas)
     replicas[1].kill()
     wait(1, "three steps without the dead one", replicas[0])
-    replicas[1] = start(1)
+    replicas[1] = replica(1)
     if kind == "serve":
         until(lambda: healthy(urls[1]), "it is up again", *replicas)
     wait(0, "three steps with both again", *replicas)
-    numbers = steps.numbers
-    assert numbers == list(range(len(numbers))), "no step was left out"
+    steps = [step for step, _ in printed(trainers)]
+    assert steps == list(range(len(steps))), "no step was left out"
     assert steps_of(tmp_path / "curve")

@@ -1,4 +1,4 @@
-"""Whole programs of the example as process groups, for tests that kill and restart them."""
+"""Whole programs of the example as process groups, and what their steps say."""
 
 from __future__ import annotations
 
@@ -32,19 +32,6 @@ class Group:
             with contextlib.suppress(ProcessLookupError):
                 end(pid, signal.SIGKILL)
         self.process.wait(20)
-
-
-class Groups(contextlib.ExitStack):
-    """Groups with one environment that end together."""
-
-    def __init__(self, work: Path, **env: str):
-        super().__init__()
-        self._work, self._env = work, env
-
-    def start(self, name: str, command: list[str]) -> Group:
-        group = Group(name, command, self._work, **self._env)
-        self.callback(group.kill)
-        return group
 
 
 def _below(pid: int) -> list[int]:
@@ -95,24 +82,7 @@ def steps_of(curve: Path, most: float = 1.0001) -> list[Row]:
     return rows
 
 
-class Steps:
-    """The steps that a loop has printed."""
-
-    def __init__(self, loop: Group):
-        self.loop = loop
-
-    def read(self) -> list[tuple[int, int]]:
-        """(step, replicas away) of each line, in order."""
-        found = re.findall(r"^step +(\d+) .*? ms(?:  (\d) replicas away)?.*\n", self.loop.log.read_text(), re.M)
-        return [(int(step), int(away or 0)) for step, away in found]
-
-    @property
-    def numbers(self) -> list[int]:
-        return [n for n, _ in self.read()]
-
-
-def torchrun(port: int, ranks: int, flags: str) -> list[str]:
-    """The example's loop on `ranks` ranks of this machine."""
-    loop = f"-m examples.grpo.stand_ins examples.grpo.train {flags}"
-    command = f"-m torch.distributed.run --nproc-per-node {ranks} --master-port {port} {loop}"
-    return [PYTHON["trainer"], *command.split()]
+def printed(loop: Group) -> list[tuple[int, int]]:
+    """(step, replicas away) of each line that a loop has printed, in order."""
+    found = re.findall(r"^step +(\d+) .*? ms(?:  (\d) replicas away)?.*\n", loop.log.read_text(), re.M)
+    return [(int(step), int(away or 0)) for step, away in found]
