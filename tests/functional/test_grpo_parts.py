@@ -12,7 +12,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -394,12 +395,9 @@ def ray_main(monkeypatch):
             raise ValueError("num_cpus must not be given to a cluster that runs")
         started.append((address, options))
 
-    parts = {"ray": dict(init=init), "ray.util": {}, "ray.util.placement_group": dict(placement_group=None)}
-    parts["ray.util.scheduling_strategies"] = dict(PlacementGroupSchedulingStrategy=None)
-    for name, content in parts.items():
-        module = ModuleType(name)
-        vars(module).update(content)
-        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init))
+    for name in ("placement_group", "scheduling_strategies"):
+        monkeypatch.setitem(sys.modules, f"ray.util.{name}", MagicMock())
     monkeypatch.delitem(sys.modules, "examples.grpo.ray_main", raising=False)
     yield importlib.import_module("examples.grpo.ray_main"), started, found
     sys.modules.pop("examples.grpo.ray_main", None)
