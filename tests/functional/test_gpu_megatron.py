@@ -4,10 +4,12 @@ loader and with a fresh engine that loads what Bridge exports.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from examples.common import toy
-from tests.support.gpu_job import Job, config, gpus, megatron, nccl_host
+from tests.support.gpu_job import Engine, Job, config, gpus, megatron, nccl_host
 
 pytest.importorskip("vllm")
 pytestmark = [
@@ -21,8 +23,19 @@ LAST = min(gpus(), 2) - 1
 APART = {} if LAST else nccl_host("trainer{rank}")
 
 
-def tokens(engine) -> list:
-    return [t for t, _ in engine.observe()["outputs"]]
+def following(job: Job, family: str, layout: dict, **connect) -> Engine:
+    """An engine that has met two ranks of Megatron, which begin with a checkpoint of seed 1."""
+    toy.write_checkpoint(family, job.folder, seed=1, **job.config)
+    build = partial(job.good, "megatron", "built", timeout=240, folder=str(job.folder), layout=layout)
+    return job.pair([0, LAST], dict(eager=True), APART, build, **connect)
+
+
+def holds_the_export(job: Job, engine: Engine, name: str) -> str:
+    """Checks that the engine holds what Bridge exports now. Returns the folder of the export."""
+    out = str(job.work / name)
+    job.good("export", "exported", timeout=240, folder=out)
+    assert engine.wrong(folder=out) == [[]], name
+    return out
 
 
 @pytest.mark.parametrize("name", ["tp2", *(pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS if n != "tp2")])
@@ -30,41 +43,27 @@ def test_an_engine_follows_training(name, tmp_path):
     """The distributed optimizer gathers parameters late: each refit comes right after `step()`, while they are stale."""
     family, layout = LAYOUTS[name]
     with Job(tmp_path, config(family)) as job:
-        toy.write_checkpoint(family, job.folder, seed=1, **job.config)
-        engine = job.engine("engine", [0], eager=True)
-        job.start_trainers([0, LAST], **APART)
-        job.good("megatron", "built", timeout=240, folder=str(job.folder), layout=layout)
-        engine.started()
-        job.meet([engine])
-        first = job.refit(verify=True)
-        assert first["verified"] and all(first["committed"])
+        engine = following(job, family, layout)
+        job.verified()
         assert engine.wrong(folder=str(job.folder)) == [[]]
-        before = tokens(engine)
+        before = engine.tokens()
         for _ in range(2):
             job.good("step", "stepped")
             engine.ask("scramble", "scrambled", seed=3)
-            report = job.refit(verify=True)
-            assert report["verified"] and all(report["committed"])
-        out = tmp_path / "export"
-        job.good("export", "exported", timeout=240, folder=str(out))
-        assert engine.wrong(folder=str(out)) == [[]]
-        after = tokens(engine)
+            job.verified()
+        out = holds_the_export(job, engine, "export")
+        after = engine.tokens()
         assert after != before, "training must change the answers, or the tokens prove nothing"
-        fresh = job.engine("fresh", [LAST], model=str(out), load_format="auto", eager=True)
+        fresh = job.engine("fresh", [LAST], model=out, load_format="auto", eager=True)
         fresh.started()
-        assert tokens(fresh) == after
+        assert fresh.tokens() == after
 
 
 @pytest.mark.skipif(LAST < 1, reason="needs two GPUs: all bytes that lie on the engine's own GPU are copied")
 def test_an_engine_takes_what_the_optimizer_marks(tmp_path):
     """Steps so small that few bits change. What a step changes is marked while it is written, so there are no copies to compare with."""
     with Job(tmp_path, config("qwen3")) as job:
-        toy.write_checkpoint("qwen3", job.folder, seed=1, **job.config)
-        engine = job.engine("engine", [0], eager=True)
-        job.start_trainers([0, LAST], **APART)
-        job.good("megatron", "built", timeout=240, folder=str(job.folder), layout=dict(tp=2, lr=2e-7))
-        engine.started()
-        job.meet([engine], fenced=True)
+        engine = following(job, "qwen3", dict(tp=2, lr=2e-7), fenced=True)
         whole = job.refit(verify=True, delta="auto")
         for _ in range(3):
             job.good("step", "stepped")
@@ -72,9 +71,7 @@ def test_an_engine_takes_what_the_optimizer_marks(tmp_path):
             assert all(r["verified"] and all(r["committed"]) for r in got)
             assert 0 < got[0]["bytes"] < whole["bytes"] / 3, got[0]["routes"]
             assert sum(r["extra"] for r in got) < whole["bytes"] / 4, "copies are as large as the weights"
-        out = tmp_path / "export"
-        job.good("export", "exported", timeout=240, folder=str(out))
-        assert engine.wrong(folder=str(out)) == [[]]
+        holds_the_export(job, engine, "export")
 
 
 SMALL = dict(route="packed", bucket_bytes=1 << 20)
@@ -107,11 +104,9 @@ def test_whole_tensors_from_megatron_on_the_engines_gpu(name, tmp_path):
                 job.good("step", "stepped")
                 if answers:  # before the first commit it does not serve
                     engine.ask("scramble", "scrambled", seed=step + 3)
-                report = job.refit(verify=True)
-                assert report["verified"] and all(report["committed"]) and way in report["plan"], report
-                out = tmp_path / f"export{i}{step}"
-                job.good("export", "exported", timeout=240, folder=str(out))
-                assert engine.wrong(folder=str(out)) == [[]], (i, step)
-                answers.append(tokens(engine))
+                report = job.verified()
+                assert way in report["plan"], report
+                holds_the_export(job, engine, f"export{i}{step}")
+                answers.append(engine.tokens())
             job.good("close", "closed")
         assert answers[0] != answers[-1], "training must change the answers, or the tokens prove nothing"

@@ -22,23 +22,13 @@ def test_refits_of_an_engine_that_quantizes_are_fresh_loads(kind, tmp_path):
     family, how = ENGINES[kind]
     with Job(tmp_path, config(family)) as job:
         toy.write_checkpoint(family, job.folder, seed=1, **job.config)
-        engine = job.engine("engine", [0], **how)
-        job.start_trainers([0, 0])
-        job.plain()
-        engine.started()
-        job.meet([engine], route="packed", colocated=True, bucket_bytes=1 << 20)
+        engine = job.pair([0, 0], how, route="packed", colocated=True, bucket_bytes=1 << 20)
         assert engine.ask("layerwise", "layerwise")["workers"] == [True]
         digests = [engine.ask("digests", "digests")["workers"]]
         for seed in (1, 2):
-            report = job.refit(seed, verify=True)
-            assert report["verified"] and all(report["committed"]), report
+            job.verified(seed)
             digests.append(engine.ask("digests", "digests")["workers"])
         assert all(x != y for x, y in zip(digests, digests[1:]))
         out = tmp_path / "export"
         job.good("export", "exported", folder=str(out))
-        fresh = job.engine("fresh", [0], model=str(out), **how)
-        fresh.started()
-        (got,), (want,) = digests[-1], fresh.ask("digests", "digests")["workers"]
-        assert got.keys() == want.keys() and [n for n in want if got[n] != want[n]] == []
-        ours, theirs = ([t for t, _ in e.observe()["outputs"]] for e in (engine, fresh))
-        assert ours == theirs
+        engine.is_as_fresh(str(out), **how)

@@ -4,6 +4,8 @@ connect before they are resumed is an error that names them.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from examples.common.ports import free_port
@@ -19,12 +21,7 @@ def stage(tmp_path_factory):
     """Such memory gives out no handles, so that all bytes go by NCCL; on one GPU each process is a host of its own to it."""
     apart = [nccl_host("trainer{rank}"), nccl_host("engine")] if GPUS == 1 else [{}, {}]
     with Job(tmp_path_factory.mktemp("paused"), config("qwen3")) as job:
-        engine = job.engine("engine", [0], env=apart[1])
-        job.start_trainers([GPUS - 1], **apart[0])
-        job.plain(pausable=True)
-        engine.started()
-        job.meet([engine])
-        yield job, engine
+        yield job, job.pair([GPUS - 1], dict(env=apart[1]), apart[0], partial(job.plain, pausable=True))
 
 
 def refused(results: list[dict]) -> None:

@@ -233,27 +233,13 @@ def test_an_engine_in_block_fp8_is_a_fresh_one_on_a_quantized_checkpoint(kind, t
     """Quantized by the rule that the report names. If DeepGEMM is installed, vLLM quantizes again after loading, by powers of two."""
     family, served, how = FP8_ENGINES[kind]
     with Job(tmp_path, config(family, **served)) as job:
-        engine = job.engine("engine", [0], eager=True, **how)
-        job.start_trainers([0])
-        job.plain()
-        engine.started()
-        job.meet([engine])
+        engine = job.pair(engine=dict(eager=True, **how))
         answers = []
         for seed in (1, 2):
-            report = job.refit(seed, verify=True)
-            assert report["verified"] and all(report["committed"]), report
+            (rule,) = job.verified(seed)["rules"]
             out = tmp_path / f"export{seed}"
             job.good("export", "exported", folder=str(out))
-            (rule,) = report["rules"]
-            written = serialize(str(out), rule)
-            fresh = job.engine(f"fresh{seed}", [0], model=written, load_format="auto", eager=True, **how)
-            fresh.started()
-            (got,), (want,) = (e.ask("digests", "digests")["workers"] for e in (engine, fresh))
-            assert got.keys() == want.keys() and [n for n in want if got[n] != want[n]] == [], rule
-            ours, theirs = ([t for t, _ in e.observe()["outputs"]] for e in (engine, fresh))
-            assert ours == theirs
-            answers.append(ours)
-            fresh.child.stop()
+            answers.append(engine.is_as_fresh(serialize(str(out), rule), f"fresh{seed}", eager=True, **how))
             engine.ask("scramble", "scrambled", seed=5)
         assert answers[0] != answers[1], "other weights must answer otherwise, or the tokens prove nothing"
 
@@ -261,12 +247,7 @@ def test_an_engine_in_block_fp8_is_a_fresh_one_on_a_quantized_checkpoint(kind, t
 def test_samples_are_of_the_version_that_they_are_labelled_with(tmp_path):
     """Generation runs on through 12 refits; with CUDA graphs on, every sample is wholly of its label's weights."""
     with Job(tmp_path, config("qwen3")) as job:
-        on = 1 if GPUS > 1 else 0
-        engine = job.engine("engine", [0])
-        job.start_trainers([on])
-        job.plain()
-        engine.started()
-        job.meet([engine])
+        engine = job.pair([1 if GPUS > 1 else 0])
         truth = {}
         for seed in (1, 2, 3):
             job.refit(seed, version=f"first-{seed}")

@@ -24,11 +24,7 @@ class Stage:
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory):
     with Job(tmp_path_factory.mktemp("sleep"), config("qwen3")) as job:
-        engine = job.engine("engine", [0], enable_sleep_mode=True)
-        job.start_trainers([0])
-        job.plain()
-        engine.started()
-        job.meet([engine])
+        engine = job.pair(engine=dict(enable_sleep_mode=True))
         answers = {s: check(job, [engine], s, job.refit(s, verify=True), "peer") for s in (1, 2)}
         assert answers[1] != answers[2]
         yield Stage(job, engine, answers)

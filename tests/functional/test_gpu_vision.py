@@ -4,6 +4,8 @@ vLLM's own loader makes of the same weights, and the model is asked about pictur
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from tests.support import checkpoints
@@ -45,14 +47,10 @@ def test_a_vision_language_engine_holds_every_byte_and_sees(tmp_path, name, kept
     with Job(tmp_path, config) as job:
         checkpoints.write_processor(job.folder, config)
         how = dict(limit_mm_per_prompt={"image": 1, "video": 0}, additional_config=TRITON, skip_tokenizer_init=False)
-        engine = job.engine("engine", [0], eager=True, **how)
-        job.start_trainers([1])
-        job.plain(leave="model.visual." if kept else "")
-        engine.started()
-        job.meet([engine], keep=("visual.*",) if kept else ())
+        build = partial(job.plain, leave="model.visual." if kept else "")
+        engine = job.pair([1], dict(eager=True, **how), build=build, keep=("visual.*",) if kept else ())
         for seed in (1, 2):
-            report = job.refit(seed, verify=True)
-            assert all(report["committed"]) and report["verified"], report
+            job.verified(seed)
             job.good("export", "exported", folder=str(tmp_path / "whole"))
             (wrong,) = engine.wrong(folder=str(tmp_path / "whole"))
             assert all(n.startswith("visual.") for n, *_ in wrong) if kept else not wrong, wrong

@@ -29,11 +29,7 @@ def watched(folder, layers: int, route: str) -> dict[bool, dict[str, list[dict]]
     out = {}
     trainers_env, engine_env = ENVIRONMENTS[route]
     with Job(folder, config("qwen3", num_hidden_layers=layers)) as job:
-        engine = job.engine("engine", [0], env=engine_env, eager=True)
-        job.start_trainers([0, 0], **trainers_env)
-        job.plain()
-        engine.started()
-        job.meet([engine])
+        engine = job.pair([0, 0], dict(env=engine_env, eager=True), trainers_env)
         for verify in (False, True):
             for seed in (1, 2):
                 job.refit(seed, verify=verify)

@@ -9,7 +9,7 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -127,6 +127,20 @@ class Engine:
     def observe(self) -> dict:
         return self.ask("observe", "observed")
 
+    def tokens(self) -> list:
+        return [tokens for tokens, _ in self.observe()["outputs"]]
+
+    def is_as_fresh(self, folder: str, name: str = "fresh", **start) -> list:
+        """Checks every byte of its parameters, and its tokens, beside an engine that loads this checkpoint. Returns the tokens."""
+        fresh = self.job.engine(name, [0], **{"model": folder, "load_format": "auto", **start})
+        fresh.started()
+        (got,), (want,) = (e.ask("digests", "digests")["workers"] for e in (self, fresh))
+        assert got.keys() == want.keys() and [n for n in want if got[n] != want[n]] == []
+        answers = self.tokens()
+        assert answers == fresh.tokens()
+        fresh.child.stop()
+        return answers
+
 
 class Job:
     """`config`: an HF config of a family of examples.common.toy. `address`: address of trainer 0, as in URLs. `host_of`: see `Family`."""
@@ -199,11 +213,34 @@ class Job:
             e.ask("ready", "ready")
         return out
 
+    def pair(
+        self,
+        trainers: Sequence[int] = (0,),
+        engine: Mapping = {},
+        env: Mapping = {},
+        build: Callable | None = None,
+        **connect,
+    ) -> Engine:
+        """An engine on GPU 0 and trainers on these GPUs that have met. `engine`: as for `engine`; `env`: of the trainers; `build` makes
+        their weights, plain ones by default; `connect`: as for `meet`."""
+        made = self.engine("engine", [0], **engine)
+        self.start_trainers(list(trainers), **env)
+        (build or self.plain)()
+        made.started()
+        self.meet([made], **connect)
+        return made
+
     def refit(self, seed: int | None = None, timeout: float = 150.0, **how) -> dict:
         """Sets the weights of `seed` and refits on all ranks. Returns the report of rank 0."""
         if seed is not None:
             self.good("set", "set", seed=seed)
         return self.good("refit", "refitted", timeout=timeout, **how)[0]
+
+    def verified(self, seed: int | None = None, **how) -> dict:
+        """The same, verified and committed by every replica."""
+        report = self.refit(seed, verify=True, **how)
+        assert report["verified"] and all(report["committed"]), report
+        return report
 
     def __enter__(self) -> Job:
         return self
