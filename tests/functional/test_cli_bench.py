@@ -75,19 +75,16 @@ def test_mistakes_are_listed_before_anything_starts(folder):
     assert code == 2
     assert "--route nccl: on this device pull, gloo, packed" in text and "--deadline" in text and "tp" in text
     assert "--trainer-hosts 2: at most 1" in text
-    code, text = xfer_bench(
-        "--trainer", f"{folder} world=2", "--route", "pull", "--device", "cpu", "--rendezvous", "h0:1"
-    )
+    sides = ("--trainer", f"{folder} world=2", "--route", "pull", "--device", "cpu")
+    code, text = xfer_bench(*sides, "--rendezvous", "h0:1")
     assert code == 2 and "tcp://HOST:PORT" in text and "--trainer-hosts 2 is needed" in text
 
 
 MBIT = 400
 
 
-def begun(
-    said: Path, python: str, env: dict[str, str], host: Host | None, *arguments: object
-) -> forge.Forged | subprocess.Popen:
-    """`xfer bench` of one host of several. said: where it prints."""
+def begun(said: Path, python: str, env: dict[str, str], host: Host | None, *arguments: object):
+    """Start `xfer bench` on one host of several. said: where it prints."""
     run = ["-m", "xfer", "bench", "--device", "cpu", *map(str, arguments)]
     with open(said, "w") as out:
         own = environment(XFER_TOKEN="a token for tests", COLUMNS="160", **env)

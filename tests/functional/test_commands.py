@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from benchmarks.goals import STEPS
 from tests.support.marks import BOTH
 from tests.support.proc import PATIENCE, ROOT
 from xfer.cli import app, plan
@@ -64,37 +65,39 @@ SETTING = re.compile(r"\+*[\w.]+=\S+$")
 """One of another framework's configuration."""
 
 
+FENCED = re.compile(r"^```.*?^```", re.S | re.M)
+
+
 def blocks(text: str) -> Iterator[list[str]]:
     """Indented blocks of a page, without fenced ones and lists."""
-    text = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M).replace(" \\\n", " ")
-    for block in re.split(r"\n\s*\n", text):
+    for block in re.split(r"\n\s*\n", FENCED.sub("", text).replace(" \\\n", " ")):
         lines = block.strip("\n").splitlines()
         if lines and all(line.startswith("    ") for line in lines):
             yield [line.strip() for line in lines]
 
 
 def shown(page: Path) -> Iterator[str]:
+    """Commands in fenced blocks of a shell, in indented blocks and between backticks."""
     text = page.read_text()
-    for fenced in re.findall(r"^```(?:sh|bash)\n(.*?)^```", text, flags=re.S | re.M):
-        yield from (line for line in fenced.replace(" \\\n", " ").splitlines() if COMMAND.match(line))
-    for lines in blocks(text):
-        yield from (line for line in lines if COMMAND.match(line))
-    text = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
-    for line in re.findall(r"`([^`\n]+)`", text):
-        if COMMAND.match(line) and not PROSE.match(line):
-            yield line
+    fenced = re.findall(r"^```(?:sh|bash)\n(.*?)^```", text, flags=re.S | re.M)
+    lines = [line for block in fenced for line in block.replace(" \\\n", " ").splitlines()]
+    lines += [line for block in blocks(text) for line in block]
+    lines += [line for line in re.findall(r"`([^`\n]+)`", FENCED.sub("", text)) if not PROSE.match(line)]
+    yield from filter(COMMAND.match, lines)
 
 
-def plain_text(line: str) -> str:
+def without_comment(line: str) -> str:
     return re.sub(r"\s{2,}#.*| # .*", "", line)
 
 
 def plain(command: str) -> list[str]:
     """The words of a command: without comment, with options in brackets, and with the first of alternatives."""
-    command = plain_text(command)
-    command = re.sub(r"\[(-[^\]]*)\]", r"\1", command).replace("trainer|engine", "trainer").replace(" ...", "")
-    command = command.replace(".venvs/{trainer,engine}/", ".venvs/trainer/")
-    words = shlex.split(command)
+    command = (
+        re.sub(r"\[(-[^\]]*)\]", r"\1", without_comment(command))
+        .replace("trainer|engine", "trainer")
+        .replace(" ...", "")
+    )
+    words = shlex.split(command.replace(".venvs/{trainer,engine}/", ".venvs/trainer/"))
     while re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words.pop(0)
     return words
@@ -102,14 +105,8 @@ def plain(command: str) -> list[str]:
 
 HELP = "\n\n".join((plan.HELP, doctor.HELP, bench.HELP))
 HELPED = re.findall(r"(?<=Example:\[/bold\] )xfer .*|^xfer (?:doctor|bench).*", HELP, flags=re.M)
-ALL = sorted(
-    {
-        command
-        for line in chain(HELPED, *map(shown, PAGES))
-        for command in line.split(" && ")
-        if not YOURS.match(command)
-    }
-)
+SHOWN = {command for line in chain(HELPED, *map(shown, PAGES)) for command in line.split(" && ")}
+ALL = sorted(command for command in SHOWN if not YOURS.match(command))
 
 
 def starting(*words: str) -> list[list[str]]:
@@ -128,7 +125,10 @@ def modules() -> dict[str, list[list[str]]]:
 def test_indented_blocks_are_commands_code_or_known_output():
     """A command that begins with an unknown word would be skipped in silence."""
     unknown = []
-    known = lambda line: COMMAND.match(line) or YOURS.match(plain_text(line)) or SETTING.match(line)  # noqa: E731
+
+    def known(line: str) -> bool:
+        return bool(COMMAND.match(line) or YOURS.match(without_comment(line)) or SETTING.match(line))
+
     for page in PAGES:
         for lines in blocks(page.read_text()):
             if all(map(known, lines)) or lines[0].startswith(OUTPUT):
@@ -206,23 +206,40 @@ for module, given in json.load(sys.stdin):
     except Read: print("@ read", module)
     except SystemExit as e: print("@", e.code, module, given)
 """
+BENCHMARKS = sorted(p.stem for p in (ROOT / "benchmarks").glob("*.py") if p.stem != "__init__")
 
 
-def test_modules_take_the_arguments_that_pages_give_them():
-    """Read by their own parsers. One needs a package that is not here: its text has the options."""
+def test_modules_take_the_arguments_that_pages_and_the_goals_give_them_and_benchmarks_explain_themselves():
+    """Read by their own parsers, without a GPU, Triton or an engine. One needs a package that is not here: its text has the options."""
     given = [
         (name, words) for name, calls in modules().items() if name not in ("pytest", *ELSEWHERE) for words in calls
     ]
+    for step in STEPS:
+        name, *words = shlex.split(step.command)
+        given.append((f"benchmarks.{name}", [*words, "--out", "x.json"]))
     options = {w for words in modules()[RAY] for w in words if w.startswith("--")}
     text = (ROOT / RAY.replace(".", "/")).with_suffix(".py").read_text()
-    assert options and [o for o in options if o not in text] == []
+    assert len(given) > 30 and options and [o for o in options if o not in text] == []
+    asked = [*given, *((f"benchmarks.{name}", ["--help"]) for name in BENCHMARKS)]
     done = subprocess.run(
-        [sys.executable, "-c", PARSE], input=json.dumps(given), capture_output=True, text=True, cwd=ROOT, timeout=120 * PATIENCE,
+        [sys.executable, "-c", PARSE], input=json.dumps(asked), capture_output=True, text=True, cwd=ROOT, timeout=120 * PATIENCE,
     )  # fmt: skip
-    said = [line for line in done.stdout.splitlines() if line.startswith("@")]
-    assert len(given) > 30 and not done.returncode, done.stderr[-2000:]
-    assert [line for line in said if not line.startswith("@ read")] == [], done.stderr[-2000:]
-    assert len(said) == len(given), said
+    said = re.split(r"^@ (.*)\n", done.stdout, flags=re.M)
+    assert not done.returncode and len(said) == 2 * len(asked) + 1, done.stderr[-2000:]
+    assert said[1 : 2 * len(given) : 2] == [f"read {name}" for name, _ in given], done.stderr[-2000:]
+    for name, told in zip(BENCHMARKS, said[2 * len(given) :: 2]):
+        doc = (ROOT / "benchmarks" / f"{name}.py").read_text().split('"""')[1]
+        assert f"usage: python -m benchmarks.{name} " in told and doc.strip() in told, (name, told)
+
+
+def test_pages_name_all_benchmarks_and_only_those_that_exist():
+    pages = [
+        *PAGES,
+        *ROOT.glob("benchmarks/**/*.md"),
+        *(p for d in ("benchmarks", "xfer") for p in ROOT.glob(f"{d}/**/*.py")),
+    ]
+    named = {n for p in pages for n in re.findall(r"-m benchmarks\.([a-z]\w*)", p.read_text())}
+    assert named - {"lib"} == {*BENCHMARKS}
 
 
 @pytest.mark.parametrize("words", [w for w in modules()["pytest"]], ids=" ".join)
@@ -239,27 +256,21 @@ def test_commands_of_pytest_name_files_and_tests_that_exist(words):
 
 
 QUICK = ["xfer version", "xfer doctor", "xfer plan --help"]
-LONGER = [
-    "python -m benchmarks.coordinator",
-    "python -m benchmarks.messages --ranks 4",
-    "python -m benchmarks.packed_gpu --device cpu",
-    "python -m benchmarks.wake",
-    "bash scripts/slurm/refit.sbatch --config NAME --dry-run",
-]
-"""Those that need no GPU, no other machine and no environment but this one, and that no other test runs as pages show them."""
+LONGER = "python -m benchmarks.packed_gpu --device cpu"
+"""Those that need no GPU, no other machine and no environment but this one, and that no other test runs."""
 
 
 def run(words: list[str], seconds: float) -> subprocess.CompletedProcess:
-    module = {"python": [sys.executable], "xfer": [sys.executable, "-m", "xfer"]}.get(words[0], words[:1])
+    module = {"python": [sys.executable], "xfer": [sys.executable, "-m", "xfer"]}[words[0]]
     return subprocess.run([*module, *words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=seconds * PATIENCE)
 
 
-@pytest.mark.parametrize("command", [*QUICK, *(pytest.param(c, marks=pytest.mark.slow) for c in LONGER)])
+@pytest.mark.parametrize("command", [*QUICK, pytest.param(LONGER, marks=pytest.mark.slow)])
 def test_commands_run(command):
     """`xfer doctor` may find problems on this machine: exit code 1."""
     words = command.split()
     assert any([re.sub(r"^\S*/python$", "python", p[0]), *p[1:]] == words for p in map(plain, ALL)), "no page shows it"
-    done = run(command.replace("NAME", "smoke").split(), 120 if command in QUICK else 300)
+    done = run(words, 120 if command in QUICK else 300)
     assert done.returncode in (0, int(command == "xfer doctor")) and done.stdout, done.stderr[-2000:]
 
 

@@ -16,20 +16,14 @@ from tests.support.proc import PATIENCE, PYTHON, environment
 pytestmark = BOTH
 
 
-class Stamped(io.TextIOBase):
-    """Standard output that keeps the time of each write."""
-
-    def __init__(self) -> None:
-        self.writes: list[tuple[float, str]] = []
-
-    def write(self, text: str) -> int:
-        self.writes.append((time.monotonic(), text))
-        return len(text)
-
-
 def test_the_demo_ends_with_a_live_engine_that_equals_a_fresh_one(tmp_path, monkeypatch):
     """Without a terminal it also prints each event when it happens. scripts/nightly.sh runs the demo as users do."""
-    children = []
+    children, writes = [], []
+
+    class Stamped(io.TextIOBase):
+        def write(self, text: str) -> int:
+            writes.append((time.monotonic(), text))
+            return len(text)
 
     def start(command, *, env, cwd, stderr, **_):
         children.append(forge.start(command[0], command[1:], env, cwd, None, stderr))
@@ -48,13 +42,13 @@ def test_the_demo_ends_with_a_live_engine_that_equals_a_fresh_one(tmp_path, monk
     late = threading.Timer(420 * PATIENCE, end)
     late.start()
     try:
-        with contextlib.redirect_stdout(Stamped()) as out:
+        with contextlib.redirect_stdout(Stamped()):
             code = run.main()
     finally:
         late.cancel()
-    printed = " ".join("".join(text for _, text in out.writes).split())  # its lines are broken at the terminal's width
+    printed = " ".join("".join(text for _, text in writes).split())  # its lines are broken at the terminal's width
     assert code == 0, printed
     assert "2 refits, every one verified: yes" in printed and "tokens and logprobs equal" in printed, printed
     order = ["starting 4 trainer", "connected", "step 1: loss", "step 2: loss", "starting a fresh vLLM", "done"]
-    times = [next(when for when, text in out.writes if words in text) for words in order]
+    times = [next(when for when, text in writes if words in text) for words in order]
     assert times == sorted(times) and times[-1] - times[-2] > 1.0, "a fresh vLLM takes seconds to start"

@@ -37,24 +37,25 @@ TOKEN = "a token for tests"
 LIMIT_S = 60 * PATIENCE
 
 
-class Doctor:
-    """A process of `xfer doctor`, on an emulated host if one is given. `end` gives its exit code and its JSON."""
-
-    def __init__(self, *options: str, host: Host | None = None, **env: str):
-        self.folder = tempfile.TemporaryDirectory()
-        self.json, self.said = Path(self.folder.name, "json"), Path(self.folder.name, "said")
-        run = ["-m", "xfer", "doctor", "--json", str(self.json), "--seconds", "0.1", *options]
-        with open(self.said, "w") as out:
-            own = environment(**{"XFER_TOKEN": TOKEN, **env})
-            self.process = forge.start(sys.executable, run, own, ROOT, out, out, host)
-
-    def end(self) -> tuple[int, dict]:
+def doctored(at: str, *more: str, hosts=(None,), envs=({}, {}, {})) -> list[tuple[int, dict]]:
+    """Run a process of `xfer doctor` on each host, this one if it is None, with the variables of `envs`. Return exit codes and JSON."""
+    options = "--rendezvous", at, "--size", str(len(hosts)), "--timeout", str(LIMIT_S / 2), "--seconds", "0.1", *more
+    started: list[forge.Forged | subprocess.Popen] = []
+    with tempfile.TemporaryDirectory() as folder:
+        said = [Path(folder, f"said {i}") for i in range(len(hosts))]
+        data = [Path(folder, f"json {i}") for i in range(len(hosts))]
         try:
-            code = self.process.wait(LIMIT_S)
+            for i, host in enumerate(hosts):
+                with open(said[i], "w") as out:
+                    run = ["-m", "xfer", "doctor", "--json", str(data[i]), *options]
+                    own = environment(**{"XFER_TOKEN": TOKEN, **envs[i]})
+                    started.append(forge.start(sys.executable, run, own, ROOT, out, out, host))
+            codes = [p.wait(LIMIT_S) for p in started]
         finally:
-            self.process.kill()
-        assert self.json.exists(), self.said.read_text()
-        return code, json.loads(self.json.read_text())["doctor"]
+            for p in started:
+                p.kill()
+        assert all(d.exists() for d in data), [s.read_text() for s in said]
+        return [(code, json.loads(d.read_text())["doctor"]) for code, d in zip(codes, data)]
 
 
 def problems(report: dict) -> list[tuple[str, str, str]]:
@@ -66,51 +67,25 @@ def here() -> str:
 
 
 def test_three_processes_measure_every_pair_and_all_print_what_differs():
-    at = here()
-    three = [
-        Doctor("--rendezvous", at, "--size", "3", "--timeout", str(LIMIT_S / 2), **e)
-        for e in ({}, {"NCCL_PROTO": "LL"}, {"NCCL_BUFFSIZE": "1"})
-    ]
-    codes, reports = zip(*(d.end() for d in three))
+    envs = [{}, {"NCCL_PROTO": "LL"}, {"NCCL_BUFFSIZE": "1"}]
+    codes, reports = zip(*doctored(here(), hosts=[None] * 3, envs=envs))
     first = reports[0]
     assert codes == (1, 1, 1) and reports[1] == first == reports[2]
-    (two, one), labels = problems(first), [h["label"] for h in first["hosts"]]
-    assert (one[0], two[0]) == ("environment", "environment") and one[1] == two[1] == ", ".join(labels)
-    held = {h["label"]: h["settings"] for h in first["hosts"]}
-    (with_proto,) = (label for label, s in held.items() if s == {"NCCL_PROTO": "LL"})
+    labels = [h["label"] for h in first["hosts"]]
+    (two, one) = problems(first)
+    assert one[:2] == two[:2] == ("environment", ", ".join(labels))
+    (with_proto,) = (h["label"] for h in first["hosts"] if h["settings"] == {"NCCL_PROTO": "LL"})
     assert f"LL on {with_proto}" in one[2] and f"not set on {', '.join(x for x in labels if x != with_proto)}" in one[2]
-    pairs = {(p["source"], p["destination"]): p for p in first["paths"]}
-    assert pairs.keys() == {(a, b) for a in labels for b in labels if a != b}
-    assert all(p["nbytes"] and 0 < p["round_trip_s"] < 1 and not p["error"] for p in pairs.values())
-    assert {(m["source"], m["destination"]) for m in first["memory"]} == pairs.keys()
-
-
-def test_a_wrong_token_is_told_at_once_and_disturbs_nobody():
-    terms = Terms(here(), TOKEN, 2, LIMIT_S, 0)
-    leader = Leader(listen(terms.rendezvous, TOKEN), terms)
-    code, report = Doctor("--rendezvous", terms.rendezvous, XFER_TOKEN="another token").end()
-    assert code == 1 and any("different tokens" in said for _, _, said in problems(report))
-    assert both_agree(start(terms), start(terms)).failures == ()
-    leader.close()
-
-
-def test_who_waits_in_vain_hears_of_callers_with_another_token():
-    terms, facts = Terms(here(), TOKEN, 2, 2 * PATIENCE, 0), look()
-    leader = Leader(listen(terms.rendezvous, TOKEN), terms)
-    with pytest.raises(HandshakeError, match="different tokens"):
-        attend(replace(terms, token="another token"), facts)
-    alone = start(terms)
-    checkup = alone.result(LIMIT_S)
-    missing, rejected = (f.said for f in checkup.failures)
-    assert len(checkup.hosts) == 1 and not checkup.paths
-    assert "only 1 of 2 processes came" in missing and "a caller holds another token, from 127.0.0.1" in rejected
-    leader.close()
+    pairs = {(p["source"], p["destination"]) for p in first["paths"]}
+    assert pairs == {(a, b) for a in labels for b in labels if a != b}
+    assert all(p["nbytes"] and 0 < p["round_trip_s"] < 1 and not p["error"] for p in first["paths"])
+    assert {(m["source"], m["destination"]) for m in first["memory"]} == pairs
 
 
 def test_a_service_that_says_nothing_ends_the_wait_at_the_deadline():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         at, began = f"tcp://127.0.0.1:{silent.getsockname()[1]}", time.monotonic()
-        code, report = Doctor("--rendezvous", at, "--timeout", "2").end()
+        ((code, report),) = doctored(at, "--timeout", "2")
     assert code == 1 and time.monotonic() - began < 2 + 20 * PATIENCE
     assert any("within 2 s" in said for _, _, said in problems(report))
 
@@ -118,9 +93,7 @@ def test_a_service_that_says_nothing_ends_the_wait_at_the_deadline():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_two_that_see_gpus_read_each_others_memory_and_agree_on_nccl():
-    at = here()
-    two = [Doctor("--rendezvous", at, "--size", "2") for _ in range(2)]
-    (code, report), other = (d.end() for d in two)
+    (code, report), other = doctored(here(), "--timeout", "60", hosts=[None] * 2)
     assert (code, report) == other and code == 0, problems(report)
     read = {(m["source"], m["memory"]): m["error"] for m in report["memory"]}
     labels = [h["label"] for h in report["hosts"]]
@@ -155,18 +128,33 @@ def soon() -> float:
     return time.monotonic() + 20 * PATIENCE
 
 
+@pytest.mark.parametrize("come", [1, 2])
+def test_a_wrong_token_is_told_at_once_and_disturbs_nobody_and_who_waits_in_vain_hears_of_it(come):
+    terms = Terms(here(), TOKEN, 2, LIMIT_S if come == 2 else 2 * PATIENCE, 0)
+    leader = Leader(listen(terms.rendezvous, TOKEN), terms)
+    with pytest.raises(HandshakeError, match="different tokens"):
+        attend(replace(terms, token="another token"), look())
+    checkup, *others = [f.result(LIMIT_S) for f in [start(terms) for _ in range(come)]]
+    assert len(checkup.hosts) == come and others == [checkup] * (come - 1)
+    if come == 2:
+        assert checkup.failures == ()
+    else:
+        missing, rejected = (f.said for f in checkup.failures)
+        assert not checkup.paths and "only 1 of 2 processes came" in missing
+        assert "a caller holds another token, from 127.0.0.1" in rejected
+    leader.close()
+
+
 def test_a_member_that_leaves_is_named_and_the_others_measure():
     terms = Terms(here(), TOKEN, 3, 20 * PATIENCE, 0.05)
     two, leaver = [start(terms) for _ in range(2)], join(terms, 3)
     leaver.take(soon(), Begin)
     leaver.close()
     first = both_agree(*two)
-    assert len(first.hosts) == 3
     (lost,) = (f.where for f in first.failures if "left during the measurements" in f.said)
     stay = {f.label for f in first.hosts} - {lost}
-    assert {(p.source, p.destination) for p in first.paths if not p.error} == {
-        (a, b) for a in stay for b in stay if a != b
-    }
+    measured = {(p.source, p.destination) for p in first.paths if not p.error}
+    assert len(stay) == 2 and measured == {(a, b) for a in stay for b in stay if a != b}
 
 
 def test_one_that_comes_when_all_have_come_is_told_so():
@@ -245,10 +233,8 @@ def cluster() -> Iterator[Cluster]:
         yield c
 
 
-def on_hosts(hosts: list[Host], *more: str, envs=({}, {}, {}), at: str = "h0") -> list[tuple[int, dict]]:
-    """A doctor on each host. envs: their variables."""
-    options = "--rendezvous", f"tcp://{at}:29600", "--size", str(len(hosts)), "--timeout", str(LIMIT_S / 2), *more
-    return [d.end() for d in [Doctor(*options, host=h, **env) for h, env in zip(hosts, envs)]]
+AT = "tcp://h0:29600"
+"""Where the doctors of emulated hosts meet."""
 
 
 @contextlib.contextmanager
@@ -263,7 +249,7 @@ def changed(host: Host, change: str, back: str) -> Iterator[None]:
 
 def test_emulated_hosts_that_are_sound_have_no_problem_and_reach_their_rate(cluster):
     hosts = cluster.hosts
-    (code, report), *others = on_hosts(hosts, "--seconds", "0.5")
+    (code, report), *others = doctored(AT, "--seconds", "0.5", hosts=hosts)
     assert others == [(code, report)] * 2 and code == 0, problems(report)
     at = {h.name: h.address for h in hosts}
     assert {(p["source"], p["destination"], p["address"]) for p in report["paths"]} == {
@@ -280,7 +266,7 @@ def test_a_host_name_that_resolves_to_loopback_is_found_and_the_right_interface_
     (tmp_path / "wrong").write_text(f"127.0.0.1 localhost\n127.0.1.1 h1\n{first.address} h0\n")
     mounts = [f"umount /etc/hosts && mount --bind {tmp_path}/{name} /etc/hosts" for name in ("wrong", "right")]
     with changed(last, *mounts):
-        (code, report), _ = on_hosts([first, last])
+        (code, report), _ = doctored(AT, hosts=[first, last])
     assert code == 1 and {topic for topic, *_ in problems(report)} == {"host name", "reachability"}, report["findings"]
     (name,) = (f for f in report["findings"] if f["topic"] == "host name" and f["level"] == "problem")
     assert name["where"] == "h1" and "127.0.1.1" in name["said"]
@@ -292,7 +278,7 @@ def test_a_path_that_goes_in_one_direction_only_is_found(cluster):
     """Host 0 listens on nic1, to whose network host 2 has no route."""
     first, last = cluster.hosts[0], cluster.hosts[2]
     with changed(last, "ip route del 10.2.0.0/16 dev nic1", "ip route add 10.2.0.0/16 dev nic1"):
-        (code, report), _ = on_hosts([first, last], envs=[{"GLOO_SOCKET_IFNAME": f"nic{i}"} for i in (1, 0)])
+        (code, report), _ = doctored(AT, hosts=[first, last], envs=[{"GLOO_SOCKET_IFNAME": f"nic{i}"} for i in (1, 0)])
     (path,) = problems(report)
     assert code == 1 and path[:2] == ("reachability", "h2 -> h0") and "the other direction works" in path[2], report
     (good,) = (p for p in report["paths"] if p["source"] == "h0")
@@ -302,14 +288,8 @@ def test_a_path_that_goes_in_one_direction_only_is_found(cluster):
 def test_a_slow_host_is_named_by_its_paths(cluster):
     cluster.slow(cluster.hosts[1], 0.1)
     try:
-        (code, report), *_ = on_hosts(cluster.hosts)
+        (code, report), *_ = doctored(AT, hosts=cluster.hosts)
     finally:
         cluster.mend(cluster.hosts[1])
     slow = {f["where"] for f in report["findings"] if f["topic"] == "rate" and f["level"] == "warning"}
     assert code == 0 and {"h0 -> h1", "h1 -> h0", "h2 -> h1", "h1 -> h2"} <= slow and len(slow) < 6, report
-
-
-def test_a_rendezvous_that_each_host_takes_for_itself_is_told_by_both(cluster):
-    """Each listens, and none comes: the classical result of a name that is loopback everywhere."""
-    for code, report in on_hosts(cluster.hosts[:2], "--timeout", "3", at="localhost"):
-        assert code == 1 and {"meeting", "rendezvous"} <= {topic for topic, _, _ in problems(report)}

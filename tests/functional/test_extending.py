@@ -43,9 +43,11 @@ def job(trained: nn.Module, engine: Engine):
     assert engine.init_info["rendezvous"] == theirs
 
 
-def test_an_engine_in_one_file_computes_what_its_trainer_does():
+def test_an_engine_in_one_file_computes_what_its_trainer_does_and_is_paused_after_a_refit_that_broke_until_the_next(
+    monkeypatch,
+):
     trained, engine = Trained(), Engine()
-    with job(trained, engine) as (session, _):
+    with job(trained, engine) as (session, controller):
         for version in (1, 2):
             with torch.no_grad():
                 for p in trained.parameters():
@@ -56,12 +58,6 @@ def test_an_engine_in_one_file_computes_what_its_trainer_does():
             torch.testing.assert_close(sum(a.model(x) for a in engine.adapters), trained(x), rtol=1e-3, atol=1e-2)
             halves = [a.model.fused[: WIDTH // 2] for a in engine.adapters]
             assert torch.equal(torch.cat(halves), trained.gate.weight), "bit for bit"
-
-
-def test_an_engine_in_one_file_stays_paused_after_a_refit_that_broke_in_the_middle_and_the_next_repairs_it(monkeypatch):
-    engine = Engine()
-    with job(Trained(), engine) as (session, controller):
-        session.refit()
         monkeypatch.setenv("XFER_FAULT", "worker:0:wave:raise")
         with pytest.raises(XferError, match="injected fault"):
             session.refit()

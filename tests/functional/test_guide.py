@@ -38,7 +38,7 @@ PRINTED = [pytest.param(b, id=f"{p.name}-{i}") for p in PAGES for i, b in enumer
 
 
 @pytest.mark.parametrize("block", PRINTED)
-def test_printed_code_binds_every_name_that_it_uses(block):
+def test_printed_code_binds_every_name_and_gives_xfer_arguments_that_exist(block):
     nodes = list(ast.walk(ast.parse(block)))
     names = [n for n in nodes if isinstance(n, ast.Name)]
     made = {n.id for n in names if not isinstance(n.ctx, ast.Load)} | {n.arg for n in nodes if isinstance(n, ast.arg)}
@@ -47,16 +47,10 @@ def test_printed_code_binds_every_name_that_it_uses(block):
         if isinstance(n, ast.Import | ast.ImportFrom):
             made |= {(a.asname or a.name).split(".")[0] for a in n.names}
     assert {n.id for n in names} <= made | YOURS | set(dir(builtins))
-
-
-@pytest.mark.parametrize("block", PRINTED)
-def test_printed_calls_of_xfer_have_arguments_that_exist(block):
-    for call in (n for n in ast.walk(ast.parse(block)) if isinstance(n, ast.Call)):
-        where = ast.unparse(call.func)
-        if not re.fullmatch(r"xfer\.\w+", where):
-            continue
-        takes = inspect.signature(getattr(xfer, where.removeprefix("xfer.")))
-        takes.bind(*call.args, **{k.arg: None for k in call.keywords})
+    for call in (n for n in nodes if isinstance(n, ast.Call)):
+        if name := re.fullmatch(r"xfer\.(\w+)", ast.unparse(call.func)):
+            takes = inspect.signature(getattr(xfer, name[1]))
+            takes.bind(*call.args, **{k.arg: None for k in call.keywords})
 
 
 def test_the_page_of_modes_says_how_much_memory_marks_take():

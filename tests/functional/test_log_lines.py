@@ -63,14 +63,6 @@ def test_a_job_says_a_line_for_each_thing_that_happens_and_one_a_refit(said, mon
     assert sum("goes on serving" in x for x in after) == 1
 
 
-def test_an_engine_that_leaves_first_warns_about_nothing_either(said):
-    with Job(trainers=1) as j:
-        good(j.refit())
-        j.controllers[0].close()
-        until_true(lambda: any("takes part no more" in x for x in said()))
-    assert not [x for x in said() if not x.startswith("INFO ")], said()
-
-
 def test_processes_that_are_missing_are_said_while_others_wait_and_by_status(said):
     where = dict(rendezvous=f"tcp://127.0.0.1:{free_port()}", token=TOKEN, deadline_s=20.0)
     came: dict[int, xfer.Session] = {}
@@ -121,9 +113,12 @@ def test_processes_that_are_missing_are_said_while_others_wait_and_by_status(sai
         c.close()
 
 
-def test_a_trainer_that_dies_is_warned_of_and_a_replica_that_a_refit_missed(said):
-    with Job(trainers=1, replicas=2) as j:
+def test_a_trainer_that_dies_is_warned_of_and_a_replica_that_a_refit_missed_and_not_an_engine_that_leaves(said):
+    with Job(trainers=1, replicas=3) as j:
         good(j.refit())
+        j.controllers[2].close()
+        until_true(lambda: any("takes part no more" in x for x in said()))
+        assert not [x for x in said() if not x.startswith("INFO ")], said()
         j.engines[1].fail["start"] = RuntimeError("not now")
         good(j.refit(min_replicas=1))
         (warned,) = [x for x in said() if "committed by 1 of 2 replicas" in x]

@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
 import urllib.parse
@@ -19,12 +20,12 @@ import torch
 from examples.common.ports import free_port
 from tests.functional import test_elastic as elastic
 from tests.support.tiny_engine import Engine
-from xfer import errors
+from xfer import errors, metrics
 from xfer.coordinator.messages import ReplicaOutcome
 from xfer.observers import EngineFinished, TrainerFinished, observe, tell
 
 pytestmark = pytest.mark.engine
-DASHBOARD = Path(__file__).resolve().parents[2] / "deploy/grafana/xfer.json"
+DASHBOARD = json.loads((Path(__file__).resolve().parents[2] / "deploy/grafana/xfer.json").read_text())
 
 
 class Breakable(Engine):
@@ -36,37 +37,43 @@ class Breakable(Engine):
 
 
 class Job(elastic.Job):
-    """One trainer and two engines. `told`: what observers heard, in order."""
+    """One trainer and two engines. `told`: what observers heard, in order. `ends`: what ends with the job."""
 
     def __init__(self):
         super().__init__(2)
         for replica in (0, 1):
             self.joins(replica, Breakable())
         self.told: list[TrainerFinished | EngineFinished] = []
-        self._heard = threading.Condition()
-        self._end = lambda: None
+        self.ends, self._heard = contextlib.ExitStack(), threading.Condition()
 
-    def listen(self) -> None:
-        """Hear of each refit from now on, after the observers that are there."""
-        self._end = observe(self._hear)
+    def watch(self, *ends) -> None:
+        """Hear of each refit from now on, after the observers that `ends` end."""
+        for end in (*ends, observe(self._hear)):
+            self.ends.callback(end)
 
     def _hear(self, ended) -> None:
         with self._heard:
             self.told.append(ended)
             self._heard.notify_all()
 
-    def ended(self, refits: int) -> None:
-        """Wait until the trainer and both controllers have told of so many refits."""
+    def hears(self, count: int) -> None:
         with self._heard:
-            assert self._heard.wait_for(lambda: len(self.told) == 3 * refits, 20), self.told
+            assert self._heard.wait_for(lambda: len(self.told) == count, 20), self.told
 
-    def breaks(self, *replicas: int) -> None:
-        """From now on these engines cannot be paused, and the others can."""
-        for i, (e, _) in self.engines.items():
-            e.broken = i in replicas
+    def refit(self, *broken: int, **how):
+        """Refit with some engines that cannot be paused. Return the report or the error after the trainer and both controllers told."""
+        for replica, (engine, _) in self.engines.items():
+            engine.broken = replica in broken
+        count = len(self.told) + 3
+        try:
+            result = self.session.refit(**how)
+        except errors.XferError as e:
+            result = e
+        self.hears(count)
+        return result
 
     def __exit__(self, *_):
-        self._end()
+        self.ends.close()
         super().__exit__()
 
 
@@ -80,14 +87,10 @@ class Scrape(dict):
     """Values of one scrape, by name and labels."""
 
     def of(self, name: str, **labels: object) -> float:
-        return self[name, frozenset((k, str(v)) for k, v in labels.items())]
-
-    @property
-    def names(self) -> set[str]:
-        return {name for name, _ in self}
+        return self[f"xfer_{name}", frozenset((k, str(v)) for k, v in labels.items())]
 
     def all_of(self, name: str) -> list[float]:
-        return [v for (n, _), v in self.items() if n == name]
+        return [v for (n, _), v in self.items() if n == f"xfer_{name}"]
 
 
 def scraped(port: int) -> Scrape:
@@ -101,60 +104,47 @@ def scraped(port: int) -> Scrape:
 
 def asked() -> set[str]:
     """Names of metrics in the dashboard's queries."""
-    board = json.loads(DASHBOARD.read_text())
-    texts = [t["expr"] for p in board["panels"] for t in p["targets"]]
-    texts += [v["definition"] for v in board["templating"]["list"] if v["type"] == "query"]
+    texts = [t["expr"] for p in DASHBOARD["panels"] for t in p["targets"]]
+    texts += [v["definition"] for v in DASHBOARD["templating"]["list"] if v["type"] == "query"]
     return {name for text in texts for name in re.findall(r"\bxfer_\w+", text)}
 
 
 def test_a_scrape_shows_what_the_reports_say_and_the_dashboard_asks_for(job):
-    from xfer import metrics
-
     port = free_port()
-    end = metrics.serve(port, "127.0.0.1")
-    job.listen()
-    try:
-        reports = [job.session.refit(verify=True), job.session.refit(version=7)]
-        job.ended(2)
-        found = scraped(port)
-        assert sum(found.all_of("xfer_received_bytes_total")) == sum(r.bytes for r in reports)
-        assert found.of("xfer_sent_bytes_total", rank=0) == sum(r.bytes_sent for r in reports)
-        assert found.of("xfer_refits_total", rank=0, outcome="committed") == 2
-        for phase in ("call", "transfer", "outage", "drain", "wire", "pause", "resume"):
-            seconds = [r.flatten("")[f"{phase}_s"] for r in reports]
-            assert found.of("xfer_refit_seconds_count", rank=0, phase=phase) == 2
-            assert found.of("xfer_refit_seconds_sum", rank=0, phase=phase) == pytest.approx(sum(seconds)), phase
-        phases = {dict(labels)["phase"] for name, labels in found if name == "xfer_refit_seconds_count"}
-        assert "gb_per" not in phases, "a rate is no phase"
-        for i in (0, 1):
-            outages = [r.outcomes[i].outage_s for r in reports]
-            assert found.of("xfer_engine_outage_seconds_sum", replica=i) == pytest.approx(sum(outages))
-        assert {*found.all_of("xfer_version"), *found.all_of("xfer_engine_version")} == {7}
-        states = ("current", 2), ("behind", 0), ("torn", 0), ("away", 0)
-        assert all(found.of("xfer_replicas", rank=0, state=state) == n for state, n in states)
+    job.watch(metrics.serve(port, "127.0.0.1"))
+    reports = [job.refit(verify=True), job.refit(version=7)]
+    found = scraped(port)
+    assert sum(found.all_of("received_bytes_total")) == sum(r.bytes for r in reports)
+    assert found.of("sent_bytes_total", rank=0) == sum(r.bytes_sent for r in reports)
+    assert found.of("refits_total", rank=0, outcome="committed") == 2
+    for phase in ("call", "transfer", "outage", "drain", "wire", "pause", "resume"):
+        seconds = sum(r.flatten("")[f"{phase}_s"] for r in reports)
+        assert found.of("refit_seconds_count", rank=0, phase=phase) == 2
+        assert found.of("refit_seconds_sum", rank=0, phase=phase) == pytest.approx(seconds), phase
+    assert "gb_per" not in {dict(labels).get("phase") for _, labels in found}, "a rate is no phase"
+    for i in (0, 1):
+        outages = sum(r.outcomes[i].outage_s for r in reports)
+        assert found.of("engine_outage_seconds_sum", replica=i) == pytest.approx(outages)
+    assert {*found.all_of("version"), *found.all_of("engine_version")} == {7}
+    states = {state: found.of("replicas", rank=0, state=state) for state in metrics.REPLICA_STATES}
+    assert states == {"current": 2, "behind": 0, "torn": 0, "away": 0}
 
-        job.breaks(1)
-        job.session.refit(min_replicas=1)
-        job.ended(3)
-        found = scraped(port)
-        assert found.of("xfer_refits_total", rank=0, outcome="partial") == 1
-        assert found.of("xfer_replicas", rank=0, state="behind") == 1
-        assert [found.of("xfer_engine_version", replica=i) for i in (0, 1)] == [8, 7]
-        assert found.of("xfer_engine_refits_total", replica=1, outcome="failed") == 1
-        assert found.of("xfer_engine_serving", replica=1) == 1
+    job.refit(1, min_replicas=1)
+    found = scraped(port)
+    assert found.of("refits_total", rank=0, outcome="partial") == 1
+    assert found.of("replicas", rank=0, state="behind") == 1
+    assert [found.of("engine_version", replica=i) for i in (0, 1)] == [8, 7]
+    assert found.of("engine_refits_total", replica=1, outcome="failed") == 1
+    assert found.of("engine_serving", replica=1) == 1
 
-        job.breaks(0, 1)
-        with pytest.raises(errors.XferError) as caught:
-            job.session.refit()
-        job.ended(4)
-        found = scraped(port)
-        assert found.of("xfer_refits_total", rank=0, outcome="failed") == 1
-        assert found.of("xfer_refit_errors_total", rank=0, error=type(caught.value).__name__) == 1
-        assert found.of("xfer_version", rank=0) == 8, "a label that no replica committed"
-        assert asked() <= found.names, asked() - found.names
-        assert {n for n in found.names if n.endswith("_total")} <= asked(), "not shown"
-    finally:
-        end()
+    error = job.refit(0, 1)
+    found = scraped(port)
+    assert found.of("refits_total", rank=0, outcome="failed") == 1
+    assert found.of("refit_errors_total", rank=0, error=type(error).__name__) == 1
+    assert found.of("version", rank=0) == 8, "a label that no replica committed"
+    names = {name for name, _ in found}
+    assert asked() <= names and {n for n in names if n.endswith("_total")} <= asked(), "not shown"
+    job.ends.close()
     with pytest.raises(OSError):
         scraped(port)
 
@@ -163,17 +153,12 @@ def test_a_torn_engine_is_told_apart_and_adds_no_outage():
     """What an alert looks at. The engine serves nothing until a refit repairs it, so its outage has not ended."""
     from prometheus_client import CollectorRegistry
 
-    from xfer import metrics
-
     registry, phases = CollectorRegistry(), (("pause", 0.1), ("update", 0.2))
     end = metrics.observe_prometheus(registry)
-    try:
-        tell(EngineFinished("session", 1, 0, False, False, True, None, 0.0, phases, errors.PeerLost("a worker died")))
-    finally:
-        value = registry.get_sample_value
-        seen = {n: value(f"xfer_engine_{n}", {"replica": "0"}) for n in ("torn", "serving", "outage_seconds_count")}
-        end()
-    assert seen == {"torn": 1, "serving": 0, "outage_seconds_count": None}
+    tell(EngineFinished("session", 1, 0, False, False, True, None, 0.0, phases, errors.PeerLost("a worker died")))
+    names = ("torn", "serving", "outage_seconds_count")
+    assert [registry.get_sample_value(f"xfer_engine_{n}", {"replica": "0"}) for n in names] == [1, 0, None]
+    end()
     outcomes = {"torn": (False, None, True), "away": (False, None, False), "behind": (True, "1", False)}
     for state, (serving, version, dirty) in outcomes.items():
         assert metrics.state(ReplicaOutcome(0, False, serving, version, dirty=dirty)) == state
@@ -181,10 +166,9 @@ def test_a_torn_engine_is_told_apart_and_adds_no_outage():
 
 def test_every_panel_of_the_dashboard_has_a_description_a_place_and_colors_of_its_own():
     """A stat without them is red from 80 on, by Grafana's default: so would be the 80th version."""
-    panels = json.loads(DASHBOARD.read_text())["panels"]
+    panels = DASHBOARD["panels"]
     at = [p["gridPos"] for p in panels]
-    places = [{(p["x"] + x, p["y"] + y) for x in range(p["w"]) for y in range(p["h"])} for p in at]
-    cells = [cell for place in places for cell in place]
+    cells = [(p["x"] + x, p["y"] + y) for p in at for x in range(p["w"]) for y in range(p["h"])]
     assert all(p["title"] and p["description"] for p in panels)
     assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
     assert all({"color", "thresholds"} & p["fieldConfig"]["defaults"].keys() for p in panels if p["type"] == "stat")
@@ -193,8 +177,6 @@ def test_every_panel_of_the_dashboard_has_a_description_a_place_and_colors_of_it
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="no Prometheus server on this machine")
 def test_prometheus_answers_every_query_of_the_dashboard_without_nan(job, tmp_path):
     """Refits are rarer than the rate interval, as in training, and the only failures are the first of their series."""
-    from xfer import metrics
-
     port, at, second = free_port(), f"127.0.0.1:{free_port()}", 1.0
     target = {"job_name": "xfer", "scrape_interval": "1s", "static_configs": [{"targets": [f"127.0.0.1:{port}"]}]}
     (tmp_path / "prometheus.yml").write_text(json.dumps({"scrape_configs": [target]}))
@@ -205,19 +187,16 @@ def test_prometheus_answers_every_query_of_the_dashboard_without_nan(job, tmp_pa
         with urllib.request.urlopen(where, timeout=10) as page:
             return [float(v) for series in json.load(page)["data"]["result"] for _, v in series["values"]]
 
-    end = metrics.serve(port, "127.0.0.1")
+    job.watch(metrics.serve(port, "127.0.0.1"))
     flags = [f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data"]
     server = subprocess.Popen(["prometheus", *flags, f"--web.listen-address={at}"], stderr=subprocess.DEVNULL)
     try:
-        job.listen()
         began = time.time()
         for broken in ((), (), (1,), (0, 1)):
-            job.breaks(*broken)
-            with contextlib.suppress(errors.XferError):
-                job.session.refit(min_replicas=1)
+            job.refit(*broken, min_replicas=1)
             time.sleep(5 * second)
         span = {"start": began, "end": time.time()}
-        for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        for panel in DASHBOARD["panels"]:
             for t in panel["targets"]:
                 found = answers(t["expr"], **span)
                 assert found and not any(map(math.isnan, found)), (panel["title"], t["expr"], found)
@@ -226,7 +205,6 @@ def test_prometheus_answers_every_query_of_the_dashboard_without_nan(job, tmp_pa
     finally:
         server.kill()
         server.wait()
-        end()
 
 
 def test_spans_of_one_refit_have_its_attempt_and_an_outage_is_its_calls_in_a_row(job):
@@ -234,21 +212,12 @@ def test_spans_of_one_refit_have_its_attempt_and_an_outage_is_its_calls_in_a_row
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    from xfer import metrics
-
     kept, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(kept))
-    end = metrics.trace_spans(provider)
-    job.listen()
-    try:
-        with provider.get_tracer("the user's").start_as_current_span("step") as step:
-            report = job.session.refit()
-        job.breaks(1)
-        with pytest.raises(errors.XferError) as caught:
-            job.session.refit()
-        job.ended(2)
-    finally:
-        end()
+    job.watch(metrics.trace_spans(provider))
+    with provider.get_tracer("the user's").start_as_current_span("step") as step:
+        report = job.refit()
+    error = job.refit(1)
     spans = kept.get_finished_spans()
     refits = [s for s in spans if s.name == "xfer.refit"]
     outages = [s for s in spans if s.name == "xfer.outage"]
@@ -257,7 +226,7 @@ def test_spans_of_one_refit_have_its_attempt_and_an_outage_is_its_calls_in_a_row
     assert refits[0].parent.span_id == step.get_span_context().span_id
     assert refits[0].attributes["xfer.bytes"] == report.bytes
     assert refits[0].end_time - refits[0].start_time == pytest.approx(report.seconds * 1e9, abs=2000)
-    assert not refits[1].status.is_ok and refits[1].attributes["error.type"] == type(caught.value).__name__
+    assert not refits[1].status.is_ok and refits[1].attributes["error.type"] == type(error).__name__
     for s in outages[:2]:
         calls = [c for c in spans if c.parent is not None and c.parent.span_id == s.context.span_id]
         steps = "pause start update finish reset_caches resume".split()
@@ -266,16 +235,19 @@ def test_spans_of_one_refit_have_its_attempt_and_an_outage_is_its_calls_in_a_row
         assert [*(c.start_time for c in calls), s.end_time] == pytest.approx(ends, rel=0, abs=2000), "nanoseconds"
 
 
-def test_a_call_that_returns_early_is_told_once_with_its_own_seconds(job):
-    job.listen()
+def test_a_call_that_returns_early_is_told_once_with_its_own_seconds_also_behind_an_observer_that_raises(job, caplog):
+    def broken(_):
+        raise ValueError("a user's mistake")
+
+    job.watch(observe(broken))
     early = job.session.refit(wait="sources")
     assert not any(isinstance(x, TrainerFinished) for x in job.told)
     later = job.session.refit()
-    job.ended(2)
+    job.hears(6)
     first, second = (x for x in job.told if isinstance(x, TrainerFinished))
     assert (first.attempt, second.attempt) == (1, 2) and first.error is None and second.report.committed == 2
-    assert first.report == later.before and first.seconds == first.report.seconds
-    assert first.seconds == early.seconds
+    assert first.report == later.before and first.seconds == first.report.seconds == early.seconds
+    assert "an observer of refits failed" in caplog.text and "a user's mistake" in caplog.text
 
 
 def test_a_profiler_sees_the_call_the_moves_and_the_updates_as_nvtx_ranges(job, monkeypatch):
@@ -284,7 +256,7 @@ def test_a_profiler_sees_the_call_the_moves_and_the_updates_as_nvtx_ranges(job, 
 
     @contextlib.contextmanager
     def record(name: str):
-        seen.append(name)
+        seen.append(name.removeprefix("xfer: "))
         yield
 
     job.session.refit()
@@ -292,45 +264,24 @@ def test_a_profiler_sees_the_call_the_moves_and_the_updates_as_nvtx_ranges(job, 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda.nvtx, "range", record)
     job.session.refit()
-    moves = [f"xfer: move, {who}" for who in ("trainer 0, replica 0", "trainer 0, replica 1")]
     workers = [f"replica {r} worker {w}" for r in (0, 1) for w in (0, 1)]
-    moves += [f"xfer: move, {w}" for w in workers]
-    assert sorted(seen) == sorted(["xfer: refit, trainer 0", *moves, *(f"xfer: update, {w}" for w in workers)])
-
-
-def test_an_observer_that_raises_is_logged_and_changes_nothing(job, caplog):
-    def broken(_):
-        raise ValueError("a user's mistake")
-
-    with contextlib.ExitStack() as stack:
-        stack.callback(observe(broken))
-        job.listen()
-        assert job.session.refit().committed == 2
-        job.ended(1)
-    assert "an observer of refits failed" in caplog.text and "a user's mistake" in caplog.text
+    moves = [f"move, {who}" for who in ("trainer 0, replica 0", "trainer 0, replica 1", *workers)]
+    assert sorted(seen) == sorted(["refit, trainer 0", *moves, *(f"update, {w}" for w in workers)])
 
 
 def test_metrics_are_served_at_the_address_that_was_given():
     """docs/metrics.md: 127.0.0.1 keeps them on the host."""
-    from xfer import metrics
-
     with socket.socket() as mine:  # bound, so that nobody else listens there
         mine.bind(("127.0.0.1", 0))
         port = mine.getsockname()[1]
         end = metrics.serve(port, "127.0.0.2")  # loopback has it, and 127.0.0.1 does not listen for it
-        try:
-            for host, answers in (("127.0.0.2", True), ("127.0.0.1", False)):
-                with socket.socket() as s:
-                    assert (s.connect_ex((host, port)) == 0) == answers, host
-        finally:
-            end()
+        for host, answers in (("127.0.0.2", True), ("127.0.0.1", False)):
+            with socket.socket() as s:
+                assert (s.connect_ex((host, port)) == 0) == answers, host
+        end()
 
 
 def test_without_a_client_the_error_says_what_to_install(monkeypatch):
-    import sys
-
-    from xfer import metrics
-
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(errors.Unsupported, match="needs prometheus_client") as caught:
         metrics.serve(free_port())

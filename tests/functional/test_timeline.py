@@ -17,10 +17,23 @@ from xfer.errors import XferError
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
     """Return a folder in which timelines are kept from now on."""
-    folder = tmp_path / "timelines"
+    keep_in(tmp_path / "timelines", monkeypatch)
+    return tmp_path / "timelines"
+
+
+@pytest.fixture(scope="module")
+def two_refits(tmp_path_factory):
+    """Return a folder with the timelines of two refits of one job."""
+    folder = tmp_path_factory.mktemp("two")
+    with pytest.MonkeyPatch.context() as patch:
+        keep_in(folder, patch)
+        refitted(2)
+    return folder
+
+
+def keep_in(folder, monkeypatch) -> None:
     monkeypatch.setenv(timeline.VARIABLE, str(folder))
     monkeypatch.setattr(timeline, "_moments", deque())
-    return folder
 
 
 def refitted(versions: int) -> None:
@@ -37,10 +50,9 @@ def shown(*arguments) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_moments_of_all_processes_come_in_the_order_in_which_things_happen(kept):
-    refitted(2)
+def test_moments_of_all_processes_come_in_the_order_in_which_things_happen(two_refits):
     for attempt in (1, 2):
-        (moments,) = timelines.of_attempt(timelines.read(kept), attempt).values()
+        (moments,) = timelines.of_attempt(timelines.read(two_refits), attempt).values()
         at = {(x.who, x.what): x.at for x in moments}
         rank = ("looked at its storages", "ready", "go", "bytes have moved", "done")
         worker = ("in update", "its device is idle", "looked at its storages: armed", "go", "bytes have moved", "done")
@@ -55,36 +67,40 @@ def test_moments_of_all_processes_come_in_the_order_in_which_things_happen(kept)
             assert at[timeline.HUB, "all trainers are ready"] < at[name, "go"]
             assert at[name, "bytes have moved"] < decided < at[name, "installed"]
         assert decided < at["replica 0 controller", "its engine serves"]
-    code, text = shown(kept)
-    assert code == 0 and "refit 2 on" in text, text
-    assert all(x in text for x in ("replica 0: go was sent", "start is over", "its engine serves"))
-    assert shown(kept, "--attempt", 7)[0] == 1
-    code, text = shown(kept, "--median", "--skip", 0)
-    assert code == 0 and "medians on" in text and "its engine serves" in text, text
-    code, text = shown(kept, "--median")
-    assert code == 1 and "2 refits are there, --skip 2 leaves none" in text, text
-    code, text = shown(kept, "--median", "--attempt", 1)
-    assert code == 2 and "give one of the two" in text, text
-    assert "was XFER_TIMELINE set" in shown(kept, "--median", "--session", "never")[1]
 
 
-def test_a_timeline_as_data_and_as_a_trace_has_the_moments_that_are_printed(kept, tmp_path):
-    refitted(2)
+@pytest.mark.parametrize(
+    "arguments, code, texts",
+    [
+        ("", 0, ["refit 2 on", "replica 0: go was sent", "start is over", "its engine serves"]),
+        ("--attempt 7", 1, ["was XFER_TIMELINE set"]),
+        ("--median --skip 0", 0, ["medians on", "its engine serves"]),
+        ("--median", 1, ["2 refits are there, --skip 2 leaves none"]),
+        ("--median --attempt 1", 2, ["give one of the two"]),
+        ("--median --session never", 1, ["was XFER_TIMELINE set"]),
+    ],
+)
+def test_what_is_asked_for_is_printed_or_the_command_says_why_not(two_refits, arguments, code, texts):
+    seen, text = shown(two_refits, *arguments.split())
+    assert seen == code and all(x in text for x in texts), text
+
+
+def test_a_timeline_as_data_and_as_a_trace_has_the_moments_that_are_printed(two_refits, tmp_path):
     data, trace = tmp_path / "data.json", tmp_path / "trace.json"
-    code, text = shown(kept, "--json", data, "--trace", trace)
+    code, text = shown(two_refits, "--json", data, "--trace", trace)
     assert code == 0 and "refit 2 on" in text, text
     (host,) = json.loads(data.read_text())["timeline"]["hosts"]
-    (last,) = timelines.of_attempt(timelines.read(kept)).values()
+    (last,) = timelines.of_attempt(timelines.read(two_refits)).values()
     assert [timelines.Moment(**x) for x in host["moments"]] == last and host["host"] == last[0].host
-    assert json.loads(shown(kept, "--json", "-")[1]) == json.loads(data.read_text())
-    (host,) = json.loads(shown(kept, "--median", "--skip", 0, "--json", "-")[1])["timeline"]["hosts"]
+    assert json.loads(shown(two_refits, "--json", "-")[1]) == json.loads(data.read_text())
+    (host,) = json.loads(shown(two_refits, "--median", "--skip", 0, "--json", "-")[1])["timeline"]["hosts"]
     assert host["moments"][0]["count"] == 2
 
     events = json.loads(trace.read_text())["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     told = {(names[e["tid"]], e["name"], e["args"]["attempt"]) for e in events if e["ph"] in "Xi"}
-    assert told == {(x.who, x.what, x.attempt) for x in timelines.read(kept)}
-    one = [e for e in json.loads(shown(kept, "--attempt", 1, "--trace", "-")[1])["traceEvents"] if e["ph"] != "M"]
+    assert told == {(x.who, x.what, x.attempt) for x in timelines.read(two_refits)}
+    one = [e for e in json.loads(shown(two_refits, "--attempt", 1, "--trace", "-")[1])["traceEvents"] if e["ph"] != "M"]
     assert {e["args"]["attempt"] for e in one} == {1} and len({e["pid"] for e in one}) == 1
 
 
@@ -164,8 +180,7 @@ def test_nothing_is_kept_that_was_not_asked_for_and_a_folder_that_cannot_be_writ
     refitted(1)
     assert not list(tmp_path.iterdir())
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(timeline.VARIABLE, str(tmp_path / "file"))
-    monkeypatch.setattr(timeline, "_moments", deque())
+    keep_in(tmp_path / "file", monkeypatch)
     refitted(2)
     assert caplog.text.count("no timeline is kept any more") == 1
 

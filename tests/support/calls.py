@@ -7,7 +7,7 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -25,35 +25,27 @@ class Calls:
 
 
 @contextmanager
-def in_new_threads() -> Iterator[Calls]:
-    """Counts in the threads that start in the block."""
+def _counted(set_profile: Callable) -> Iterator[Calls]:
     calls = Calls()
-    with _no_collection():
-        threading.setprofile(calls)
-        try:
-            yield calls
-        finally:
-            threading.setprofile(None)
+    gc.collect()
+    gc.disable()
+    set_profile(calls)
+    try:
+        yield calls
+    finally:
+        set_profile(None)
+        gc.enable()
+
+
+def in_new_threads() -> AbstractContextManager[Calls]:
+    """Counts in the threads that start in the block."""
+    return _counted(threading.setprofile)
 
 
 def calls_of(look: Callable[[], T]) -> tuple[T, int]:
     """Returns what `look` returns, and how many Python functions were called, itself included."""
-    calls = Calls()
-    calls.on = True
-    with _no_collection():
-        sys.setprofile(calls)
-        try:
-            result = look()
-        finally:
-            sys.setprofile(None)
+    with _counted(sys.setprofile) as calls:
+        calls.on = True
+        result = look()
+        calls.on = False
     return result, calls.count
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

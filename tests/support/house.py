@@ -85,28 +85,29 @@ def modules() -> dict[str, tuple[Path, ast.Module]]:
     return found
 
 
-def targets(node: ast.AST, known: set[str]) -> list[str]:
+def targets(node: ast.Import | ast.ImportFrom) -> list[str]:
     """Modules of xfer that an import statement loads."""
     if isinstance(node, ast.Import):
-        return [a.name for a in node.names if a.name in known]
-    if not isinstance(node, ast.ImportFrom) or not node.module or node.module.split(".")[0] != "xfer":
-        return []
-    return [full if (full := f"{node.module}.{a.name}") in known else node.module for a in node.names]
+        named = [a.name for a in node.names]
+    elif node.module and node.module.split(".")[0] == "xfer":
+        named = [full if (full := f"{node.module}.{a.name}") in modules() else node.module for a in node.names]
+    else:
+        named = []
+    return ["xfer.__version__" if name == "xfer" else name for name in named if name in modules()]
 
 
 @cache
 def imports() -> tuple[Import, ...]:
     """All imports between modules of xfer, also those inside functions."""
-    found, known = [], set(modules())
+    found = []
     for name, (_, tree) in modules().items():
-        checked = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
+        nodes = list(ast.walk(tree))
+        checked = [n for n in nodes if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
         typing_only = {id(x) for n in checked for s in n.body for x in ast.walk(s)}
-        for node in ast.walk(tree):
-            for target in dict.fromkeys(targets(node, known)):
-                line = getattr(node, "lineno", 0)
-                found.append(
-                    Import(name, "xfer.__version__" if target == "xfer" else target, line, id(node) in typing_only)
-                )
+        for node in nodes:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                some = dict.fromkeys(targets(node))
+                found += [Import(name, target, node.lineno, id(node) in typing_only) for target in some]
     return tuple(found)
 
 
@@ -121,22 +122,15 @@ def against_the_flow() -> list[Import]:
 
 def circles() -> list[list[str]]:
     """Sets of modules that import each other, directly or around."""
-    graph: dict[str, set[str]] = defaultdict(set)
+    reached: dict[str, set[str]] = {name: set() for name in modules()}
     for i in imports():
         if not i.typing_only and i.source != i.target:
-            graph[i.source].add(i.target)
-
-    def reached_from(name: str) -> set[str]:
-        found: set[str] = set()
-        todo = [name]
-        while todo:
-            new = graph[todo.pop()] - found
-            found |= new
-            todo += new
-        return found
-
-    reached = {name: reached_from(name) for name in modules()}
-    circle_of = ({m for m in reached[n] if n in reached[m]} for n in reached if n in reached[n])
+            reached[i.source].add(i.target)
+    for middle in reached:  # Warshall's closure
+        for targets_of in reached.values():
+            if middle in targets_of:
+                targets_of |= reached.get(middle, set())
+    circle_of = ({m for m in reached[n] if n in reached.get(m, ())} for n in reached if n in reached[n])
     return sorted(map(list, {tuple(sorted(c)) for c in circle_of}))
 
 
@@ -156,24 +150,31 @@ def repeated_names() -> dict[str, list[str]]:
     return {name: where for name, where in sorted(places.items()) if len(where) > 1}
 
 
+@cache
+def imported_names(module: str) -> dict[str, str]:
+    """Name in a module -> full name in xfer, of all that it imports from xfer."""
+    nodes = [n for n in ast.walk(modules()[module][1]) if isinstance(n, ast.ImportFrom)]
+    return {
+        a.asname or a.name: f"{n.module}.{a.name}"
+        for n in nodes
+        if (n.module or "").startswith("xfer")
+        for a in n.names
+    }
+
+
 def inherited_across_packages() -> dict[str, str]:
     """ "module.Class" -> "module.Base" where the base lies in another package and is no Protocol, ABC or exception."""
     defined = {f"{module}.{node.name}": node for module, node in classes()}
     found = {}
     for module, node in classes():
-        _, tree = modules()[module]
-        names = {}
-        for n in ast.walk(tree):
-            if isinstance(n, ast.ImportFrom) and n.module and n.module.startswith("xfer"):
-                names.update({a.asname or a.name: f"{n.module}.{a.name}" for a in n.names})
+        names = imported_names(module)
         for base in node.bases:
             first, *rest = ast.unparse(base).split("[")[0].split(".")
             full = ".".join([names.get(first, first), *rest])
-            if full not in defined or package_of(full) in (package_of(module), "errors"):
-                continue
-            kinds = {ast.unparse(b).split("[")[0].split(".")[-1] for b in defined[full].bases}
-            if not kinds & {"Protocol", "ABC"}:
-                found[f"{module}.{node.name}"] = full
+            if full in defined and package_of(full) not in (package_of(module), "errors"):
+                kinds = {ast.unparse(b).split("[")[0].split(".")[-1] for b in defined[full].bases}
+                if not kinds & {"Protocol", "ABC"}:
+                    found[f"{module}.{node.name}"] = full
     return found
 
 
@@ -222,12 +223,8 @@ def rows() -> Iterator[tuple[str, str, str]]:
     yield "participants -> packed, participants -> engines, engines -> packed", ", ".join(map(str, counts)), "0"
     coordinator = [tree for name, (_, tree) in modules().items() if package_of(name) == "coordinator"]
     functions = [n.name for t in coordinator for n in ast.walk(t) if isinstance(n, ast.FunctionDef)]
-    failing = [n for n in functions if FAILING.fullmatch(n)]
-    yield (
-        "functions by which a refit fails; bare state strings",
-        f"{len(failing)}; {len(bare_states())}",
-        "one `fail`; 0",
-    )
+    failing = f"{len([n for n in functions if FAILING.fullmatch(n)])}; {len(bare_states())}"
+    yield "functions by which a refit fails; bare state strings", failing, "one `fail`; 0"
     most, where = most_branches()
     yield "most branches of one control-plane function", f"{most} ({where.removeprefix('xfer/')})", "<= 12"
     yield "class names that mean several things", str(len(repeated_names())), "<= 5"
@@ -237,17 +234,10 @@ def rows() -> Iterator[tuple[str, str, str]]:
     tests += [*(ROOT / "tests/unit").glob("test_coordinator*.py"), *(ROOT / "tests/support").glob("simulat*.py")]
     yield "tests of the protocol: lines", f"{lines_of(tests):,}", "<= 2,500"
     connect = next(n for n in modules()["xfer.api"][1].body if isinstance(n, ast.FunctionDef) and n.name == "connect")
-    parameters = [*connect.args.args, *connect.args.kwonlyargs]
-    top = next(
-        n.value for n in modules()["xfer"][1].body
-        if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"
-    )  # fmt: skip
-    names = ast.literal_eval(top)
-    yield (
-        "`connect()` parameters / names in `xfer`",
-        f"{len(parameters)} / {len(names)}",
-        "about 9 / about 9 (+ layerwise, + tensor level)",
-    )
+    assigned = [n for n in modules()["xfer"][1].body if isinstance(n, ast.Assign)]
+    names = next(ast.literal_eval(n.value) for n in assigned if ast.unparse(n.targets[0]) == "__all__")
+    today = f"{len([*connect.args.args, *connect.args.kwonlyargs])} / {len(names)}"
+    yield "`connect()` parameters / names in `xfer`", today, "about 9 / about 9 (+ layerwise, + tensor level)"
     yield "mypy errors", "0: the step `types` fails at any", "0 in mesh, plan, the control plane; < 100 elsewhere"
     yield "minutes of CI on 2 cores", "the last line of scripts/test.sh", "<= 15"
     yield "docstrings that had to be read twice (sample of 50)", "judged by readers", "0"

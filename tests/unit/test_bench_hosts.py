@@ -6,7 +6,7 @@ import socket
 import threading
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +18,7 @@ from tests.support.proc import PATIENCE
 from xfer.cli.bench import hosts
 from xfer.cli.bench.hosts import Attendance, BenchHost, Finish, leading
 from xfer.cli.bench.rank import Task
-from xfer.cli.bench.run import placed
+from xfer.cli.bench.run import kept_port, placed
 from xfer.cli.layouts.child import TraceTask
 from xfer.cli.line import listeners
 from xfer.errors import DeadlineExceeded, LayoutError, PeerLost, Unsupported, XferError
@@ -135,22 +135,22 @@ def test_others_are_told_why_the_first_host_ends(at, end):
     assert finish.code == 1 and "h0" in finish.said and ("no such layer" in finish.said) == isinstance(end, LayoutError)
 
 
-def test_hosts_that_are_asked_different_things_and_one_too_many_are_told(at):
-    others = [Other(at), Other(at, "h2", "y")]
-    with pytest.raises(XferError, match="the same options") as e, first(at, 3):
+@pytest.mark.parametrize(
+    "asked, seconds, error, said",
+    [
+        ({"h1": "x", "h2": "y"}, LIMIT_S, XferError, "--trainer: x on h0, h1; y on h2"),
+        ({"h7": "x"}, 2 * PATIENCE, DeadlineExceeded, "only 2 of 3 hosts came within {seconds:g} s: h0, h7"),
+    ],
+    ids=["they are asked different things", "one does not come"],
+)
+def test_hosts_do_not_begin_together_and_all_are_told_why(at, asked, seconds, error, said):
+    others = [Other(at, *host) for host in asked.items()]
+    with pytest.raises(error) as e, first(at, 3, seconds):
         pass
-    assert e.value.violations == ("--trainer: x on h0, h1; y on h2",)
-    assert all("y on h2" in o.end().said and o.end().code == 1 for o in others)
-
-
-def test_who_waits_in_vain_names_those_who_came(at):
-    other = Other(at, "h7")
-    with (
-        pytest.raises(DeadlineExceeded, match="only 2 of 3 hosts came within .* s: h0, h7"),
-        first(at, 3, 2 * PATIENCE),
-    ):
-        pass
-    assert "only 2 of 3" in other.end().said
+    ends = [o.end() for o in others]
+    for text in (str(e.value), *(end.said for end in ends)):
+        assert said.format(seconds=seconds) in text
+    assert all(end.code == 1 for end in ends)
 
 
 @pytest.mark.parametrize(
@@ -179,3 +179,15 @@ def test_trainers_are_on_the_first_hosts_and_workers_on_the_rest_or_both_on_all(
     for h, numbers in zip(of, on):
         mine = [p.device for p in places if p.host is h]
         assert mine == [f"cuda:{i % 8}" for i in range(sum(numbers))]
+
+
+@pytest.mark.parametrize("choose", [lambda _: free_port(), kept_port], ids=["for tests", "by xfer bench"])
+def test_a_port_that_was_chosen_is_its_listeners_alone(choose):
+    with ExitStack() as stack:
+        at = "127.0.0.1", choose(stack)
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(at)  # as another choice would
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(at)
+        with socket.create_server(at):
+            socket.create_connection(at).close()

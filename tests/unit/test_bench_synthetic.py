@@ -56,7 +56,9 @@ def received(seed: int) -> SyntheticWorker:
 
 
 def test_what_trainers_hold_is_what_a_worker_expects_whatever_the_cuts():
-    taker = received(1)
+    before, taker = worker(), received(1)
+    assert all(t.eq(UNTOUCHED).all() for t in before.layout.tensors.values())
+    assert sum(before.wrong(1).values()) == 2 * 24 + 6 + 12, "before a refit every value is wrong"
     assert taker.wrong(1) == {}
     for f in taker.layout.fragments:
         live = taker.layout.region(f)
@@ -74,10 +76,3 @@ def test_one_wrong_bit_is_found_in_values_constants_and_kept_bytes(root, byte, n
     taker.layout.tensors[root][byte] ^= 1
     (found,) = taker.wrong(1).items()
     assert name in found[0] and found[1] == 1
-
-
-def test_before_a_refit_every_value_is_wrong():
-    taker = worker()
-    wrong = taker.wrong(1)
-    assert all(taker.layout.tensors[r].eq(UNTOUCHED).all() for r in ("n", "w"))
-    assert sum(wrong.values()) == 2 * 24 + 6 + 12

@@ -22,7 +22,6 @@ from xfer.cli.layouts import processes
 from xfer.coordinator import messages as m
 from xfer.errors import HandshakeError, XferError
 from xfer.plan import planner
-from xfer.plan.fabric_file import read_site
 from xfer.rendezvous import client as rendezvous
 from xfer.routes import default_cache_dir
 
@@ -46,17 +45,14 @@ def test_doctor_meets_as_its_options_say(monkeypatch):
 
 
 def test_plan_traces_and_plans_as_its_options_say(monkeypatch):
-    plans, traced = (
-        Mock(side_effect=XferError("far enough")),
-        Mock(return_value=[SimpleNamespace(catalog=None, ranks=())] * 2),
-    )
-    looked = Mock(return_value=({}, {}))
-    for module, name, double in (
-        (processes, "look", looked), (plan, "both", lambda *_: {}), (plan, "traced", traced), (planner, "plan_replicas", plans)
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, double)
-    pythons = "--trainer-python", "a", "--engine-python", "b"
-    done = xfer(*PLAN, "--relay", "--bucket-mib", "32", "--jobs", "3", "--cache", "folder", *pythons)
+    looked, traced, plans = Mock(return_value=({}, {})), Mock(), Mock(side_effect=XferError("far enough"))
+    traced.return_value = [SimpleNamespace(catalog=None, ranks=())] * 2
+    monkeypatch.setattr(processes, "look", looked)
+    monkeypatch.setattr(plan, "both", lambda *_: {})
+    monkeypatch.setattr(plan, "traced", traced)
+    monkeypatch.setattr(planner, "plan_replicas", plans)
+    more = "--relay --bucket-mib 32 --jobs 3 --cache folder --trainer-python a --engine-python b"
+    done = xfer(*PLAN, *more.split())
     assert done.exit_code == 1 and "far enough" in done.output
     assert looked.call_args.args == ({"trainer": "a", "engine": "b"},)
     assert traced.call_args.args[2] == "folder" and traced.call_args.args[4] == 3
@@ -124,10 +120,9 @@ def test_a_timeline_prints_what_it_reads_to_the_letter(tmp_path):
     assert done.exit_code == 1 and "[rendezvous] of [tmpx] [red].jsonl, line 1, is no timeline" in done.output
 
 
-def test_the_command_is_a_module_and_says_its_version():
-    command = [sys.executable, "-m", "xfer", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert done.returncode == 0 and done.stdout.startswith("xfer 0."), done.stderr
+def test_the_command_says_its_version():
+    done = xfer("--version")
+    assert done.exit_code == 0 and done.output.startswith("xfer 0.")
 
 
 def test_doctor_exits_with_1_if_there_are_problems_and_writes_its_json(monkeypatch, tmp_path):
@@ -201,11 +196,10 @@ def test_what_no_message_could_carry_is_a_mistake_of_the_call(tmp_path, value, s
         files["fabric.toml"] = f"x = {value}\n[[host]]\ncount = 2\n"
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    refused(said, trainer=f"{tmp_path} world=2")
-    for name in list(files)[1:]:
-        refused(said, f"{CONFIG} world=2", "tp=2", "--fabric", str(tmp_path / name))
-        with pytest.raises(XferError, match=said):
-            read_site(tmp_path / name)
+        if name == "config.json":
+            refused(said, trainer=f"{tmp_path} world=2")
+        else:
+            refused(said, f"{CONFIG} world=2", "tp=2", "--fabric", str(tmp_path / name))
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     for names in (value, f'{{"{value[1:-1]}": "x"}}') if "ud800" in value else (value,):
         (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {names}}}')

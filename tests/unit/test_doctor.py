@@ -20,7 +20,6 @@ from xfer.cli.doctor.addresses import chosen, gloo_addresses, nccl_interfaces
 from xfer.cli.doctor.checks import examine
 from xfer.cli.doctor.facts import (
     Checkup,
-    Finding,
     Gpu,
     HostFacts,
     Interface,
@@ -138,14 +137,9 @@ def test_one_address_is_listed_once_with_all_that_use_it():
 # ---- findings
 
 
-def found(*hosts: HostFacts, **rest) -> list[Finding]:
-    return [f for f in examine(Checkup(hosts or (facts(),), **rest)) if f.level is not Level.OK]
-
-
 def path(source="a", destination="b", address="10.0.0.2", users=("gloo",), **rest) -> NetworkPath:
-    return NetworkPath(
-        source, destination, address, users, **{"round_trip_s": 5e-5, "nbytes": 10**9, "seconds": 0.5, **rest}
-    )
+    measured = {"round_trip_s": 5e-5, "nbytes": 10**9, "seconds": 0.5, **rest}
+    return NetworkPath(source, destination, address, users, **measured)
 
 
 A = facts()
@@ -153,111 +147,91 @@ B = facts("b", own_name=Resolved("b", ("10.0.0.2",)), interfaces=(LO, replace(ET
 A2 = dict(machine="m-a", host="b")
 """Another process of a's machine, with a host name of its own."""
 PORT = RdmaPort("mlx5_0", 1, "ACTIVE", "InfiniBand", "400 Gb/sec")
+OWN_LOOPBACK = facts(own_name=Resolved("a", ("127.0.1.1",)))
+MISSING = problem("meeting", "tcp://a:1", "only 1 of 2 processes came", "start it")
+
+
+def one(**changes) -> Checkup:
+    return Checkup((facts(**changes),))
+
+
+def two(**second) -> Checkup:
+    return Checkup((A, replace(B, **second)))
+
+
+def between(*paths: NetworkPath) -> Checkup:
+    return Checkup((A, B), paths)
 
 
 @pytest.mark.parametrize(
-    "hosts, paths",
+    "checkup, topics, said",
     [
-        ([A], ()),
-        ([A, B], (path(), path("b", "a", "10.0.0.1"))),
-        ([replace(f, gpus=GPU, rdma=(PORT,), settings={"NCCL_PROTO": "Simple"}) for f in (A, B)], ()),
-        ([A, replace(B, settings={"NCCL_HOSTID": "b", "NCCL_DEBUG": "INFO"})], ()),
-        ([A, replace(B, versions={**SOUND.versions, "torch": "2.13.0"})], ()),  # over gloo it may differ
-        ([A, replace(B, host="a", machine="m-a")], ()),
-        ([A, B], (path(users=("rendezvous",), error="refused"),)),  # no bytes of weights travel there
-        ([A, B, replace(facts("c"), machine="m-a")],  # rates inside a machine are not compared with those of a network
-         (path("a", "c", nbytes=10**11), path("c", "a", nbytes=10**11), path(), path("b", "a"))),
+        # sound machines
+        (Checkup((A,)), "", ""),
+        (between(path(), path("b", "a", "10.0.0.1")), "", ""),
+        (Checkup(tuple(replace(f, gpus=GPU, rdma=(PORT,), settings={"NCCL_PROTO": "Simple"}) for f in (A, B))), "", ""),
+        (two(settings={"NCCL_HOSTID": "b", "NCCL_DEBUG": "INFO"}), "", ""),
+        (two(versions={**SOUND.versions, "torch": "2.13.0"}), "", ""),  # over gloo it may differ
+        (two(host="a", machine="m-a"), "", ""),
+        (between(path(users=("rendezvous",), error="refused")), "", ""),  # no bytes of weights travel there
+        (Checkup((A, B, replace(facts("c"), machine="m-a")),  # rates inside a machine are not compared with those of a network
+                 (path("a", "c", nbytes=10**11), path("c", "a", nbytes=10**11), path(), path("b", "a"))), "", ""),
+        # one machine
+        (Checkup((OWN_LOOPBACK,)), "warning: host name", "127.0.1.1, which no other machine"),
+        (one(own_name=Resolved("a", ("192.0.2.9",))), "warning: host name", "of no interface here"),
+        (one(own_name=Resolved("a", (), "not known")), "warning: host name", "has no address: not known"),
+        (one(rendezvous=Resolved("x", (), "not known")), "problem: rendezvous", "x has no address here"),
+        (one(settings={"GLOO_SOCKET_IFNAME": "eth9"}), "problem: interfaces", "there are lo, eth0"),
+        (one(settings={"NCCL_SOCKET_IFNAME": "eth9"}), "problem: interfaces", "no running interface"),
+        (one(interfaces=(LO, replace(ETH, running=False))), "problem: interfaces", "eth0, which is down"),
+        (one(interfaces=(LO, replace(ETH, bridge=True))), "warning: interfaces", "a bridge of this machine"),
+        (one(interfaces=(LO, ETH, IB)), "warning: interfaces", "gloo uses eth0 (10 Gbit/s, MTU 1500), and ib0 (400"),
+        (one(rdma=(replace(PORT, state="DOWN"),)), "warning: RDMA", "mlx5_0 port 1: DOWN"),
+        (one(rdma=(PORT,), settings={"NCCL_IB_DISABLE": "1"}), "warning: RDMA", "1 RDMA ports are active"),
+        (one(rdma=(PORT,), memlock=1 << 16), "warning: RDMA", "memory can be locked"),
+        (one(open_files=1024), "warning: limits", "at most 1024 open files"),
+        (one(shm_bytes=64 << 20), "warning: /dev/shm", "67.1 MB"),
+        (one(shm_bytes=64 << 20, gpus=GPU), "problem: /dev/shm", "67.1 MB"),
+        (one(device_files=8), "warning: GPUs", "torch sees no GPU, and the kernel shows 8"),
+        (one(gpus=(GPU[0], replace(GPU[1], peers=()))), "warning: GPUs", "memory: 0 and 1"),
+        (one(gpus=(replace(GPU[0], peers=()), GPU[1])), "warning: GPUs", "memory: 0 and 1"),
+        (one(congestion="bbr"), "warning: TCP", "congestion control is bbr"),
+        (one(ptrace_scope=2), "warning: host memory", "ptrace_scope is 2"),
+        # what does not fit between two
+        (two(settings={"NCCL_PROTO": "LL"}), "problem: environment", "NCCL_PROTO: not set on a; LL on b"),
+        (two(settings={"NCCL_CUMEM_ENABLE": "0"}), "problem: environment", "NCCL_CUMEM_ENABLE: not set on a; 0 on b"),
+        (two(settings={"NCCL_IB_HCA": "mlx5_0"}), "warning: environment", "NCCL_IB_HCA"),
+        (two(settings={"UCX_TLS": "tcp"}), "warning: environment", "UCX_TLS"),
+        (two(versions={**SOUND.versions, "xfer": "2"}), "problem: versions", "xfer: 1 on a; 2 on b"),
+        (two(versions={**SOUND.versions, "NCCL": "2.27.3"}), "problem: versions", "NCCL: 2.28.9 on a; 2.27.3 on b"),
+        (two(versions={**SOUND.versions, "libibverbs.so.1": "1.15.60.0"}), "warning: versions", "none on a"),
+        (two(host="a"), "problem: host identity", "two machines are called a"),
+        (two(host="a", machine="m-a", pids="other"), "problem: host identity", "do not share process ids"),
+        (two(**A2, shm_device=2), "warning: /dev/shm", "a /dev/shm of its own"),
+        (two(interfaces=(LO, replace(ETH, addresses=("10.0.0.2",), mtu=9000))), "warning: MTU", "1500 on a; 9000 on b"),
+        (two(own_name=Resolved("b", ("127.0.1.1",))), "problem: host name", "127.0.1.1, which no other machine"),
+        (two(rendezvous=Resolved("a", ("127.0.0.1",))), "problem: rendezvous", "127.0.0.1 here"),
+        (Checkup((facts(gpus=GPU), replace(B, **A2, gpus=GPU[:1], ipc="other"))), "warning: namespaces, warning: GPUs", ""),
+        # what was measured
+        (between(path(error="no answer within 5 s"), path("b", "a", "10.0.0.1")), "problem: reachability", "a -> b :: other direction"),
+        (between(path(round_trip_s=0.03)), "warning: reachability", "a -> b :: 30.0 ms"),
+        (between(path(clock_ahead_s=-7.0)), "warning: clock", "b :: 7.0 s behind that of a"),
+        (between(path(), path("b", "a", nbytes=10**8)), "warning: rate", "b -> a :: 200 MB/s, and 2.00 GB/s on the fastest"),
+        (between(path(address="127.0.1.1", users=("gloo", "NCCL"), error="refused"), path(users=("rendezvous",))), "problem: reachability",
+         "a -> b :: 10.0.0.2 was reached: set GLOO_SOCKET_IFNAME=eth0 and NCCL_SOCKET_IFNAME=eth0 on b"),
+        (Checkup((A,), memory=tuple(MemoryRead("a", "b", m, "refused") for m in ("host memory", "GPU memory"))),
+         "warning: host memory, warning: GPU memory", ""),
+        # who is missing: names are then judged as between machines
+        (Checkup((OWN_LOOPBACK,), failures=(MISSING,)), "problem: meeting, problem: host name", ""),
     ],
 )  # fmt: skip
-def test_sound_machines_have_neither_problems_nor_warnings(hosts, paths):
-    assert found(*hosts, paths=paths) == []
-
-
-@pytest.mark.parametrize(
-    "changes, topic, said",
-    [
-        (dict(own_name=Resolved("a", ("127.0.1.1",))), "warning: host name", "127.0.1.1, which no other machine"),
-        (dict(own_name=Resolved("a", ("192.0.2.9",))), "warning: host name", "of no interface here"),
-        (dict(own_name=Resolved("a", (), "not known")), "warning: host name", "has no address: not known"),
-        (dict(rendezvous=Resolved("x", (), "not known")), "problem: rendezvous", "x has no address here"),
-        (dict(settings={"GLOO_SOCKET_IFNAME": "eth9"}), "problem: interfaces", "there are lo, eth0"),
-        (dict(settings={"NCCL_SOCKET_IFNAME": "eth9"}), "problem: interfaces", "no running interface"),
-        (dict(interfaces=(LO, replace(ETH, running=False))), "problem: interfaces", "eth0, which is down"),
-        (dict(interfaces=(LO, replace(ETH, bridge=True))), "warning: interfaces", "a bridge of this machine"),
-        (dict(interfaces=(LO, ETH, IB)), "warning: interfaces", "gloo uses eth0 (10 Gbit/s, MTU 1500), and ib0 (400"),
-        (dict(rdma=(replace(PORT, state="DOWN"),)), "warning: RDMA", "mlx5_0 port 1: DOWN"),
-        (dict(rdma=(PORT,), settings={"NCCL_IB_DISABLE": "1"}), "warning: RDMA", "1 RDMA ports are active"),
-        (dict(rdma=(PORT,), memlock=1 << 16), "warning: RDMA", "memory can be locked"),
-        (dict(open_files=1024), "warning: limits", "at most 1024 open files"),
-        (dict(shm_bytes=64 << 20), "warning: /dev/shm", "67.1 MB"),
-        (dict(shm_bytes=64 << 20, gpus=GPU), "problem: /dev/shm", "67.1 MB"),
-        (dict(device_files=8), "warning: GPUs", "torch sees no GPU, and the kernel shows 8"),
-        (dict(gpus=(GPU[0], replace(GPU[1], peers=()))), "warning: GPUs", "memory: 0 and 1"),
-        (dict(gpus=(replace(GPU[0], peers=()), GPU[1])), "warning: GPUs", "memory: 0 and 1"),
-        (dict(congestion="bbr"), "warning: TCP", "congestion control is bbr"),
-        (dict(ptrace_scope=2), "warning: host memory", "ptrace_scope is 2"),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_with_one_machine_is_found(changes, topic, said):
-    """Each of these changes alone."""
-    is_told(found(facts(**changes)), topic, said)
-
-
-@pytest.mark.parametrize(
-    "second, topic, said",
-    [
-        (dict(settings={"NCCL_PROTO": "LL"}), "problem: environment", "NCCL_PROTO: not set on a; LL on b"),
-        (dict(settings={"NCCL_CUMEM_ENABLE": "0"}), "problem: environment", "NCCL_CUMEM_ENABLE: not set on a; 0 on b"),
-        (dict(settings={"NCCL_IB_HCA": "mlx5_0"}), "warning: environment", "NCCL_IB_HCA"),
-        (dict(settings={"UCX_TLS": "tcp"}), "warning: environment", "UCX_TLS"),
-        (dict(versions={**SOUND.versions, "xfer": "2"}), "problem: versions", "xfer: 1 on a; 2 on b"),
-        (dict(versions={**SOUND.versions, "NCCL": "2.27.3"}), "problem: versions", "NCCL: 2.28.9 on a; 2.27.3 on b"),
-        (dict(versions={**SOUND.versions, "libibverbs.so.1": "1.15.60.0"}), "warning: versions", "none on a"),
-        (dict(host="a"), "problem: host identity", "two machines are called a"),
-        (dict(host="a", machine="m-a", pids="other"), "problem: host identity", "do not share process ids"),
-        ({**A2, "shm_device": 2}, "warning: /dev/shm", "a /dev/shm of its own"),
-        (dict(interfaces=(LO, replace(ETH, addresses=("10.0.0.2",), mtu=9000))), "warning: MTU", "1500 on a; 9000 on b"),
-        (dict(own_name=Resolved("b", ("127.0.1.1",))), "problem: host name", "127.0.1.1, which no other machine"),
-        (dict(rendezvous=Resolved("a", ("127.0.0.1",))), "problem: rendezvous", "127.0.0.1 here"),
-    ],
-)  # fmt: skip
-def test_what_does_not_fit_between_two_machines_is_named_host_by_host(second, topic, said):
-    is_told(found(A, replace(B, **second)), topic, said)
-
-
-@pytest.mark.parametrize(
-    "paths, topic, where, said",
-    [
-        ([path(error="no answer within 5 s"), path("b", "a", "10.0.0.1")], "problem: reachability", "a -> b", "other direction"),
-        ([path(round_trip_s=0.03)], "warning: reachability", "a -> b", "30.0 ms"),
-        ([path(clock_ahead_s=-7.0)], "warning: clock", "b", "7.0 s behind that of a"),
-        ([path(), path("b", "a", nbytes=10**8)], "warning: rate", "b -> a", "200 MB/s, and 2.00 GB/s on the fastest"),
-        ([path(address="127.0.1.1", users=("gloo", "NCCL"), error="refused"), path(users=("rendezvous",))], "problem: reachability",
-         "a -> b", "10.0.0.2 was reached: set GLOO_SOCKET_IFNAME=eth0 and NCCL_SOCKET_IFNAME=eth0 on b"),
-    ],
-)  # fmt: skip
-def test_what_was_measured_is_judged(paths, topic, where, said):
-    some = found(A, B, paths=tuple(paths))
-    is_told(some, topic, said)
-    assert some[0].where == where
-
-
-def is_told(some: list[Finding], topic: str, said: str) -> None:
-    assert [f"{f.level.value}: {f.topic}" for f in some] == [topic], some
-    assert some[0].advice and said in f"{some[0].said}\n{some[0].advice}"
-
-
-def test_processes_of_one_machine_that_hold_gpus_are_told_what_keeps_them_apart():
-    some = found(facts(gpus=GPU), replace(B, **A2, gpus=GPU[:1], ipc="other"))
-    assert {(f.level, f.topic) for f in some} == {(Level.WARNING, "namespaces"), (Level.WARNING, "GPUs")}
-    reads = [MemoryRead("a", "b", m, "refused") for m in ("host memory", "GPU memory")]
-    assert [f.topic for f in found(memory=tuple(reads))] == ["host memory", "GPU memory"]
-
-
-def test_who_is_missing_is_a_problem_and_names_are_then_judged_as_between_machines():
-    own = Resolved("a", ("127.0.1.1",))
-    some = found(facts(own_name=own), failures=(problem("meeting", "tcp://a:1", "only 1 of 2 processes came", ""),))
-    assert [(f.level, f.topic) for f in some] == [(Level.PROBLEM, "meeting"), (Level.PROBLEM, "host name")]
+def test_what_is_wrong_is_told_with_advice_and_nothing_else_is(checkup, topics, said):
+    """said: words of the first finding, behind the place that it names."""
+    some = [f for f in examine(checkup) if f.level is not Level.OK]
+    assert [f"{f.level.value}: {f.topic}" for f in some] == topics.split(", ") * bool(topics), some
+    assert all(f.advice for f in some)
+    where, _, words = said.rpartition(" :: ")
+    assert not some or words in f"{some[0].said}\n{some[0].advice}" and where in ("", some[0].where)
 
 
 # ---- the rest

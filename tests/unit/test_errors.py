@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
 
@@ -111,14 +110,3 @@ def test_the_text_of_an_error_ends_with_one_code(kind, violations):
     outer = errors.RefitFailed(f"it failed: {error}", [str(error), error.line()])
     assert re.findall(r"XF\d+", f"{outer} {outer.line()}") == [errors.RefitFailed.code] * 2
     assert all("XF" not in line for line in (outer.message, *outer.violations))
-
-
-def test_each_code_is_one_class_and_has_a_section_of_the_troubleshooting_page():
-    """In the order of the codes, so that a reader finds it; each says why it happens and what to do."""
-    codes = {c.code: c.__name__ for c in KINDS}
-    assert len(codes) == len(KINDS) and all(re.fullmatch(r"XF[1-9]\d\d", code) for code in codes)
-    page = (Path(__file__).resolve().parents[2] / "docs/troubleshooting.md").read_text()
-    heads = re.findall(r"^## (XF\d+) (\w+)$", page, re.M)
-    assert heads == sorted(codes.items())
-    for section in re.split(r"^## XF", page, flags=re.M)[1:]:
-        assert re.search(r"^\*\*Cause\.\*\* ", section, re.M) and re.search(r"^\*\*What to do\.\*\* ", section, re.M)
