@@ -293,3 +293,9 @@ def test_a_slow_host_is_named_by_its_paths(cluster):
         cluster.mend(cluster.hosts[1])
     slow = {f["where"] for f in report["findings"] if f["topic"] == "rate" and f["level"] == "warning"}
     assert code == 0 and {"h0 -> h1", "h1 -> h0", "h2 -> h1", "h1 -> h2"} <= slow and len(slow) < 6, report
+
+
+def test_a_rendezvous_that_each_host_takes_for_itself_is_told_by_both(cluster):
+    """Each listens, and none comes: the classical result of a name that is loopback everywhere."""
+    for code, report in doctored("tcp://localhost:29600", "--timeout", "3", hosts=cluster.hosts[:2]):
+        assert code == 1 and {"meeting", "rendezvous"} <= {topic for topic, _, _ in problems(report)}

@@ -34,6 +34,17 @@ def blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M)
 
 
+def filled(page: Path, **values: str) -> list[str]:
+    """The first two blocks of a page, of a trainer and of an engine, with values in place of what they leave open."""
+    text = "\0".join(blocks(page)[:2])
+    for mark, value in values.items():
+        open_, times = OPEN[mark]
+        assert text.count(open_) == times, open_
+        text = text.replace(open_, value)
+    return text.split("\0")
+
+
+OPEN = {"at": ("tcp://10.0.0.1:29600", 2), "model": ("model=...", 1), "asks": ("generate(...)", 1)}
 PRINTED = [pytest.param(b, id=f"{p.name}-{i}") for p in PAGES for i, b in enumerate(blocks(p))]
 
 
@@ -61,10 +72,7 @@ def test_the_page_of_modes_says_how_much_memory_marks_take():
 
 def test_the_ten_lines_run_in_a_loop_whose_batches_the_engines_sample(monkeypatch):
     """Engines without weights, and a trainer that waits for what they sample: nobody may wait for the other."""
-    trainer, engine = blocks(ROOT / "docs/guide.md")[:2]
-    at = f"tcp://127.0.0.1:{free_port()}"
-    assert trainer.count("tcp://10.0.0.1:29600") == engine.count("tcp://10.0.0.1:29600") == 1
-    trainer, engine = (text.replace("tcp://10.0.0.1:29600", at) for text in (trainer, engine))
+    trainer, engine = filled(ROOT / "docs/guide.md", at=f"tcp://127.0.0.1:{free_port()}")
     sampled, source, toys, wrong = queue.Queue(), ToySource(0, 1), [], []
 
     class RandomLLM(ToyLLM):
@@ -91,11 +99,10 @@ def test_the_ten_lines_run_in_a_loop_whose_batches_the_engines_sample(monkeypatc
 
     left = {"model_chunks": [], "bridge": None, "batches": batches(), "train_step": lambda batch: source.set(1)}
     spaces = [left, {}, {}]
-    second = engine.replace("replica=0", "replica=1")
-    assert second != engine
+    texts = (trainer, engine, engine.replace("replica=0", "replica=1"))
     pool = ThreadPoolExecutor(3)
     try:
-        for ran in [pool.submit(exec, *both) for both in zip((trainer, engine, second), spaces)]:
+        for ran in [pool.submit(exec, *both) for both in zip(texts, spaces)]:
             ran.result(40)
         assert left["report"].version == 2 and left["report"].committed == 2 and not wrong
         assert [t.takers[0].wrong(1) for t in toys] == [[], []]
@@ -109,19 +116,13 @@ def test_the_ten_lines_run_in_a_loop_whose_batches_the_engines_sample(monkeypatc
 @BOTH
 def test_the_ten_lines_and_the_five_of_the_readme_meet(tmp_path):
     """As printed, but for the address and what `...` stands for. Real Megatron-Core on two ranks, real vLLM."""
-    folder, out, at = tmp_path / "model", tmp_path / "trained", f"tcp://127.0.0.1:{free_port()}"
+    folder, out = tmp_path / "model", tmp_path / "trained"
     toy.write_checkpoint("qwen3", folder)
     words = {str(i): i for i in range(toy.config("qwen3")["vocab_size"])}
     Tokenizer(models.WordLevel(words, unk_token="0")).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    trainer, engine = blocks(ROOT / "README.md")[:2]
-    for mark, value in (
-        ("tcp://10.0.0.1:29600", at),
-        ("model=...", f"model={str(folder)!r}"),
-        ("generate(...)", "generate('5')"),
-    ):
-        assert (trainer + engine).count(mark) == 1 + mark.startswith("tcp")
-        trainer, engine = trainer.replace(mark, value), engine.replace(mark, value)
+    values = dict(at=f"tcp://127.0.0.1:{free_port()}", model=f"model={str(folder)!r}", asks="generate('5')")
+    trainer, engine = filled(ROOT / "README.md", **values)
     with Family(tmp_path) as family:
         ranks = family.ranks("megatron_main", 2, "trainer", XFER_TOKEN=TOKEN)
         serving = family.start("engine", "engine", "vllm_main", XFER_TOKEN=TOKEN)

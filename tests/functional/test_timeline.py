@@ -50,19 +50,21 @@ def shown(*arguments) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+STEPS = {
+    "trainer": "called, drained, looked at its storages, ready, go, bytes have moved, done",
+    "replica 0 worker": "in update, its device is idle, looked at its storages: armed, go, bytes have moved, done, installed",
+}
+
+
 def test_moments_of_all_processes_come_in_the_order_in_which_things_happen(two_refits):
     for attempt in (1, 2):
         (moments,) = timelines.of_attempt(timelines.read(two_refits), attempt).values()
         at = {(x.who, x.what): x.at for x in moments}
-        rank = ("looked at its storages", "ready", "go", "bytes have moved", "done")
-        worker = ("in update", "its device is idle", "looked at its storages: armed", "go", "bytes have moved", "done")
-        for who, steps in {
-            **{f"trainer {i}": ("called", "drained", *rank) for i in range(2)},
-            **{f"replica 0 worker {i}": (*worker, "installed") for i in range(2)},
-        }.items():
-            assert sorted(steps, key=lambda s: at[who, s]) == list(steps)
         decided = at[timeline.HUB, "replica 0: decided"]
         for i in range(2):
+            for who, steps in STEPS.items():
+                times = [at[f"{who} {i}", step] for step in steps.split(", ")]
+                assert times == sorted(times), (who, i)
             name = f"replica 0 worker {i}"
             assert at[timeline.HUB, "all trainers are ready"] < at[name, "go"]
             assert at[name, "bytes have moved"] < decided < at[name, "installed"]
