@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -65,19 +66,18 @@ def test_a_job_says_a_line_for_each_thing_that_happens_and_one_a_refit(said, mon
 
 def test_processes_that_are_missing_are_said_while_others_wait_and_by_status(said):
     where = dict(rendezvous=f"tcp://127.0.0.1:{free_port()}", token=TOKEN, deadline_s=20.0)
-    came: dict[int, xfer.Session] = {}
-    before = set(threading.enumerate())
+    before, pool, came = set(threading.enumerate()), ThreadPoolExecutor(5), {}
 
     def come(rank: int) -> None:
-        connect = lambda: came.update({rank: flat_connect(trainer=ToySource(rank, 4), replicas=2, **where)})  # noqa: E731
-        threading.Thread(target=connect, daemon=True).start()
+        came[rank] = pool.submit(flat_connect, trainer=ToySource(rank, 4), replicas=2, **where)
 
     def waits_for(*texts: str) -> None:
         until_true(lambda: any(all(t in x for t in texts) for x in said()))
 
-    def status() -> str:
+    def status_says(*texts: str) -> None:
         env = {"COLUMNS": "200", "XFER_TOKEN": TOKEN}
-        return CliRunner().invoke(app, ["status", where["rendezvous"]], env=env).output
+        shown = CliRunner().invoke(app, ["status", where["rendezvous"]], env=env).output
+        assert ("waiting for" in shown) == bool(texts) and all(t in shown for t in texts), shown
 
     controllers = [xfer.serve(ToyEngine(1), **where)]
     come(1)
@@ -87,28 +87,26 @@ def test_processes_that_are_missing_are_said_while_others_wait_and_by_status(sai
     joined = "2 of 4 trainers have joined, 0 of 2 replicas are ready"
     waits_for(f"{joined}; waiting for trainers 2 to 3: not connected", "replica 1: not connected")
     waits_for("replica 0: waiting at tcp://", " for trainers and for a plan, with 1 worker, for ")
-    shown = status()
-    assert "waiting for trainers 2 to 3: not connected; has xfer.connect() been called there?" in shown, shown
-    assert "waiting for replica 1: not connected; has xfer.serve() been called there?" in shown, shown
+    status_says(
+        "waiting for trainers 2 to 3: not connected; has xfer.connect() been called there?",
+        "waiting for replica 1: not connected; has xfer.serve() been called there?",
+    )
     come(2), come(3)
     waits_for("4 of 4 trainers have joined, 1 of 2 replicas are ready; waiting for replica 1: not connected")
     controllers.append(xfer.serve(ToyEngine(1), replica=1, **where))
-    until_true(lambda: len(came) == 4)
+    sessions = [came[rank].result(20) for rank in range(4)]
     until_true(lambda: "xfer-waiting" not in {t.name for t in set(threading.enumerate()) - before})
     number = len(said())
     threading.Event().wait(0.5)
-    assert "waiting for" not in status() and not [x for x in said()[number:] if "waiting" in x], "nobody waits any more"
-    out: list = []
-    first = threading.Thread(target=lambda: out.append(xfer.nccl_xfer_refit(came[0])))
-    first.start()
+    status_says()
+    assert not [x for x in said()[number:] if "waiting" in x], "nobody waits any more"
+    first = pool.submit(xfer.nccl_xfer_refit, sessions[0])
     texts = [f"trainer {i}: it has not called nccl_xfer_refit()" for i in (1, 2, 3)]
     waits_for("the refit to version 1 takes ", "waiting for ", *texts)
-    shown = status()
-    assert "refit attempt 1" in shown and all(t in shown for t in texts), shown
-    World(trainers=4).on_all(lambda i: xfer.nccl_xfer_refit(came[i]), ranks=[1, 2, 3])
-    first.join(20)
-    assert out[0].committed == 2
-    World(trainers=4).on_all(lambda i: came[i].close())
+    status_says("refit attempt 1", *texts)
+    World(trainers=4).on_all(lambda i: xfer.nccl_xfer_refit(sessions[i]), ranks=[1, 2, 3])
+    assert first.result(20).committed == 2
+    World(trainers=4).on_all(lambda i: sessions[i].close())
     for c in controllers:
         c.close()
 
