@@ -119,7 +119,7 @@ def test_a_trainer_that_dies_is_warned_of_and_a_replica_that_a_refit_missed_and_
         assert not [x for x in said() if not x.startswith("INFO ")], said()
         j.engines[1].fail["start"] = RuntimeError("not now")
         good(j.refit(min_replicas=1))
-        (warned,) = [x for x in said() if "committed by 1 of 2 replicas" in x]
+        (warned,) = [x for x in said() if "committed by 1 of 3 replicas" in x]
         assert warned.startswith("WARNING "), warned
         assert "replica 1 did not commit, serves version 1: XferError: RuntimeError: not now" in warned, warned
         j.sessions[0]._session.party.channel.close()  # as when its process is killed
