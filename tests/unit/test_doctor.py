@@ -164,6 +164,7 @@ def between(*paths: NetworkPath) -> Checkup:
         (two(settings={"NCCL_HOSTID": "b", "NCCL_DEBUG": "INFO"}), "", ""),
         (two(versions={**SOUND.versions, "torch": "2.13.0"}), "", ""),  # over gloo it may differ
         (two(host="a", machine="m-a"), "", ""),
+        (two(**A2, ipc="other"), "", ""),  # it keeps GPUs apart, and there is none
         (between(path(users=("rendezvous",), error="refused")), "", ""),  # no bytes of weights travel there
         (Checkup((A, B, replace(facts("c"), machine="m-a")),  # rates inside a machine are not compared with those of a network
                  (path("a", "c", nbytes=10**11), path("c", "a", nbytes=10**11), path(), path("b", "a"))), "", ""),
@@ -202,7 +203,8 @@ def between(*paths: NetworkPath) -> Checkup:
         (two(interfaces=(LO, replace(ETH, addresses=("10.0.0.2",), mtu=9000))), "warning: MTU", "1500 on a; 9000 on b"),
         (two(own_name=Resolved("b", ("127.0.1.1",))), "problem: host name", "127.0.1.1, which no other machine"),
         (two(rendezvous=Resolved("a", ("127.0.0.1",))), "problem: rendezvous", "127.0.0.1 here"),
-        (Checkup((facts(gpus=GPU), replace(B, **A2, gpus=GPU[:1], ipc="other"))), "warning: namespaces, warning: GPUs", ""),
+        (Checkup((facts(gpus=GPU), replace(B, **A2, gpus=GPU[:1], ipc="other"))), "warning: namespaces, warning: GPUs",
+         "a, b :: one machine, IPC namespaces of their own"),
         # what was measured
         (between(path(error="no answer within 5 s"), path("b", "a", "10.0.0.1")), "problem: reachability", "a -> b :: other direction"),
         (between(path(round_trip_s=0.03)), "warning: reachability", "a -> b :: 30.0 ms"),
