@@ -5,7 +5,7 @@ arrays, regions are index arithmetic, casts are torch's. Programs are run by row
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from unittest.mock import patch
 
@@ -15,9 +15,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from tests.support.examples import EXAMPLES
+from tests.support.links import fabrics
 from tests.support.row_worlds import apply_world, cut, wire_bytes
 from tests.support.trace_maps import places
 from xfer.plan import intersect
+from xfer.plan.fabric import Site
 from xfer.plan.inventory import Inventory, Kept, engine_inventory, trainer_inventory
 from xfer.plan.planner import PlanOptions, SubPlan, plan_replica
 from xfer.plan.program import DTYPES, LAG, Op, Program
@@ -260,3 +262,16 @@ def worlds(draw, relay: bool = False):
     world = World(catalog, values, held, trainers, workers, options)
     world.load_trainers()
     return world
+
+
+@st.composite
+def placed(draw, world: World, replicas: int) -> Site:
+    """Places the ranks of a world on a fabric with room for so many replicas or more, perhaps on the same GPUs, and plans for one."""
+    trainers, workers = len(world.trainers), len(world.workers)
+    fabric = draw(fabrics().filter(lambda f: f.gpus >= max(trainers, replicas * workers)))
+    every = st.permutations(range(fabric.gpus))
+    at = draw(every)
+    mine = tuple(tuple(at[i : i + workers]) for i in range(0, fabric.gpus - workers + 1, workers))
+    site = Site(fabric, tuple(draw(every)[:trainers]), mine)
+    world.options = replace(world.options, hosts=(), site=site, replica=draw(st.integers(0, len(mine) - 1)))
+    return site

@@ -83,48 +83,6 @@ def test_records_survive_the_wire_and_equality_is_by_value(mesh):
         assert MeshInfo(("other", *mesh.axes[1:]), mesh.ranks) != mesh
 
 
-def test_all_faults_of_a_mesh_come_at_once():
-    with pytest.raises(LayoutError) as e:
-        MeshInfo(("tp", "tp", ""), np.array([[1, 2], [2, 1]]))
-    text = "\n".join(e.value.violations)
-    assert len(e.value.violations) == 5
-    assert all(part in text for part in ("3 axis names", "'tp' appears 2", "''", "rank 1 ", "rank 2 "))
-
-
-@pytest.mark.parametrize(
-    "made",
-    [
-        lambda: MeshInfo(("a",), np.zeros((0,), int)),
-        lambda: MeshInfo(("a",), np.array([0.5])),
-        lambda: MeshInfo(("a", "b"), [[1, 2], [3]]),
-        lambda: MeshInfo(("a",), [None, 1]),
-        lambda: MeshInfo(("a",), [BIG, 1]),
-        lambda: MeshInfo(("a",), np.array([BIG + 1, 1], np.uint64)),
-        lambda: MeshInfo((["a"], ["a"]), [[0, 1]]),
-        lambda: MeshInfo(None, [0, 1]),
-        lambda: MeshInfo.from_record(MeshRecord(("a",), (3,), (1, 2))),
-        lambda: MeshInfo.from_record(MeshRecord(("a",), (-1,), (1, 2))),
-        lambda: MeshInfo.from_record(MeshRecord(("a",), (1,), (1 << 80,))),
-        lambda: MeshInfo.line("a", ["x"]),
-        lambda: MeshInfo.line("a", [0.5]),
-        lambda: MeshInfo.grid(tp=True),
-        lambda: PAIR.size("pp"),
-        lambda: PAIR.groups(["tp", "tp"]),
-        lambda: PAIR.transpose([]),
-        lambda: PAIR.transpose([1, "tp"]),
-        lambda: checked((4,), PAIR, (Shard("x"),)),
-        lambda: checked((4,), PAIR, (StridedShard(0, 1.5),)),
-        lambda: checked((4,), PAIR, (Segmented(0, (2, "a")),)),
-        lambda: checked((4,), PAIR, (Segmented(0, (2, 2), (1, None)),)),
-        lambda: checked((4,), PAIR, (Interleaved(0, (2, 2), None),)),
-        lambda: checked(("4",), PAIR, (Shard(0),)),
-    ],
-)
-def test_what_is_no_mesh_or_no_placement_is_a_layout_error(made):
-    with pytest.raises(LayoutError):
-        made()
-
-
 @settings(max_examples=max(EXAMPLES // 8, 5), deadline=None)
 @given(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=3).filter(lambda s: np.prod(s) <= 24), data=st.data())
 def test_device_meshes_are_read_as_they_are(sizes, data):
@@ -263,22 +221,6 @@ def test_trainer_meshes_are_two_views_of_the_same_ranks(tp, pp, cp, dp, ep, etp)
     assert (dense.groups(["pp"]) == expert.groups(["pp"])).all(), "a layer's experts live where the layer lives"
 
 
-@pytest.mark.parametrize(
-    "made, faults",
-    [
-        (lambda: TrainerParallel(world=6, tp=4, ep=5, etp=1, vpp=2), 3),
-        (lambda: TrainerParallel(world=0, tp=-1, order="tp-dp"), 3),
-        (lambda: TrainerParallel(world=8, tp=2, dp=2), "world is 8"),
-        (lambda: TrainerParallel(world=16, tp=2, pp=2, ep=4, etp=1, order="tp-cp-ep-pp-dp"), "put pp last"),
-        (lambda: EngineParallel(tp=0, dp=True), 2),
-    ],
-)
-def test_all_faults_of_a_parallelism_come_at_once(made, faults):
-    with pytest.raises(LayoutError, match=faults if isinstance(faults, str) else None) as e:
-        made()
-    assert isinstance(faults, str) or len(e.value.violations) == faults
-
-
 # ---- the oracle: what is left of the indices of a dim, one axis after the other
 
 
@@ -406,27 +348,73 @@ def test_fragments_address_what_torch_and_the_oracle_say_and_cover_everything(la
     assert tuple(r.placement() for r in msgspec.msgpack.decode(sent, type=list[PlacementRecord])) == placements
 
 
-def test_all_faults_of_a_layout_come_at_once():
-    mesh = MeshInfo.grid(dp=2, tp=3)
+# ---- what is refused
+
+FC1 = ((8, 6), MeshInfo.grid(dp=2, tp=3))
+WHOLE = (Replicate(), Replicate())
+
+
+def cut_rows(p, shape=(4,)) -> None:
+    checked(shape, PAIR, (p,))
+
+
+def cut_fc1(*placements) -> None:
+    local_layout(*FC1, placements, 0, "fc1")
+
+
+REFUSED = [
+    (lambda: MeshInfo(("tp", "tp", ""), np.array([[1, 2], [2, 1]])), 5, "3 axis names|'tp' appears 2|''|rank 1 |rank 2 "),
+    (lambda: MeshInfo(("a",), np.zeros((0,), int)), 1, ""),
+    (lambda: MeshInfo(("a",), np.array([0.5])), 1, ""),
+    (lambda: MeshInfo(("a", "b"), [[1, 2], [3]]), 0, ""),
+    (lambda: MeshInfo(("a",), [None, 1]), 1, ""),
+    (lambda: MeshInfo(("a",), [BIG, 1]), 0, ""),
+    (lambda: MeshInfo(("a",), np.array([BIG + 1, 1], np.uint64)), 1, ""),
+    (lambda: MeshInfo((["a"], ["a"]), [[0, 1]]), 2, ""),
+    (lambda: MeshInfo(None, [0, 1]), 0, ""),
+    (lambda: MeshInfo.from_record(MeshRecord(("a",), (3,), (1, 2))), 0, ""),
+    (lambda: MeshInfo.from_record(MeshRecord(("a",), (-1,), (1, 2))), 0, ""),
+    (lambda: MeshInfo.from_record(MeshRecord(("a",), (1,), (1 << 80,))), 0, ""),
+    (lambda: MeshInfo.line("a", ["x"]), 1, ""),
+    (lambda: MeshInfo.line("a", [0.5]), 1, ""),
+    (lambda: MeshInfo.grid(tp=True), 1, ""),
+    (lambda: PAIR.size("pp"), 0, ""),
+    (lambda: PAIR.groups(["tp", "tp"]), 0, ""),
+    (lambda: PAIR.transpose([]), 0, ""),
+    (lambda: PAIR.transpose([1, "tp"]), 0, ""),
+    (lambda: TrainerParallel(world=6, tp=4, ep=5, etp=1, vpp=2), 3, ""),
+    (lambda: TrainerParallel(world=0, tp=-1, order="tp-dp"), 3, ""),
+    (lambda: TrainerParallel(world=8, tp=2, dp=2), 1, "world is 8"),
+    (lambda: TrainerParallel(world=16, tp=2, pp=2, ep=4, etp=1, order="tp-cp-ep-pp-dp"), 1, "put pp last"),
+    (lambda: EngineParallel(tp=0, dp=True), 2, ""),
+    (lambda: cut_rows(Shard("x")), 1, ""),
+    (lambda: cut_rows(StridedShard(0, 1.5)), 1, ""),
+    (lambda: cut_rows(Segmented(0, (2, "a"))), 1, ""),
+    (lambda: cut_rows(Segmented(0, (2, 2), (1, None))), 1, ""),
+    (lambda: cut_rows(Interleaved(0, (2, 2), None)), 1, ""),
+    (lambda: cut_rows(Shard(0), ("4",)), 1, ""),
+    (lambda: cut_fc1(Shard(2), Segmented(0, (4, 3), (2,)), Replicate()), 5,
+     "3 placements for the 2 axes|no dim 2|add up to 7|1 copies for 2 segments|copies 2 does not divide"),
+    (lambda: cut_fc1(Replicate(), Interleaved(0, (5, 3), 2)), 2, "fc1"),
+    (lambda: cut_fc1(Replicate(), Interleaved(0, (8,), 0)), 1, "fc1"),
+    (lambda: cut_fc1(Replicate(), StridedShard(0, 0)), 1, "fc1"),
+    (lambda: cut_fc1(Replicate(), "tp"), 1, "fc1"),
+    (lambda: cut_fc1(Replicate(), Segmented(0, (9, -1))), 1, "fc1"),
+    (lambda: declared_fragments("w", FC1[0], "float7", FC1[1], WHOLE, 0, "root"), 0, "no dtype"),
+    (lambda: declared_fragments("w", FC1[0], "int8", FC1[1], WHOLE, 0, "root", (1,)), 0, "strides"),
+    (PlacementRecord("Partial", {}).placement, 0, ""),
+    (PlacementRecord("Shard", {}).placement, 0, ""),
+    (PlacementRecord("Shard", {"dim": (1,)}).placement, 0, ""),
+    (PlacementRecord("type", {}).placement, 0, ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("made, faults, said", REFUSED)
+def test_what_is_no_mesh_no_placement_or_no_parallelism_is_a_layout_error_with_all_faults(made, faults, said):
     with pytest.raises(LayoutError) as e:
-        local_layout((8, 6), mesh, (Shard(2), Segmented(0, (4, 3), (2,)), Replicate()), 0, "fc1")
-    text = "\n".join(e.value.violations)
-    assert len(e.value.violations) == 5 and "3 placements for the 2 axes" in text and "no dim 2" in text
-    assert "add up to 7" in text and "1 copies for 2 segments" in text and "copies 2 does not divide" in text
-    for p in [Interleaved(0, (5, 3), 2), Interleaved(0, (8,), 0), StridedShard(0, 0), "tp", Segmented(0, (9, -1))]:
-        with pytest.raises(LayoutError, match="fc1"):
-            local_layout((8, 6), mesh, (Replicate(), p), 0, "fc1")
-    assert local_shape((8, 6), mesh, (Replicate(), Shard(-1)), 0) == (8, 2), "negative dims count from the end"
-    with pytest.raises(LayoutError, match="no dtype"):
-        declared_fragments("w", (8, 6), "float7", mesh, (Replicate(), Replicate()), 0, "root")
-    with pytest.raises(LayoutError, match="strides"):
-        declared_fragments("w", (8, 6), "int8", mesh, (Replicate(), Replicate()), 0, "root", (1,))
-
-
-@pytest.mark.parametrize("kind, fields", [("Partial", {}), ("Shard", {}), ("Shard", {"dim": (1,)}), ("type", {})])
-def test_records_that_are_no_placement_are_refused(kind, fields):
-    with pytest.raises(LayoutError):
-        PlacementRecord(kind, fields).placement()
+        made()
+    assert len(e.value.violations) == faults, e.value
+    assert all(words in str(e.value) for words in said.split("|"))
 
 
 def test_placements_of_torch_that_are_none_here_are_refused_by_name():
@@ -434,3 +422,7 @@ def test_placements_of_torch_that_are_none_here_are_refused_by_name():
         from_torch((tp.Partial(), tp.Shard(0), tp.Partial("avg"), object()))
     assert len(e.value.violations) == 3 and "avg" in str(e.value) and "object" in str(e.value)
     assert from_torch((Segmented(0, (1,)), tp.Replicate())) == (Segmented(0, (1,)), Replicate())
+
+
+def test_negative_dims_count_from_the_end():
+    assert local_shape(*FC1, (Replicate(), Shard(-1)), 0) == (8, 2)
