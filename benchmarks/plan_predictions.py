@@ -103,15 +103,22 @@ RELAYED = (
 """Mappings of the second table: one to eight replicas on a host."""
 
 
+def ranks(
+    model: Model, of: TrainerParallel, workers: int, *, fp8: bool = False, folded: bool = True
+) -> tuple[Catalog, list[Inventory], list[Inventory]]:
+    """The catalog, the trainers and the workers of one replica, as declared. `folded`: see `trainer`."""
+    catalog, class_of = model.catalog(fp8=fp8), classes(of, of.world)
+    made = {c: trainer(model, of, class_of.index(c), folded=folded).trainer(catalog, 0) for c in sorted(set(class_of))}
+    served = [engine(model, EngineParallel(tp=workers), r).in_fp8(catalog) for r in range(workers)]
+    sources = [made[c].at(r) for r, c in enumerate(class_of)]
+    return catalog, sources, [layout.engine(catalog, r) for r, layout in enumerate(served)]
+
+
 def job(name: str, gpus_of_nic: int = 1) -> tuple[Catalog, list[Inventory], list[Inventory], Site]:
     """The ranks of a mapping on whole hosts: trainers on the first ones, engines on the others. `gpus_of_nic`: GPUs that share a NIC."""
     config, sizes, workers, replicas = ALL[name]
-    of, model = TrainerParallel(**sizes), Model.named(config)
-    catalog, class_of = model.catalog(fp8=name in FP8_ROWS), classes(of, of.world)
-    made = {c: trainer(model, of, class_of.index(c)).trainer(catalog, 0) for c in sorted(set(class_of))}
-    sources = [made[c].at(r) for r, c in enumerate(class_of)]
-    served = [engine(model, EngineParallel(tp=workers), r).in_fp8(catalog) for r in range(workers)]
-    destinations = [layout.engine(catalog, r) for r, layout in enumerate(served)]
+    of = TrainerParallel(**sizes)
+    catalog, sources, destinations = ranks(Model.named(config), of, workers, fp8=name in FP8_ROWS)
     hosts = -(-of.world // HOST) + -(-workers * replicas // HOST)
     gpus = tuple(range(HOST))
     nics = tuple(Nic(gpus[i : i + gpus_of_nic], NIC, i) for i in gpus[::gpus_of_nic])

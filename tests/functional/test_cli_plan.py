@@ -25,7 +25,7 @@ from tests.support.proc import PYTHON
 from xfer import logs
 from xfer.cli import app
 from xfer.cli.plan_report import Header, make_report
-from xfer.mesh.parallel import EngineParallel, TrainerParallel
+from xfer.mesh.parallel import TrainerParallel
 from xfer.plan.fabric import Fabric, Site
 from xfer.plan.planner import plan_replicas
 from xfer.transport.p2p import WAVE_BYTES
@@ -66,11 +66,9 @@ def declared(folder: Path, *, fp8: bool = False) -> dict:
     (folder / "toy.json").write_text(json.dumps(MOE))
     with patch.object(layouts, "CONFIGS", folder):
         model = layouts.Model.named("toy")
-    of, catalog = TrainerParallel(**SIZES), model.catalog(fp8=fp8)
-    sources = [layouts.trainer(model, of, r, folded=False).trainer(catalog, r) for r in range(of.world)]
-    destinations = [layouts.engine(model, EngineParallel(tp=2), r).in_fp8(catalog).engine(catalog, r) for r in range(2)]
+    catalog, *sides = plan_predictions.ranks(model, TrainerParallel(**SIZES), 2, fp8=fp8, folded=False)
     site = Site.packed(Fabric.uniform(2, 8, nvlink=396 * 10**9, nic=48_500_000_000, local=1600 * 10**9), 8, 2, 2)
-    plans = plan_replicas(catalog, sources, destinations, site, bucket_bytes=240 << 20, wave_bytes=WAVE_BYTES["cuda"])
+    plans = plan_replicas(catalog, *sides, site, bucket_bytes=240 << 20, wave_bytes=WAVE_BYTES["cuda"])
     return msgspec.json.decode(msgspec.json.encode(make_report(Header("", "", "", ""), catalog, plans, site)))
 
 

@@ -18,6 +18,7 @@ from tests.support.examples import EXAMPLES
 from tests.support.links import fabrics
 from tests.support.row_worlds import apply_world, cut, wire_bytes
 from tests.support.trace_maps import places
+from xfer.mesh.box import row_major
 from xfer.plan import intersect
 from xfer.plan.fabric import Site
 from xfer.plan.inventory import Inventory, Kept, engine_inventory, trainer_inventory
@@ -44,8 +45,8 @@ def cast(bits: np.ndarray, src: str, dst: str) -> np.ndarray:
 
 def dense(tensor: str, shape, dtype: str, root: str = "w", offset: int = 0) -> Fragment:
     """The whole tensor, row-major."""
-    strides = [SIZE[dtype] * int(np.prod(shape[d + 1 :], dtype=int)) for d in range(len(shape))]
-    return Fragment(tensor, (0,) * len(shape), tuple(shape), root, offset, tuple(strides), dtype)
+    strides = tuple(s * SIZE[dtype] for s in row_major(shape))
+    return Fragment(tensor, (0,) * len(shape), tuple(shape), root, offset, strides, dtype)
 
 
 def source(

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from tests.support.trace_maps import places
+from xfer.mesh.box import row_major
 from xfer.plan.program import DTYPE_CODE, DTYPES, ITEMSIZE, MAX_DIMS, ROW, Op, Program, wire_dtype
 
 PLAIN = ("bfloat16", "float32", "uint8", "float16", "int64", "float8_e4m3fn")
@@ -15,14 +16,6 @@ CASTS = [
     ("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float32"), ("bfloat16", "float16"),
     ("float16", "bfloat16"), ("float64", "float32"), ("float32", "float8_e4m3fn"),
 ]  # fmt: skip
-
-
-def dense(shape, item):
-    out, n = [], item
-    for s in reversed(shape):
-        out.append(n)
-        n *= max(1, s)
-    return tuple(reversed(out))
 
 
 def row(extent, *, src_dtype="bfloat16", dst_dtype=None, src_strides=None, dst_strides=None, **columns) -> np.ndarray:
@@ -34,8 +27,8 @@ def row(extent, *, src_dtype="bfloat16", dst_dtype=None, src_strides=None, dst_s
     k = MAX_DIMS - len(extent)
     r["extent"][:, :k] = 1
     r["extent"][:, k:] = extent
-    r["src_strides"][:, k:] = src_strides if src_strides is not None else dense(extent, ITEMSIZE[src_dtype])
-    r["dst_strides"][:, k:] = dst_strides if dst_strides is not None else dense(extent, ITEMSIZE[dst_dtype])
+    for end, strides, item in (("src", src_strides, ITEMSIZE[src_dtype]), ("dst", dst_strides, ITEMSIZE[dst_dtype])):
+        r[f"{end}_strides"][:, k:] = np.multiply(row_major(extent), item) if strides is None else strides
     for name, value in columns.items():
         r[name] = value
     return r

@@ -17,6 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.lib.layouts import Model, engine, trainer
+from benchmarks.plan_predictions import ranks
 from xfer.cli import app, children
 from xfer.cli import plan as plan_command
 from xfer.cli.describe import ASSUMED, describe
@@ -172,11 +173,7 @@ def reported(
 ) -> tuple[Report, list, Site]:
     """A report of a small declared mapping, its plans and site."""
     model = Model.named("qwen3-30b-a3b", num_hidden_layers=1, num_experts=8, vocab_size=6400)
-    of, catalog = TrainerParallel(world=world, **sizes), model.catalog()
-    class_of = classes(of, world)
-    made = [trainer(model, of, class_of.index(c)).trainer(catalog, 0) for c in range(max(class_of) + 1)]
-    sources = [made[c].at(r) for r, c in enumerate(class_of)]
-    destinations = [engine(model, EngineParallel(tp=workers), r).engine(catalog, r) for r in range(workers)]
+    catalog, sources, destinations = ranks(model, TrainerParallel(world=world, **sizes), workers)
     hosts = -(-world // gpus) + -(-workers * replicas // gpus)
     site = Site.packed(
         Fabric.uniform(hosts, gpus, nvlink=396 * 10**9, nic=48 * 10**9, local=10**12), world, replicas, workers

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import plan_predictions
-from benchmarks.lib.layouts import FP8_ROWS, ROWS, Model, engine, trainer
+from benchmarks.lib.layouts import FP8_ROWS, ROWS, Model
 from tests.support.examples import EXAMPLES
 from tests.support.links import (
     UNIT,
@@ -33,12 +33,12 @@ from tests.support.links import (
 from tests.support.plan_worlds import dense, destination, placed, source, worlds
 from tests.support.plan_worlds import quick as few
 from xfer.errors import ProtocolError, XferError
-from xfer.mesh.parallel import EngineParallel, TrainerParallel
+from xfer.mesh.parallel import TrainerParallel
 from xfer.plan.balance import Demand, balance
 from xfer.plan.draft import make_draft
 from xfer.plan.fabric import Fabric, Host, Nic, Site
 from xfer.plan.fabric_file import parse, read_site, read_toml
-from xfer.plan.planner import Drafts, PlanOptions, plan_replica, plan_replicas
+from xfer.plan.planner import Drafts, PlanOptions, SubPlan, plan_replicas
 from xfer.plan.predict import Costs, predict
 from xfer.plan.program import Op, row_wire_bytes
 from xfer.trace.catalog import Catalog
@@ -105,10 +105,7 @@ def planned_row(name: str):
     m = Model.named(config, num_hidden_layers=layers)
     if m.experts:  # as many as EP ranks: more of them are more of the same
         m = replace(m, dense_layers=min(m.dense_layers, 1), experts=of.ep)
-    catalog = m.catalog()
-    sources = [trainer(m, of, r).trainer(catalog, r) for r in range(of.world)]
-    destinations = [engine(m, EngineParallel(tp=workers), r).engine(catalog, r) for r in range(workers)]
-    return make_draft(catalog, sources, destinations, PlanOptions()), replicas
+    return make_draft(*plan_predictions.ranks(m, of, workers), PlanOptions()), replicas
 
 
 def demands_of(draft) -> list[Demand]:
@@ -363,27 +360,25 @@ def test_links_carry_the_bytes_of_all_rows_and_time_lies_between_floor_and_locks
     assert sum(b.nbytes for b in p.busiest(len(want))) == want.sum()
 
 
-def job(rows: int, trainers: int, workers: int, pad: int = 0):
-    """Worker w wants rows of one tensor that all trainers hold."""
+def planned(site: Site, *, pad: int = 0, bucket_bytes: int = 240 << 20, relay: bool = False) -> list[SubPlan]:
+    """Each worker of a replica wants 8 MiB of one tensor, which all trainers hold, and fills `pad` rows."""
+    rows, workers = 4096, len(site.replicas[0])
     shape = (workers * rows, 1024)
     catalog = Catalog((TensorSpec("t", shape, "bfloat16"),))
     fills = [Fill("w", rows * 2048, (pad, 1024), (2048, 2), "bfloat16", b"\0\0")] if pad else []
-
-    def part(w):
-        return [Fragment("t", (w * rows, 0), (rows, 1024), "w", 0, (2048, 2), "bfloat16")]
-
     held = [dense("t", shape, "bfloat16")], {"w": 2048 * shape[0]}
-    destinations = [destination(catalog, part(w), {"w": (rows + pad) * 2048}, w, fills=fills) for w in range(workers)]
-    return catalog, [source(catalog, *held, r) for r in range(trainers)], destinations
+    parts = [[Fragment("t", (w * rows, 0), (rows, 1024), "w", 0, (2048, 2), "bfloat16")] for w in range(workers)]
+    destinations = [destination(catalog, f, {"w": (rows + pad) * 2048}, w, fills=fills) for w, f in enumerate(parts)]
+    sources = [source(catalog, *held, r) for r in range(len(site.trainers))]
+    return plan_replicas(catalog, sources, destinations, site, bucket_bytes=bucket_bytes, relay=relay)
 
 
 @pytest.mark.parametrize("local", [1 << 32, 0])
 def test_one_pair_between_hosts_by_hand(local):
     """8 MiB in messages of 1 MiB over one NIC: packed ahead, unpacked behind, the rest in a row. Copies are free without a rate."""
-    catalog, sources, destinations = job(4096, 1, 1, pad=1024)
     fabric = Fabric.uniform(2, 1, nvlink=400 * G, nic=1 << 30, local=local)
     site = Site(fabric, (0,), ((1,),))
-    plans = [plan_replica(catalog, sources, destinations, PlanOptions(bucket_bytes=1 << 20, site=site))]
+    plans = planned(site, pad=1024, bucket_bytes=1 << 20)
     p = predict(plans, site, costs=Costs(1e-3, 5e-3))
     one, copy, fill = 2**20 / 2**30, *((n / local if local else 0.0) for n in (1 << 20, 2 << 20))
     assert p.floor_s == pytest.approx(8 * one) == pytest.approx(p.lockstep_s)
@@ -397,28 +392,23 @@ def test_one_pair_between_hosts_by_hand(local):
 
 
 def test_a_rank_takes_one_message_after_another():
-    catalog, sources, destinations = job(4096, 4, 1)
     site = Site(Fabric.uniform(5, 1, nvlink=400 * G, nic=400 * G), (0, 1, 2, 3), ((4,),))
-    plans = [plan_replica(catalog, sources, destinations, PlanOptions(site=site))]
-    assert predict(plans, site, costs=Costs(1e-3, 0.0)).wire_s == pytest.approx(4e-3)
+    assert predict(planned(site), site, costs=Costs(1e-3, 0.0)).wire_s == pytest.approx(4e-3)
 
 
 def test_inside_an_island_bytes_are_pulled_at_the_port_rate_and_nothing_is_packed():
-    catalog, sources, destinations = job(4096, 2, 2)
-    fabric = Fabric.uniform(1, 4, nvlink=1 << 30, nic=0, local=1 << 20)
-    site = Site(fabric, (0, 1), ((2, 3),))
-    p = predict([plan_replica(catalog, sources, destinations, PlanOptions(site=site))], site, costs=FREE)
+    site = Site(Fabric.uniform(1, 4, nvlink=1 << 30, nic=0, local=1 << 20), (0, 1), ((2, 3),))
+    p = predict(planned(site), site, costs=FREE)
     assert p.pulled_bytes == p.nbytes == 16 << 20 and p.wire_s == p.pack_s == p.unpack_s == 0
     assert p.transfer_s == p.pull_s == p.floor_s == pytest.approx((8 << 20) / 2**30)
 
 
 def test_a_relay_ring_brings_a_replica_into_each_host_once_through_all_its_cards_and_ends_some_parts_later():
     """Five replicas of two workers on two hosts of six GPUs, in turns; 8 MiB to each worker in messages of 1 MiB."""
-    catalog, sources, destinations = job(4096, 2, 2)
     fabric = Fabric.uniform(3, 6, nvlink=1 << 32, nic=1 << 30)
     site = Site(fabric, (0, 1), ((6, 7), (12, 13), (8, 9), (14, 15), (10, 11)))
     assert site.together(range(5)) == [[0, 2, 4], [1, 3]] * 2 + [[0, 2, 4]]
-    plans = plan_replicas(catalog, sources, destinations, site, bucket_bytes=1 << 20, relay=True)
+    plans = planned(site, bucket_bytes=1 << 20, relay=True)
     assert plans[0] is plans[2] is plans[4] and plans[1] is plans[3]
     p, first = predict(plans, site, costs=FREE, relay=True), predict(plans[:2], site, replicas=[0, 1], costs=FREE)
     assert p.host_bytes.tolist() == [[0, 16 << 20, 16 << 20], [0, 32 << 20, 0], [0, 0, 16 << 20]]
@@ -433,9 +423,8 @@ def test_a_relay_ring_brings_a_replica_into_each_host_once_through_all_its_cards
 
 
 def test_replicas_on_the_trainers_host_form_a_chain_whose_members_end_one_part_after_the_other():
-    catalog, sources, destinations = job(4096, 2, 2)
     site = Site(Fabric.uniform(1, 8, nvlink=1 << 32, nic=1 << 30), (0, 1), ((2, 3), (4, 5), (6, 7)))
-    plans = plan_replicas(catalog, sources, destinations, site, bucket_bytes=1 << 20, relay=True)
+    plans = planned(site, bucket_bytes=1 << 20, relay=True)
     p, first = predict(plans, site, costs=FREE, relay=True), predict(plans[:1], site, replicas=[0], costs=FREE)
     assert (p.nbytes, p.pulled_bytes) == (48 << 20, 48 << 20)
     assert p.relay_s == pytest.approx(2 * 2**20 / 2**32)
