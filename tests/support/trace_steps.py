@@ -90,6 +90,20 @@ def turned(x, d, i, j):
     return (x.clone() if i % 2 else x[...]).transpose_(d, -1).unsqueeze_(j % 2).squeeze_(j % 2)
 
 
+def grown(x, d, i, j):
+    """In place, sometimes on the tensor that was given; what is new is not read."""
+    return (dense(x) if i % 2 or not x.is_contiguous() else x[...]).resize_(x.numel() + 1 + j % 3)[: x.numel()]
+
+
+def anew(x, d, i, j):
+    """Another tensor over the storage, sometimes that of the tensor that was given."""
+    of = dense(x) if i % 2 or not x.is_contiguous() else x
+    at = j % x.numel()
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(
+        of.untyped_storage(), of.storage_offset() + at, (x.numel() - at,), (1,)
+    )
+
+
 # Each takes a tensor, one of its dims and two numbers.
 MOVES = {
     "permute": lambda x, d, i, j: x.permute(*range(d, x.dim()), *range(d)),
@@ -122,6 +136,9 @@ MOVES = {
     "bitfill": bitfill,
     "turned": turned,
     "restrided": lambda x, d, i, j: dense(x).as_strided_((x.numel() - j % x.numel(),), (1,), j % x.numel()),
+    "grown": grown,
+    "anew": anew,
+    "from the end": lambda x, d, i, j: along(x, d, torch.tensor([-1 - j % x.shape[d], i % x.shape[d]])),
     "resized": lambda x, d, i, j: dense(x).resize_(1 + j % x.numel()),
 }
 COMPUTES = {

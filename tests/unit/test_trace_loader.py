@@ -191,23 +191,6 @@ def half(a: torch.Tensor) -> torch.Tensor:
     return s
 
 
-def test_what_grew_or_was_set_anew_keeps_what_it_held():
-    """No element moves, so it is a move like any other; and negative rows count from the end."""
-
-    def load(p, w):
-        p.data.zero_()
-        p.data[0].copy_(wider(w["d"])[0])
-        p.data[1].copy_(w["d"].resize_(4, 4)[0])
-        p.data[2].copy_(torch.empty(0, device="meta").set_(w["a"], 4, (4,), (1,)))
-        p.data[3:].copy_(w["a"][torch.tensor([-6]), :4])
-
-    traced = trace_loader(Single(load), SPECS)
-    assert not traced.recipes and not traced.fills
-    w, roots = real_tensors(), {"p": torch.full((4, 4), 77.0)}
-    load_into(traced, w, roots)
-    assert torch.equal(roots["p"], torch.stack([w["d"][:4], w["d"][:4], w["a"][0, 4:], w["a"][0, :4]]))
-
-
 def test_what_is_overwritten_is_no_error_and_no_read():
     def load(p, w):
         p.data.normal_()
