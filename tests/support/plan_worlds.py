@@ -257,7 +257,7 @@ def worlds(draw, relay: bool = False):
         hosts = (*"t" * len(trainers), *draw(st.tuples(*[st.sampled_from("aaab")] * len(workers))))
     options = PlanOptions(
         relay=relay,
-        bucket_bytes=bucket, wave_bytes=bucket * draw(st.integers(1, 3)), align_bytes=8,
+        bucket_bytes=bucket, wave_bytes=bucket + draw(st.integers(0, 2 * bucket)), align_bytes=8,
         hosts=hosts, rotation=draw(st.integers(0, 3)),
     )  # fmt: skip
     world = World(catalog, values, held, trainers, workers, options)

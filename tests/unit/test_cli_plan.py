@@ -300,7 +300,7 @@ def test_the_page_stands_alone_and_a_hostile_name_is_only_text(small):
 
 @pytest.mark.parametrize("gpus, unit", [(8, "host"), (1, "group of 2 hosts")])
 def test_many_ranks_are_shown_by_host_and_many_hosts_in_groups(gpus, unit):
-    r, _, _ = reported(world=128, workers=8, replicas=16, gpus=gpus, ep=8, etp=1)
+    r, _, _ = reported(world=72, workers=8, replicas=9, gpus=gpus, ep=8, etp=1)
     assert r.matrix.unit == unit and max(len(r.matrix.rows), len(r.matrix.columns)) <= 64
     assert sum(map(sum, r.matrix.nbytes)) == r.nbytes
     assert Parsed(page(r)).tags.count("i") < 7000

@@ -53,42 +53,6 @@ def test_demands_are_divided_wholly_and_the_busiest_source_is_as_good_as_the_lin
     assert load.max() <= greedy.max() + slack
 
 
-@st.composite
-def traffic(draw):
-    t, w = draw(st.integers(1, 6)), draw(st.integers(1, 6))
-    pairs = draw(st.lists(st.tuples(st.integers(0, t - 1), st.integers(t, t + w - 1)), unique=True, max_size=t * w))
-    sizes = draw(st.lists(st.integers(1, 2000), min_size=len(pairs), max_size=len(pairs)))
-    unit = draw(st.sampled_from([8, 16]))
-    message = unit * draw(st.integers(1, 16))
-    bounds = dict(message=message, per_rank=message + draw(st.integers(0, 300)), unit=unit)
-    # All pairs are near, all are far, or some are.
-    hosts = np.array(draw(st.lists(st.integers(0, 2), min_size=t + w, max_size=t + w)))
-    ends = np.array(sorted(pairs), np.int64).reshape(-1, 2).T
-    more = {"rotation": draw(st.integers(0, 3)), "far": hosts[ends[0]] != hosts[ends[1]]}
-    return sorted(pairs), np.array(sizes, np.int64), bounds | more
-
-
-@given(traffic())
-@some
-def test_messages_fill_streams_within_the_bounds(case):
-    pairs, sizes, bounds = case
-    src, dst = np.array(pairs, np.int64).reshape(-1, 2).T
-    s = schedule(src, dst, sizes, **bounds)
-    busy: dict[tuple[str, int, int], int] = {}
-    for p in range(len(pairs)):
-        mine = slice(s.first[p], s.first[p + 1])
-        wave, begin = s.wave[mine], s.begin[mine]
-        size = np.diff(np.append(begin, sizes[p]))
-        assert begin[0] == 0 and (size > 0).all() and (size <= bounds["message"]).all()
-        assert (begin % bounds["unit"] == 0).all()
-        assert (np.diff(wave) > 0).all()
-        for v, n in zip(wave.tolist(), size.tolist()):
-            for key in (("out", pairs[p][0], v), ("in", pairs[p][1], v)):
-                busy[key] = busy.get(key, 0) + n
-    assert max(busy.values(), default=0) <= bounds["per_rank"]
-    assert sorted({v for _, _, v in busy}) == list(range(s.waves))  # no empty wave
-
-
 SIZES = [(16, 4, 4), (16, 8, 2), (16, 2, 8), (16, 1, 8), (4, 8, 1), (1, 8, 1), (8, 1, 1), (16, 16, 1)]
 
 

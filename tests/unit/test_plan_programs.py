@@ -1,7 +1,7 @@
 """Programs do what the fragments say: every byte right and written once, the same plan on every rank, within the bounds."""
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -41,7 +41,7 @@ def test_each_byte_comes_right_and_once_within_the_bounds_and_the_summary_counts
     options, s, rows = world.options, plan.summary, np.concatenate([np.zeros(0, ROW), *plan.rows()])
     assert len({r.tobytes() for r in rows}) == len(rows)
     flow: Counter[tuple[str, int, int]] = Counter()
-    messages = largest = 0
+    streams: dict[tuple[int, int], list[int]] = defaultdict(list)
     for rank in plan.ranks:
         program = plan.program(rank)
         mine = rows[(rows["src"] == rank) | (rows["dst"] == rank)]
@@ -50,13 +50,15 @@ def test_each_byte_comes_right_and_once_within_the_bounds_and_the_summary_counts
         assert np.array_equal(np.sort(order, order=["wave", "src", "dst", "wire"]), order)
         for m in program.sends():
             assert m.nbytes == row_wire_bytes(m.rows).sum()
-            largest = max(largest, m.nbytes)
+            streams[m.src, m.dst].append(m.nbytes)
             flow["out", m.src, m.wave] += m.nbytes
             flow["in", m.dst, m.wave] += m.nbytes
-            messages += 1
     if not options.relay:  # what workers hand on is beside what the schedule says
-        assert largest <= options.bucket_bytes and max(flow.values(), default=0) <= options.wave_bytes
-        assert (s.messages, s.largest_message) == (messages, largest)
+        sizes = [n for stream in streams.values() for n in stream]
+        assert max(sizes, default=0) <= options.bucket_bytes and max(flow.values(), default=0) <= options.wave_bytes
+        assert (s.messages, s.largest_message) == (len(sizes), max(sizes, default=0))
+        assert not any(n % options.align_bytes for stream in streams.values() for n in stream[:-1])
+        assert not sizes or {wave for *_, wave in flow} == set(range(plan.waves))  # none is empty
     assert (rows["wave"] < max(plan.waves, 1)).all() and not rows["turn"][rows["op"] == Op.FILL].any()
     for strides in (rows["src_strides"], rows["dst_strides"]):
         assert not strides[rows["extent"] == 1].any()  # one way to write a row down

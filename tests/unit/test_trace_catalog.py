@@ -20,7 +20,7 @@ from xfer.mesh.box import row_major
 from xfer.trace import boxes as boxes_module
 from xfer.trace.boxes import boxes, merge, refined, relocate, split_of
 from xfer.trace.catalog import Catalog
-from xfer.trace.compose import blocks, covers, rewrite, trace_back
+from xfer.trace.compose import rewrite
 from xfer.trace.fragment import Fragment, TensorSpec
 from xfer.trace.view import Region, contiguous
 
@@ -235,35 +235,6 @@ def test_a_shape_that_torch_would_not_broadcast_is_refused():
     for shape in [(4,), (2, 3, 5), (3, 3, 4)]:
         with pytest.raises(LayoutError, match="broadcast"):
             contiguous((2, 3, 4)).expanded(shape)
-
-
-@quick
-@given(st.lists(regions(60), min_size=1, max_size=4), regions(60), st.data())
-def test_a_read_of_scratch_is_traced_back_element_by_element(written, read, data):
-    pieces = []
-    for where in written:
-        mode = data.draw(st.integers(0, 2))
-        strides = tuple(reversed(row_major(tuple(reversed(where.shape)))))
-        pieces.append((where, None if mode == 0 else row_major(where.shape) if mode == 1 else strides))
-    dst = contiguous(read.shape)
-    held: dict[int, tuple[int, int]] = {}  # address -> (piece, address in its source): what later writes leave
-    for i, (where, strides) in enumerate(pieces):
-        of = spots(Region(0, where.shape, strides if strides is not None else (0,) * len(where.shape)))
-        held.update((a, (i, b)) for a, b in zip(spots(where), of))
-    want = {b: held.get(a, (-1, 0)) for b, a in enumerate(spots(read))}
-    flat = [set(spots(w)) for w, _ in pieces]
-    disjoint = sum(map(len, flat)) == len(set().union(*flat))
-    for view in (read, read.expanded((2, *read.shape))):
-        assert covers(tuple(written), view) == (-1 not in {i for i, _ in want.values()})
-    for parts in (trace_back(read, dst, tuple(pieces), disjoint), blocks(read, dst, pieces)):
-        got = {}
-        for p in parts:
-            assert p.src.shape == p.dst.shape
-            of = spots(p.src)
-            for b, a in zip(spots(p.dst), of):
-                assert b not in got
-                got[b] = (p.piece, a if p.piece >= 0 and pieces[p.piece][1] is not None else 0)
-        assert got == want
 
 
 @quick
