@@ -368,7 +368,7 @@ REFUSED = [
     (lambda: MeshInfo(("a",), np.array([0.5])), 1, ""),
     (lambda: MeshInfo(("a", "b"), [[1, 2], [3]]), 0, ""),
     (lambda: MeshInfo(("a",), [None, 1]), 1, ""),
-    (lambda: MeshInfo(("a",), [BIG, 1]), 0, ""),
+    (lambda: MeshInfo(("a",), [BIG, 1]), 1, ""),
     (lambda: MeshInfo(("a",), np.array([BIG + 1, 1], np.uint64)), 1, ""),
     (lambda: MeshInfo((["a"], ["a"]), [[0, 1]]), 2, ""),
     (lambda: MeshInfo(None, [0, 1]), 0, ""),
