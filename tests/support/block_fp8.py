@@ -66,23 +66,20 @@ def quantized(weight: np.ndarray, rule: ScaleRule, row0: int = 0, col0: int = 0)
     codes, scales = np.zeros(x.shape, np.uint8), np.zeros((down, across), np.float32)
     largest = scales.copy()
     with np.errstate(all="ignore"):
-        for i in range(down):
-            for j in range(across):
-                some = np.s_[
-                    max(0, i * SIDE - row0) : (i + 1) * SIDE - row0, max(0, j * SIDE - col0) : (j + 1) * SIDE - col0
-                ]
-                largest[i, j] = np.max(np.abs(x[some]))  # keeps NaN
-                scales[i, j] = block_scale(largest[i, j], rule)
-                codes[some] = to_e4m3(x[some] * (np.float32(1) / scales[i, j]))
+        for i, j in np.ndindex(scales.shape):
+            top, left = i * SIDE - row0, j * SIDE - col0
+            some = np.s_[max(0, top) : top + SIDE, max(0, left) : left + SIDE]
+            largest[i, j] = np.max(np.abs(x[some]))  # keeps NaN
+            scales[i, j] = block_scale(largest[i, j], rule)
+            codes[some] = to_e4m3(x[some] * (np.float32(1) / scales[i, j]))
     return codes, scales, largest
 
 
 def te_quantized(weight: np.ndarray, pow2: bool):
     """(codes, scales) by the arithmetic of TransformerEngine's blockwise scaling: its scale is 448 / amax, rounded down to a power of
     two with `pow2`, values are multiplied by it, and its inverse is kept."""
-    x = to_bfloat16(weight)
-    rows, columns = x.shape
-    codes, scales = np.zeros(x.shape, np.uint8), np.zeros((-(-rows // SIDE), -(-columns // SIDE)), np.float32)
+    x, codes = to_bfloat16(weight), np.zeros(weight.shape, np.uint8)
+    scales = np.zeros([-(-n // SIDE) for n in x.shape], np.float32)
     for i, j in np.ndindex(scales.shape):
         some = np.s_[i * SIDE : (i + 1) * SIDE, j * SIDE : (j + 1) * SIDE]
         amax = np.max(np.abs(x[some]))
