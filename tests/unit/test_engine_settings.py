@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -17,11 +16,13 @@ from xfer.engines.vllm_loader import PackedModel
 from xfer.errors import Unsupported
 from xfer.trace.catalog import Catalog
 
-NOTHING = dict(cpu_offload_gb=0)
+
+def some(**fields):
+    return SimpleNamespace(**fields)
 
 
-def config(**parts):
-    return SimpleNamespace(cache_config=SimpleNamespace(**NOTHING), **parts)
+def config(cache=None, **parts):
+    return some(cache_config=some(cpu_offload_gb=0, **cache or {}), **parts)
 
 
 def refused(vllm_config, workers=0) -> list[str]:
@@ -32,54 +33,61 @@ def refused(vllm_config, workers=0) -> list[str]:
     return []
 
 
-def test_encoder_connectors_are_refused_by_name_unless_their_owner_answers_for_them(monkeypatch):
-    none = SimpleNamespace(kv_connector=None)
-    assert not refused(config())
-    assert not refused(config(kv_transfer_config=None, ec_transfer_config=None))
-    assert not refused(config(kv_transfer_config=none, ec_transfer_config=SimpleNamespace(ec_connector=None)))
-    ec = config(ec_transfer_config=SimpleNamespace(ec_connector="ECThere"))
-    assert "ECThere" in refused(ec)[0] and settings.TRUSTED in refused(ec)[-1]
+def loads(how="auto", **extra):
+    return some(load_format=how, model_loader_extra_config=extra)
+
+
+THERE = some(ec_connector="ECThere")
+SETTINGS = [
+    (config(), []),
+    # Connectors.
+    (config(kv_transfer_config=None, ec_transfer_config=None), []),
+    (config(kv_transfer_config=some(kv_connector=None), ec_transfer_config=some(ec_connector=None)), []),
+    (config(ec_transfer_config=THERE), ["ec_transfer_config: ECThere", "start vLLM without it"]),
+    # Weights that a daemon lends, unless they are copied.
+    (config(load_config=loads("dummy")), []),
+    (config(load_config=loads("ipc_cache", mode="copy")), []),
+    (config(load_config=loads("ipc_cache", mode="zero_copy"), speculative_config=None), ["load_format"]),
+    (config(load_config=loads("ipc_cache"), speculative_config=some(draft_load_config=None)), ["load_format"]),
+    (config(load_config=loads(), speculative_config=some(draft_load_config=loads("ipc_cache"))), ["draft_load_config"]),
+    (config(load_config=loads(), speculative_config=some(draft_load_config=loads("ipc_cache", mode="copy"))), []),
+    # Weights in host memory: test_packed_reached.py.
+    (some(cache_config=some(cpu_offload_gb=1.5)), ["cpu_offload_gb=1.5: start vLLM without it"]),
+    # Scales of a KV cache that has any, calculated once.
+    *(
+        (config(dict(calculate_kv_scales=calculate, cache_dtype=kind)), ["start vLLM"] * (calculate and kind not in plain))
+        for plain in [("auto", "bfloat16")]
+        for calculate in (False, True)
+        for kind in (*plain, "fp8", "fp8_e4m3", "nvfp4")
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("vllm_config", "names"), SETTINGS)
+def test_a_setting_that_would_keep_old_weights_or_their_results_is_refused_by_name(vllm_config, names):
+    said = refused(vllm_config)
+    assert len(said) == len(names) and all(map(str.startswith, said, names)), said
+
+
+def test_an_encoder_connector_is_taken_if_its_owner_answers_for_it(monkeypatch):
+    assert settings.TRUSTED in refused(config(ec_transfer_config=THERE))[-1]
     monkeypatch.setenv(settings.TRUSTED, "Another, ECThere")
-    assert not refused(ec)
+    assert not refused(config(ec_transfer_config=THERE))
 
 
 def test_both_routes_ask_before_anything_is_read():
-    parallel = SimpleNamespace(enable_eplb=False)
-    ec = config(parallel_config=parallel, ec_transfer_config=SimpleNamespace(ec_connector="ECThere"))
-    ec.load_config = None
-    engine = EngineModel(ec, torch.nn.Linear(2, 2), torch.device("cpu"))
+    unread = config(parallel_config=some(enable_eplb=False), ec_transfer_config=THERE, load_config=None)
+    engine = EngineModel(unread, torch.nn.Linear(2, 2), torch.device("cpu"))
     for join in (engine.read, PackedModel(engine).accept):
         with pytest.raises(Unsupported, match="ECThere"):
             join(Catalog(()))
-
-
-@pytest.mark.parametrize(
-    ("how", "extra", "lent"),
-    [("auto", {}, False), ("dummy", {}, False), ("ipc_cache", {}, True), ("ipc_cache", {"mode": "zero_copy"}, True),
-     ("ipc_cache", {"mode": "copy"}, False)],
-)  # fmt: skip
-def test_weights_that_a_daemon_lends_are_refused_unless_they_are_copied(how, extra, lent):
-    load, auto = (SimpleNamespace(load_format=f, model_loader_extra_config=e) for f, e in ((how, extra), ("auto", {})))
-    for name, given in (
-        ("load_format", config(load_config=load, speculative_config=None)),
-        ("load_format", config(load_config=load, speculative_config=SimpleNamespace(draft_load_config=None))),
-        ("draft_load_config", config(load_config=auto, speculative_config=SimpleNamespace(draft_load_config=load))),
-    ):
-        assert [v.split(":")[0] for v in refused(given)] == [name] * lent
-
-
-def test_scales_that_are_calculated_once_are_refused_where_the_cache_has_any():
-    for calculate, dtype in itertools.product((False, True), ("auto", "bfloat16", "fp8", "fp8_e4m3", "nvfp4")):
-        cache = SimpleNamespace(calculate_kv_scales=calculate, cache_dtype=dtype, **NOTHING)
-        said = refused(SimpleNamespace(cache_config=cache))
-        assert bool(said) == (calculate and dtype not in ("auto", "bfloat16")), (calculate, dtype)
 
 
 def parallel(balanced, ranks, local, dense=False):
     """As vLLM has it in its front end, or, `dense`, in a dense model's workers, where each data-parallel rank is on its own."""
     if dense:
         ranks = local = 1
-    return SimpleNamespace(
+    return some(
         world_size=2, world_size_across_dp=2 * ranks, data_parallel_size=ranks, data_parallel_size_local=local,
         data_parallel_external_lb=balanced == "external", data_parallel_hybrid_lb=balanced == "hybrid",
         local_engines_only=balanced != "internal",
@@ -91,7 +99,7 @@ def test_a_client_that_reaches_some_of_the_workers_is_told_by_its_engine_or_by_t
         ("internal", 1, 1), ("internal", 4, 2), ("external", 4, 1), ("hybrid", 4, 2), ("hybrid", 4, 4), ("hybrid", 1, 1)
     ):  # fmt: skip
         counted, unreached = 2 * ranks, balanced != "internal" and local < ranks
-        engine = MagicMock(vllm_config=SimpleNamespace(parallel_config=parallel(balanced, ranks, local)))
+        engine = MagicMock(vllm_config=some(parallel_config=parallel(balanced, ranks, local)))
         ask = AsyncEngine(engine, None)._now("workers")
         if unreached:
             with pytest.raises(Unsupported, match=f"reaches {2 * local} of its {counted} workers"):
