@@ -63,7 +63,6 @@ def test_a_checkpoint_goes_on_bit_for_bit(model, adam, tmp_path):
 
 PLACED = [(kind, how) for kind in (Adam, NAdam, ASGD) for how in ({}, {"capturable": True})]
 PLACED += [(Adam, {"fused": True}), (Adam, {"fused": True, "amsgrad": True})]
-PLACED += [(kind, how) for kind in (NAdam, ASGD) for how in ({}, {"capturable": True})]
 
 
 @pytest.mark.parametrize("kind, how", PLACED, ids=[f"{kind.__name__} {how}" for kind, how in PLACED])
