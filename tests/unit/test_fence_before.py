@@ -13,28 +13,21 @@ from xfer.layerwise import LayerWiseOptimizer, ParamGroup
 SGD = torch.optim.SGD
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("layer_wise", [False, True])
-def test_the_fence_comes_before_a_step_changes_a_weight(layer_wise):
-    net = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(4))])
-    (p,), seen = net, []
-    optimizer = LayerWiseOptimizer(net, [ParamGroup([p], SGD, {"lr": 1.0})]) if layer_wise else SGD([p], lr=1.0)
-    fence_before(optimizer, lambda: seen.append(p.tolist()))
-    for _ in range(2):
-        p.sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert seen == [[1.0] * 4, [0.0] * 4] and p.tolist() == [-1.0] * 4
-
-
-def test_the_fence_comes_before_hooks_that_were_there_first():
-    """torchtitan updates the biases of routers in such a hook."""
-    p, seen = torch.nn.Parameter(torch.ones(4)), []
+def of_torch(p):
     optimizer = SGD([p], lr=1.0)
+    return optimizer, [optimizer] * 2
+
+
+def layer_wise(p):
+    optimizer = LayerWiseOptimizer(torch.nn.ParameterList([p]), [ParamGroup([p], SGD, {"lr": 1.0})])
+    return optimizer, [optimizer] * 2
+
+
+def with_a_hook_that_was_there_first(p):
+    """torchtitan updates the biases of routers in such a hook."""
+    optimizer, steps = of_torch(p)
     optimizer.register_step_pre_hook(lambda *_: setattr(p, "data", p.data + 1))
-    fence_before(optimizer, lambda: seen.append(p.tolist()))
-    optimizer.step()
-    assert seen == [[1.0] * 4] and p.tolist() == [2.0] * 4
+    return optimizer, steps
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -47,34 +40,37 @@ class Wrapper(torch.optim.Optimizer):
         return self.optimizer.step(closure)
 
 
-def chained(*optimizers):
-    """As Megatron-Core's, of which `optimizer` is for a single one."""
-    return SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=o) for o in optimizers])
+def inside_of_others(p):
+    """As Megatron-Core's, which has one in `optimizer` for each of several, and perhaps none."""
+    one, other = SGD([p], lr=1.0), SGD([p], lr=1.0)
+    return SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=o) for o in (Wrapper(one), other, None)]), [
+        one,
+        other,
+    ]
 
 
-def test_the_fence_stands_before_each_optimizer_inside_of_others():
-    p = torch.nn.Parameter(torch.ones(4))
-    one, other, seen = SGD([p], lr=1.0), SGD([p], lr=1.0), []
-    fence_before(chained(Wrapper(one), other, None), lambda: seen.append(p.tolist()))
-    fence_before(chained(), pytest.fail)
-    p.sum().backward()
-    one.step()
-    other.step()
-    assert seen == [[1.0] * 4, [0.0] * 4]
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("made", [of_torch, layer_wise, with_a_hook_that_was_there_first, inside_of_others])
+def test_the_fence_comes_once_before_each_step_changes_a_weight(made):
+    p, seen = torch.nn.Parameter(torch.ones(4)), []
+    optimizer, steps = made(p)
+    fence_before(optimizer, lambda: seen.append(p.tolist()))
+    for step in steps:
+        before = p.tolist()
+        p.grad = torch.full((4,), 3.0)
+        step.step()
+        assert seen == [before] and seen.pop() != p.tolist()
 
 
-def test_a_step_that_a_cuda_graph_would_repeat_without_the_fence_is_refused(monkeypatch):
-    p = torch.nn.Parameter(torch.ones(4))
-    optimizer = SGD([p], lr=1.0)
+def test_what_no_fence_can_stand_before_is_refused(monkeypatch):
+    fence_before(SimpleNamespace(chained_optimizers=[]), pytest.fail)
+    with pytest.raises(Unsupported, match="session.fence"):
+        fence_before(object(), lambda: None)
+    optimizer, _ = of_torch(torch.nn.Parameter(torch.ones(4)))
     fence_before(optimizer, lambda: None)
     optimizer.step()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(Unsupported, match=r"CUDA graph[^$]*optimizer_cuda_graph"):
-        hooks = optimizer._optimizer_step_pre_hooks.values()
+        hooks = optimizer._optimizer_step_pre_hooks.values()  # a graph would repeat the step without the fence
         [hook(optimizer, (), {}) for hook in hooks]
-
-
-def test_an_optimizer_of_another_kind_is_refused():
-    with pytest.raises(Unsupported, match="session.fence"):
-        fence_before(object(), lambda: None)

@@ -346,54 +346,6 @@ def test_a_graph_captured_over_parameters_on_their_way_is_an_error(monkeypatch):
         net(torch.ones(1, 4))
 
 
-class Stream:
-    """Notes what it waits for: bytes of a bucket, or places in other streams."""
-
-    def __init__(self):
-        self.waited: list = []
-
-    def record_event(self) -> tuple:
-        return self, len(self.waited)
-
-    def wait_event(self, event: tuple) -> None:
-        self.waited.append(event)
-
-    def has(self, work) -> bool:
-        """Whether all that is queued from now on comes behind `work`."""
-        return any(x is work or isinstance(x, tuple) and work in x[0].waited[: x[1]] for x in self.waited)
-
-
-@pytest.mark.parametrize("capturing", [False, True])
-@pytest.mark.parametrize("guard", ["nan", "first", "always"])
-def test_every_stream_that_reads_a_bucket_waits_for_it_and_the_first_only_once(monkeypatch, guard, capturing):
-    """Shared experts run beside the routed ones. (Streams are only feigned: they are those that a work's wait would hold.)"""
-    main, side, works = Stream(), Stream(), []
-    now = [main]
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: now[0])
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    net = layers(2)
-    o = Half(net, guard=guard, bucket_bytes=1 << 20)
-    (bucket,) = o.gather.buckets
-    o.train(101.0)
-    o.drain()
-    assert bucket.landed is None, "on CPUs there are no streams"
-    o.wire.device = o._device = torch.device("cuda", 0)
-
-    class Awaited:
-        def wait(self) -> None:
-            now[0].waited.append(self)
-
-    monkeypatch.setattr(o.wire, "broadcasts", lambda moves, what: works.append(Awaited()) or works[-1:])
-    for turn in (1, 2):
-        o.gather.begin()
-        for stream, module in ((side, net[0]), (main, net[1]), (main, net[1]), (side, net[0])):
-            now[0] = stream
-            module(torch.ones(1, 4))
-            assert stream.has(works[-1]) or capturing and stream is main
-        assert len(works) == turn and side.waited == works
-    assert len(main.waited) == (0 if capturing else 4)
-
-
 class Ordered(nn.Module):
     def __init__(self, n: int, use):
         super().__init__()

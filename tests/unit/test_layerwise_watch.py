@@ -1,12 +1,12 @@
-"""Deadlines over NCCL without a GPU: the watching thread and the wire that it watches. Threads stand for NCCL and the device. Real ones:
-`dead` of benchmarks/layerwise_gpu.py."""
+"""Deadlines over NCCL without a GPU: the watching thread and the wire that it watches, and the streams that wait for bytes. Here operations
+wait until the test lets NCCL go on. Real ones: `dead` of benchmarks/layerwise_gpu.py."""
 
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.layerwise_half import Half, layers
 from tests.support.proc import PATIENCE
 from tests.support.threads import all_good, run_ranks
 from xfer.errors import DeadlineExceeded
@@ -26,23 +27,55 @@ from xfer.transport import nccl as nccl_links
 from xfer.transport.nccl import NcclLink
 
 
+class Sign:
+    """An event of a device, or a collective that arrives when the test says so."""
+
+    def __init__(self):
+        self.come, self.waiting = False, []
+
+    def arrive(self) -> None:
+        self.come = True
+        for stream in self.waiting:
+            stream.run()
+
+    def wait(self) -> None:
+        Stream.now.stream.wait_event(self)
+
+    def record(self) -> None:
+        Stream.now.stream.put(self.arrive)
+
+
 class Stream:
-    """Operations in order, on a thread; the one that `torch.cuda.stream` made current, for the thread that calls, takes them."""
+    """Operations in order. Each runs once those before it have run and the sign has come for which the stream waits. The stream that
+    `torch.cuda.stream` made current on a thread gets its operations."""
 
     now = threading.local()
 
     def __init__(self):
-        self.todo: queue.Queue = queue.Queue()
-        threading.Thread(target=self._run, daemon=True).start()
+        self.todo: list[Sign | Callable[[], object]] = []
 
-    def _run(self) -> None:
-        while True:
-            self.todo.get()()
+    def put(self, do: Callable[[], object]) -> None:
+        self.todo.append(do)
+        self.run()
+
+    def wait_event(self, sign: Sign) -> None:
+        self.todo.append(sign)
+        sign.waiting.append(self)
+        self.run()
+
+    def record_event(self) -> Sign:
+        event = Sign()
+        self.put(event.arrive)
+        return event
+
+    def run(self) -> None:
+        while self.todo and (not isinstance(self.todo[0], Sign) or self.todo[0].come):
+            first = self.todo.pop(0)
+            if not isinstance(first, Sign):
+                first()
 
     def synchronize(self) -> None:
-        done = threading.Event()
-        self.todo.put(done.set)
-        assert done.wait(30 * PATIENCE)
+        assert not self.todo
 
 
 @contextlib.contextmanager
@@ -50,19 +83,6 @@ def on(stream: Stream):
     Stream.now.stream = stream
     yield
     Stream.now.stream = None
-
-
-class Sign:
-    """An event of a device, or a collective that arrives when the test says so."""
-
-    def __init__(self):
-        self.come = threading.Event()
-
-    def wait(self) -> None:
-        Stream.now.stream.todo.put(self.come.wait)
-
-    def record(self) -> None:
-        Stream.now.stream.todo.put(self.come.set)
 
 
 class Nccl:
@@ -86,7 +106,7 @@ class Nccl:
     def abort(self) -> None:
         self.at_abort = [t.clone() for t in self.tensors]
         for w in self.works:
-            w.come.set()
+            w.arrive()
         self.aborted.set()
 
 
@@ -107,7 +127,7 @@ def wire(monkeypatch):
         w.behind, w._closed = [], False
         w.deadline_s, w._notes, w._spare = deadline_s, Stream(), Stream()
         word, w._numbers, w._seen = torch.zeros(1, dtype=torch.int32), torch.arange(4, dtype=torch.int32), 0
-        note = lambda number, non_blocking: Stream.now.stream.todo.put(lambda: word.copy_(number))  # noqa: E731
+        note = lambda number, non_blocking: Stream.now.stream.put(lambda: word.copy_(number))  # noqa: E731
         w._note, w._read = SimpleNamespace(copy_=note), word.numpy()
         w._watch = DeadlineWatch(deadline_s, w._arrived, w._expire)
         return w
@@ -124,8 +144,7 @@ def test_missing_bytes_become_nans_before_the_abort_and_every_use_raises(wire):
     bytes_of = lambda t: t.view(torch.uint8)  # noqa: E731
     nccl = w._link._pg
     w.broadcasts([(1, bytes_of(here))], lambda: "bucket 0")
-    nccl.works[0].come.set()
-    w._notes.synchronize()
+    nccl.works[0].arrive()
     began = time.monotonic()
     w.broadcasts([(0, bytes_of(mine)), (1, bytes_of(theirs))], lambda: "bucket 1")
     w.broadcasts([(1, bytes_of(theirs))], lambda: "bucket 2")
@@ -143,8 +162,7 @@ def test_the_count_of_arrivals_wraps_around(wire):
     nccl = w._link._pg
     for i in range(11):  # of which the word in memory tells four apart
         w.broadcasts([(1, t)], lambda: "bucket")
-        nccl.works[-1].come.set()
-        w._notes.synchronize()
+        nccl.works[-1].arrive()
         with w._watch._change:  # under which the watch asks too
             assert w._arrived() == i + 1
     assert w.lost is None and not nccl.aborted.is_set()
@@ -200,7 +218,6 @@ def test_a_rank_that_gave_up_before_the_name_was_told_opens_no_link(monkeypatch)
 def test_copies_out_of_owners_memory_begin_when_all_have_stepped_and_are_waited_for(wire, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Sign)
     here = Stream()
-    here.wait_event = lambda e: here.todo.put(e.come.wait)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: here)
     w, stepped, over, asked = wire(30.0 * PATIENCE), Sign(), Sign(), []
     w.size, w.device = 3, torch.device("cpu")
@@ -209,7 +226,7 @@ def test_copies_out_of_owners_memory_begin_when_all_have_stepped_and_are_waited_
     theirs = {1: torch.tensor([10.0, 11.0]), 2: torch.tensor([20.0])}
     numbers = {id(s): n for s, n in zip(shares, (0, 0, 0, 1))}
     mapping = Mock()
-    mapping.read_into = lambda rank, root, into: Stream.now.stream.todo.put(lambda: into.copy_(theirs[rank][root]))
+    mapping.read_into = lambda rank, root, into: Stream.now.stream.put(lambda: into.copy_(theirs[rank][root]))
     p = pulls.Pulls(w, None, mapping, numbers, shares, Stream())
     assert w.behind == [p.stream]
     p.begin()
@@ -217,18 +234,15 @@ def test_copies_out_of_owners_memory_begin_when_all_have_stepped_and_are_waited_
     assert asked == [[s.home for s in shares[1:]]]
     for work in works:
         work.wait()
-    seen: queue.Queue = queue.Queue()
 
     def not_before(sign: Sign) -> list:
         """What parameters are once this stream goes on, which waits for the sign."""
-        values = lambda: [s.home.item() for s in shares]  # noqa: E731
+        values, seen = lambda: [s.home.item() for s in shares], []
         before = values()
-        here.todo.put(lambda: seen.put(values()))
-        with pytest.raises(queue.Empty):
-            seen.get(timeout=0.2)
-        assert values() == before
-        sign.come.set()
-        return seen.get(timeout=30 * PATIENCE)
+        here.put(lambda: seen.append(values()))
+        assert not seen and values() == before
+        sign.arrive()
+        return seen[0]
 
     assert not_before(stepped) == [-1.0, 10.0, 20.0, 11.0]
     p.end()
@@ -240,18 +254,47 @@ def test_copies_out_of_owners_memory_begin_when_all_have_stepped_and_are_waited_
     w.behind = []
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("capturing", [False, True])
+@pytest.mark.parametrize("guard", ["nan", "first", "always"])
+def test_every_stream_that_reads_a_bucket_waits_for_it_and_the_first_only_once(monkeypatch, guard, capturing):
+    """Shared experts run beside the routed ones. Nothing of a graph that is captured waits for work outside of it."""
+    now: list[Stream] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: now[-1])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    net = layers(2)
+    o = Half(net, guard=guard, bucket_bytes=1 << 20)
+    o.train(101.0)
+    o.drain()
+    assert [b.landed for b in o.gather.buckets] == [None], "on CPUs there are no streams"
+    o.wire.device = o._device = torch.device("cuda", 0)
+    for _ in range(2):
+        main, side, work = Stream(), Stream(), Sign()
+        work.wait = lambda work=work: now[-1].wait_event(work)
+        monkeypatch.setattr(o.wire, "broadcasts", lambda moves, what, work=work: [work])
+        now.append(main)
+        o.gather.begin()
+        for stream, module in ((side, net[0]), (main, net[1]), (main, net[1]), (side, net[0])):
+            now.append(stream)
+            module(torch.ones(1, 4))
+            assert bool(stream.todo) == (not capturing or stream is side)
+        assert work.waiting == [side]
+        work.arrive()
+        assert not main.todo and not side.todo
+
+
 def test_copies_behind_an_aborted_gather_become_nans_too(wire):
     """The copies go on when nothing holds them any more."""
     w, behind = wire(0.5 * PATIENCE), Stream()  # time for all that is queued here to be queued before the abort
     word, theirs = torch.zeros(1, dtype=torch.int32), torch.ones(8, dtype=torch.bfloat16)
     nccl = w._link._pg
     nccl.allreduce = lambda tensors: nccl._end_coalescing()
-    w._spare.wait_stream = lambda stream: stream.synchronize()
+    w._spare.wait_stream = lambda stream: stream.synchronize()  # the abort has let it go on
     w.behind = [behind]
     work = w.meet(lambda: "the sign", [theirs.view(torch.uint8)], word)
     with on(behind):
         work.wait()
-    behind.todo.put(lambda: theirs.fill_(3.0))
+    behind.put(lambda: theirs.fill_(3.0))
     assert nccl.aborted.wait(30 * PATIENCE)
     w.close()
     assert theirs.isnan().all()
