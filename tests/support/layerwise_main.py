@@ -40,12 +40,12 @@ def sgd(net: nn.Module, lr: float = 0.1, **options) -> LayerWiseOptimizer:
 
 
 class Pair:
-    """Two equal models on the same data: `net` under owners, and `truth`, which every rank steps under DDP. `model`: key of MODELS.
-    `ddp`: if False, `net` is not wrapped, so that its gradients go to their owners only. `options`: of the LayerWiseOptimizer."""
+    """Two equal models on the same data under DDP: `net` with owners, and `truth`, which every rank steps. `model`: key of MODELS.
+    `options`: of the LayerWiseOptimizer."""
 
-    def __init__(self, model: str = "plain", ddp: bool = True, **options):
+    def __init__(self, model: str = "plain", **options):
         self.net, self.truth = MODELS[model](), MODELS[model]()
-        self.modules = [DistributedDataParallel(self.net) if ddp else self.net, DistributedDataParallel(self.truth)]
+        self.modules = [DistributedDataParallel(net) for net in (self.net, self.truth)]
         options = {"bucket_bytes": 20_000, "deadline_s": 60.0, **options}
         self.owners = LayerWiseOptimizer(self.modules[0], lm.groups(self.net), **options)
         self.everywhere = lm.Everywhere(self.truth)
@@ -90,10 +90,10 @@ def train(steps: int, **options) -> None:
         pair.step()
         stale += not gather.settled
     pair.owners.drain()
-    stats, digest = gather.stats, lm.digest(pair.net)
+    stats = gather.stats
     emit(
-        "trained", losses=losses, wrong=pair.stale(), digest=digest, stale=stale, ahead=ahead, received=stats.received,
-        lacked=stats.lacked, unexpected=stats.unexpected, buckets=len(gather.buckets), pulled=len(gather.pulls),
+        "trained", losses=losses, wrong=pair.stale(), stale=stale, ahead=ahead, received=stats.received, lacked=stats.lacked,
+        unexpected=stats.unexpected, buckets=len(gather.buckets), pulled=len(gather.pulls),
     )  # fmt: skip
     pair.owners.close()
 
@@ -220,7 +220,7 @@ class Experts(nn.Module):
 
 def experts_over_groups():
     """Two ranks share experts, and in turns one of them skips them. Over gloo each once waited for what the other had not started.
-    Gradients are means over a parameter's group, and the norm has each of them once."""
+    Owners get means over a parameter's group, as DDP would give them, and the norm has each gradient once."""
     rank = dist.get_rank()
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2], [3])]
     group_of = lambda name, _: groups[max(rank - 1, 0)] if "experts" in name else None  # noqa: E731
