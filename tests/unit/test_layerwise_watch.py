@@ -138,16 +138,23 @@ def wire(monkeypatch):
         assert not w._watch
 
 
-def test_missing_bytes_become_nans_before_the_abort_and_every_use_raises(wire):
-    w = wire(0.5 * PATIENCE)
-    mine, theirs, here = (torch.ones(8, dtype=torch.bfloat16) for _ in range(3))
+def test_missing_bytes_become_nans_before_the_abort_and_copies_behind_it_too_and_every_use_raises(wire):
+    """The copies go on when nothing holds them any more."""
+    w, behind = wire(0.5 * PATIENCE), Stream()  # time for all that is queued here to be queued before the abort
+    mine, theirs, here, copied = (torch.ones(8, dtype=torch.bfloat16) for _ in range(4))
     bytes_of = lambda t: t.view(torch.uint8)  # noqa: E731
-    nccl = w._link._pg
+    nccl, w.behind = w._link._pg, [behind]
+    nccl.allreduce = lambda tensors: nccl._end_coalescing()
+    w._spare.wait_stream = lambda stream: stream.synchronize()  # the abort has let it go on
     w.broadcasts([(1, bytes_of(here))], lambda: "bucket 0")
     nccl.works[0].arrive()
     began = time.monotonic()
     w.broadcasts([(0, bytes_of(mine)), (1, bytes_of(theirs))], lambda: "bucket 1")
     w.broadcasts([(1, bytes_of(theirs))], lambda: "bucket 2")
+    sign = w.meet(lambda: "the sign", [bytes_of(copied)], torch.zeros(1, dtype=torch.int32))
+    with on(behind):
+        sign.wait()
+    behind.put(lambda: copied.fill_(3.0))
     assert nccl.aborted.wait(30 * PATIENCE) and time.monotonic() - began >= 0.5 * PATIENCE
     assert torch.equal(mine, torch.ones_like(mine)) and torch.equal(here, torch.ones_like(here))
     assert theirs.isnan().all() and nccl.at_abort[2].view(torch.bfloat16).isnan().all()
@@ -155,6 +162,8 @@ def test_missing_bytes_become_nans_before_the_abort_and_every_use_raises(wire):
         with pytest.raises(DeadlineExceeded, match="bucket 1") as e:
             use()
         assert "bucket 0" not in str(e.value) and "waiting at a barrier" in str(e.value)
+    w.close()
+    assert copied.isnan().all()
 
 
 def test_the_count_of_arrivals_wraps_around(wire):
@@ -281,23 +290,6 @@ def test_every_stream_that_reads_a_bucket_waits_for_it_and_the_first_only_once(m
         assert work.waiting == [side]
         work.arrive()
         assert not main.todo and not side.todo
-
-
-def test_copies_behind_an_aborted_gather_become_nans_too(wire):
-    """The copies go on when nothing holds them any more."""
-    w, behind = wire(0.5 * PATIENCE), Stream()  # time for all that is queued here to be queued before the abort
-    word, theirs = torch.zeros(1, dtype=torch.int32), torch.ones(8, dtype=torch.bfloat16)
-    nccl = w._link._pg
-    nccl.allreduce = lambda tensors: nccl._end_coalescing()
-    w._spare.wait_stream = lambda stream: stream.synchronize()  # the abort has let it go on
-    w.behind = [behind]
-    work = w.meet(lambda: "the sign", [theirs.view(torch.uint8)], word)
-    with on(behind):
-        work.wait()
-    behind.put(lambda: theirs.fill_(3.0))
-    assert nccl.aborted.wait(30 * PATIENCE)
-    w.close()
-    assert theirs.isnan().all()
 
 
 def test_megatrons_norm_over_all_ranks_has_the_deadline_of_the_gather(monkeypatch):
