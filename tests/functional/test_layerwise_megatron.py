@@ -9,7 +9,6 @@ from functools import cache
 
 import pytest
 import torch
-from safetensors import safe_open
 
 from examples.common import toy
 from tests.support import layerwise_model as lm
@@ -94,46 +93,17 @@ def test_a_moe_is_trained_bit_for_bit_as_with_a_blocking_gather(two, folders):
     assert b[0]["losses"][-1] < b[0]["losses"][0]
 
 
-def test_owners_offer_each_tensor_once_and_gather_nothing_and_other_adapters_drain_first(two, folders):
-    two.ask("build", "built", folder=folders["dense"], layout={})
-    two.ask("step", "stepped", steps=2)
-    a, b = two.ask("offered", "offered")
-    for x in (a, b):
-        assert x["between"] == x["before"] and "stale" in x["before"] and set(x["after"]) == {"current"}
-    assert not {*a["tensors"]} & {*b["tensors"]} and all(len(x["tensors"]) > 5 for x in (a, b))
-    with safe_open(f"{folders['dense']}/model.safetensors", "pt") as f:
-        assert {*f.keys()} == {*a["tensors"], *b["tensors"]}
+HAZARDS = [
+    ("owners_offer_each_tensor_once_and_gather_nothing", "dense"),
+    ("fences_come_before_each_step_and_one_that_fails_costs_only_that_step", "dense"),
+    ("megatrons_scheduler_leaves_each_group_its_own_rates_and_decay", "dense"),
+    *(("a_matrix_is_cut_where_its_shape_says_so_whatever_it_is_marked_as", model) for model in ("moe", "mla")),
+]
 
 
-def test_fences_come_before_each_step_and_one_that_fails_costs_only_that_step(two, folders):
-    two.ask("build", "built", folder=folders["dense"], layout={})
-    assert [x["same"] for x in two.ask("fenced", "fenced")] == [[True] * 5 + [False]] * 2
-
-
-def test_megatrons_scheduler_leaves_each_group_its_own_rates_and_decay(two, folders):
-    """The scheduler has one greatest rate and one weight decay, those of Adam. That rate is far too small for Muon's matrices."""
-    two.ask("build", "built", folder=folders["dense"], layout={})
-    said = two.ask(
-        "scheduled", "scheduled", decay_steps=10, init_lr=0.0, max_lr=1e-4, min_lr=1e-5, lr_warmup_steps=0, lr_decay_style="cosine",
-        start_wd=0.1, end_wd=0.1, wd_incr_steps=10, wd_incr_style="constant",
-    )  # fmt: skip
-    for rank in said:
-        assert rank["seen"] == [[[0.005, 0.1], [1e-3, 0.0]], [[0.0, 0.1], [0.0, 0.0]]] and rank["scale"] == [1.0]
-
-
-@pytest.mark.parametrize("model", ["moe", "mla"])
-def test_a_matrix_is_cut_where_its_shape_says_so_whatever_it_is_marked_as(two, folders, model):
-    """TransformerEngine marks all weights of linear layers as cut, and experts' always along dim 0."""
-    two.ask("build", "built", folder=folders[model], layout={})
-    whole = two.ask("cuts", "cut")[0]
-    two.ask("build", "built", folder=folders[model], layout=layout("tp2 etp2"))
-    assert not any(dim is not None for dim in whole["cut"].values())
-    for part in two.ask("cuts", "cut"):
-        assert part["shapes"].keys() == whole["shapes"].keys()
-        for n, shape in part["shapes"].items():
-            differ = [i for i, (a, b) in enumerate(zip(shape, whole["shapes"][n])) if a != b]
-            assert part["cut"][n] == (differ[0] if differ else None)
-        assert set(part["cut"].values()) == {None, 0, 1}
+@pytest.mark.parametrize("name, model", HAZARDS)
+def test_hazards(two, folders, name, model):
+    two.ask(name, folder=folders[model])
 
 
 def layout(sizes: str) -> dict:

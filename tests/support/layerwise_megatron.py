@@ -24,6 +24,7 @@ if torch.cuda.is_available():
 megatron_cpu.init_world()
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
+from safetensors import safe_open  # noqa: E402
 
 from examples.common.train_loop import Task, Trainer  # noqa: E402
 from tests.support.layerwise_model import digest_of  # noqa: E402
@@ -94,12 +95,6 @@ class Rank(trainer_rank.Rank):
         self._new(folder, layout)
         emit("built")
 
-    def cuts(self) -> None:
-        """Shape of every parameter here, and the dim along which the optimizer takes it to be cut, null for none."""
-        optimizer = self.trainer.optimizer
-        cut = {n: optimizer._cut[id(p)][1] if id(p) in optimizer._cut else None for n, p in optimizer.named}
-        emit("cut", shapes={n: list(p.shape) for n, p in optimizer.named}, cut=cut)
-
     def step(self, steps: int = 1, hold_s: float = 0.0) -> None:
         """hold_s: at least so long from now copies out of owners' memory are held up on the device."""
         for pulls in self.trainer.optimizer.gather.pulls.values() if hold_s else ():
@@ -113,15 +108,6 @@ class Rank(trainer_rank.Rank):
         events = [e for e in (getattr(w, "_event", None) for w in works) if e is not None]
         return sum(not e.query() for e in events)
 
-    def scheduled(self, decay_steps: int, **scheduler) -> None:
-        """Rates and decay that Megatron's own scheduler sets in the groups, before the first step and after the last."""
-        groups = self.trainer.optimizer.param_groups
-        it = OptimizerParamScheduler(self.trainer.optimizer, lr_decay_steps=decay_steps, **scheduler)
-        seen = [[[g["lr"], g["weight_decay"]] for g in groups]]
-        it.step(decay_steps)
-        seen.append([[g["lr"], g["weight_decay"]] for g in groups])
-        emit("scheduled", seen=seen, scale=self.trainer.optimizer.get_loss_scale().tolist())
-
     def save(self, folder: str) -> None:
         checkpoint.save(self.trainer.optimizer, folder, self._source())
         emit("saved", settled=self.trainer.optimizer.gather.settled)
@@ -131,35 +117,6 @@ class Rank(trainer_rank.Rank):
         self.trainer.steps = steps
         emit("loaded")
 
-    def offered(self) -> None:
-        """Tensors that this rank offers as their owner while a gather is on its way; then an adapter that knows no optimizer drains. The
-        states of buckets before, between and after."""
-        before, source = self._states(), self.source()
-        source.drain()
-        tensors = sorted({f.tensor for f in source.read().traced.fragments})
-        between = self._states()
-        self._source().drain()
-        emit("offered", tensors=tensors, before=before, between=between, after=self._states())
-
-    def fenced(self) -> None:
-        """Two steps with two fences each, where routers' biases change and before the optimizer's step. The second fence of the first step
-        raises. Whether what this rank owns was as before, at each fence and after each step."""
-        mine, same = [o.param for o in self.trainer.optimizer.owned], []
-        old = [p.clone() for p in mine]
-
-        def fence() -> None:
-            same.append(all(map(torch.equal, old, mine)))
-            if len(same) == 2:
-                raise DeadlineExceeded("late")
-
-        self.source().fence_before(fence)
-        fence_before(self.trainer.optimizer, fence)
-        for _ in range(2):
-            with contextlib.suppress(DeadlineExceeded):
-                self.trainer.step()
-            same.append(all(map(torch.equal, old, mine)))
-        emit("fenced", same=same)
-
     def _states(self) -> list[str]:
         return [b.state.value for b in self.trainer.optimizer.gather.buckets]
 
@@ -168,6 +125,74 @@ class Rank(trainer_rank.Rank):
 
     def source(self) -> LayerWiseTrainer:
         return LayerWiseTrainer(self._source(), self.trainer.optimizer, self.sources)
+
+    # ---- hazards, over two ranks
+
+    def owners_offer_each_tensor_once_and_gather_nothing(self, folder: str) -> None:
+        """Adapters that know no optimizer drain first."""
+        self._new(folder, {})
+        for _ in range(2):
+            self.trainer.step()
+        before, source = self._states(), self.source()
+        source.drain()
+        tensors = {f.tensor for f in source.read().traced.fragments}
+        assert self._states() == before and "stale" in before
+        self._source().drain()
+        assert {*self._states()} == {"current"}
+        both = [None, None]
+        torch.distributed.all_gather_object(both, tensors)
+        assert not both[0] & both[1] and all(len(x) > 5 for x in both)
+        with safe_open(f"{folder}/model.safetensors", "pt") as f:
+            assert {*f.keys()} == both[0] | both[1]
+
+    def fences_come_before_each_step_and_one_that_fails_costs_only_that_step(self, folder: str) -> None:
+        """Two fences in each of two steps, where routers' biases change and before the optimizer's step. The second one raises."""
+        optimizer, same = self._new(folder, {}).optimizer, []
+        mine = [o.param for o in optimizer.owned]
+        old = [p.clone() for p in mine]
+
+        def fence() -> None:
+            same.append(all(map(torch.equal, old, mine)))
+            if len(same) == 2:
+                raise DeadlineExceeded("late")
+
+        self.source().fence_before(fence)
+        fence_before(optimizer, fence)
+        for _ in range(2):
+            with contextlib.suppress(DeadlineExceeded):
+                self.trainer.step()
+            same.append(all(map(torch.equal, old, mine)))
+        assert same == [True] * 5 + [False]
+
+    def megatrons_scheduler_leaves_each_group_its_own_rates_and_decay(self, folder: str) -> None:
+        """The scheduler has one greatest rate and one weight decay, those of Adam. That rate is far too small for Muon's matrices."""
+        optimizer = self._new(folder, {}).optimizer
+        scheduler = OptimizerParamScheduler(
+            optimizer, lr_decay_steps=10, init_lr=0.0, max_lr=1e-4, min_lr=1e-5, lr_warmup_steps=0, lr_decay_style="cosine",
+            start_wd=0.1, end_wd=0.1, wd_incr_steps=10, wd_incr_style="constant",
+        )  # fmt: skip
+        for rates in ([(0.005, 0.1), (1e-3, 0.0)], [(0.0, 0.1), (0.0, 0.0)]):
+            assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == rates
+            scheduler.step(10)
+        assert optimizer.get_loss_scale().tolist() == [1.0]
+
+    def a_matrix_is_cut_where_its_shape_says_so_whatever_it_is_marked_as(self, folder: str) -> None:
+        """TransformerEngine marks all weights of linear layers as cut, and experts' always along dim 0."""
+
+        def cuts(**layout: int) -> tuple[dict, dict]:
+            optimizer = self._new(folder, layout).optimizer
+            dims = {n: optimizer._cut[id(p)][1] if id(p) in optimizer._cut else None for n, p in optimizer.named}
+            return {n: p.shape for n, p in optimizer.named}, dims
+
+        whole, dims = cuts()
+        assert {*dims.values()} == {None}
+        parts, dims = cuts(tp=2, etp=2)
+        assert parts.keys() == whole.keys() and {*dims.values()} == {None, 0, 1}
+        for n, part in parts.items():
+            differ = [i for i, (a, b) in enumerate(zip(part, whole[n])) if a != b]
+            assert dims[n] == (differ[0] if differ else None)
+
+    # ---- refits
 
     def connect(self, sources: str = "owners", **where) -> None:
         self.sources = sources

@@ -99,7 +99,7 @@ SWAPS = (
 """What is told, the trainer, and the change. "moved": only addresses are new; "changed": the layout has to be read again."""
 
 
-def swapped_storages_and_objects(folder):
+def storages_and_objects_that_are_swapped_and_then_offloaded(folder):
     for number, (state, how, swap) in enumerate(SWAPS):
         toy.write_checkpoint("qwen3", folder / str(number))
         with Trainer(folder / str(number), **how) as trainer:
@@ -116,15 +116,9 @@ def swapped_storages_and_objects(folder):
                 now = layout.tensors
             assert same_as_export(trainer, layout, now)
             assert source.check() == "same"
-
-
-def offloaded_weights_are_named(folder):
-    with built(folder) as trainer:
-        source = adapter(trainer)
-        source.read()
-        first_of(trainer, "TERowParallelLinear").weight.untyped_storage().resize_(0)
-        (line,) = refused(RebindError, source.check).violations
-        assert "linear_proj.weight" in line
+            first_of(trainer, "TERowParallelLinear").weight.untyped_storage().resize_(0)  # offloaded
+            (line,) = refused(RebindError, source.check).violations
+            assert "linear_proj.weight" in line
 
 
 def router_bias_turns_fp32(folder):
@@ -198,31 +192,24 @@ def quantized_parameters_all_at_once(folder):
         assert len(lines) == 8 and all("_Quantized" in v for v in lines)
 
 
-def checkpoint_lacks_gate_and_up(folder):
-    """Bridge itself exports neither, and only logs it."""
+def a_checkpoint_that_is_not_the_models(folder):
     with built(folder) as trainer:
-        lack = {"model.layers.1.mlp.up_proj.weight", "model.layers.2.mlp.gate_proj.weight"}
+        lack = {
+            "model.layers.1.mlp.up_proj.weight",
+            "model.layers.2.mlp.gate_proj.weight",
+        }  # Bridge exports neither, and only logs it
         lines = refused(LayoutError, adapter(trainer, hf_names=set(names()) - lack).read).violations
         assert [v.partition(".mlp")[0] for v in lines] == ["0:decoder.layers.1", "0:decoder.layers.2"]
-
-
-def another_checkpoint(folder):
-    """The checkpoint on disk is not the model that is trained."""
-    with built(folder) as trainer:
+        bare = megatron_cpu.import_bridge().from_hf_config(AutoConfig.from_pretrained(folder))
+        assert "hf_names" in str(refused(LayoutError, MegatronTrainer(trainer.chunks, bare).read))
+        with_names = MegatronTrainer(trainer.chunks, bare, hf_names=names()).read()
+        assert with_names.traced == adapter(trainer).read().traced
         toy.write_checkpoint("qwen3", folder, intermediate_size=160)
         lines = refused(LayoutError, adapter(trainer).read).violations
         assert len(lines) == 12 and all("192" in v and "160" in v for v in lines)
 
 
 # ---- what is accepted
-
-
-def a_bridge_made_from_a_config_needs_names(folder):
-    with built(folder) as trainer:
-        bare = megatron_cpu.import_bridge().from_hf_config(AutoConfig.from_pretrained(folder))
-        assert "hf_names" in str(refused(LayoutError, MegatronTrainer(trainer.chunks, bare).read))
-        with_names = MegatronTrainer(trainer.chunks, bare, hf_names=names()).read()
-        assert with_names.traced == adapter(trainer).read().traced
 
 
 def padding_of_a_vocabulary_without_headers_is_in_no_fragment(folder):
