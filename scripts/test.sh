@@ -40,7 +40,7 @@ status=0
 versions() { # of an environment, for the log
   ".venvs/$1/bin/python" -m xfer version | paste -sd , | sed 's/,/, /g'
 }
-kernels="tests/unit/test_kernels_marks.py tests/unit/test_kernels_written.py tests/unit/test_kernels_triton.py tests/unit/test_kernels_rows.py tests/unit/test_kernels_quantize.py tests/unit/test_packed_placing.py"
+kernels="tests/unit/test_kernels_marks.py tests/unit/test_kernels_rows.py tests/unit/test_kernels_quantize.py tests/unit/test_packed_placing.py"
 run() { # environment, processes, marker expression, files or folders
   # Files in their order, not those with most tests first: the longest are of functional tests, which come before the others.
   local python=".venvs/$1/bin/python" processes=$2 marker=$3 rc

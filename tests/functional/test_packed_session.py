@@ -9,14 +9,14 @@ import functools
 import itertools
 import threading
 import time
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.packed_world import PackedWorld
+from tests.support.packed_world import Knobs, PackedWorld
 from tests.support.world import good, raised, right, until_true
 from xfer import errors as e
 from xfer import faults
@@ -46,7 +46,8 @@ BOTH = pytest.mark.parametrize("colocated", [False, True], ids=["broadcast", "sh
 @pytest.mark.parametrize("limit", [1024, 256, 1 << 20], ids=["some", "cut", "one"])
 @BOTH
 def test_refits_in_a_row_each_give_the_new_weights_from_one_gather_for_all_replicas(colocated, limit):
-    """In some buckets, in buckets shorter than a tensor, and in one bucket for all."""
+    """In some buckets, in buckets shorter than a tensor, and in one bucket for all. After a release no rank holds buffers or storages, and
+    the next refit finds them again: trainers that put messages together map each other's, and all let go before any `release()` returns."""
     with PackedWorld(trainers=3, workers=2, replicas=2, colocated=colocated, limit=limit) as w:
         for v in (1, 2, 3):
             report = good(w.refit(v))
@@ -65,18 +66,11 @@ def test_refits_in_a_row_each_give_the_new_weights_from_one_gather_for_all_repli
         assert max(s.party.lanes[0].plane.extra_bytes for s in w.sessions) <= 2 * limit
         collectives = 2 + 3 * (len(planned.groups) + 1) + 2
         assert w.meeting.rounds == collectives, "a collective per refit and one per bucket"
-
-
-@BOTH
-def test_after_a_release_no_rank_holds_buffers_or_storages_and_the_next_refit_finds_them_again(colocated):
-    """Trainers that put messages together map each other's storages: all let go before `release()` of any of them returns."""
-    with PackedWorld(trainers=3, replicas=2, colocated=colocated) as w:
-        good(w.refit(1))
         assert w.sessions[0].side.pump.extra_bytes > 0 and not any(s._stale for s in w.sources)
         w.on_all(lambda i: w.sessions[i].release(), ranks=[1])
         assert all(s._stale for s in w.sources) and not sum(s.side.pump.extra_bytes for s in w.sessions)
         w.on_all(lambda i: w.sessions[i].release(), ranks=[0])
-        for v in (2, 3):
+        for v in (4, 5):
             good(w.refit(v))
             right(w, v)
 
@@ -199,16 +193,23 @@ def short(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     return name, tensor[:-1] if name == "layers.1.w" else tensor
 
 
-def torn(w: PackedWorld, results, kind: type, *words: str, replica: int = 0) -> None:
+def torn(w: PackedWorld, results, kind: type, *words: str) -> None:
     """All ranks raised this error, the replica answers NaN, and the next refit repairs it."""
     raised(results, kind, *words)
-    taker = w.engines[replica].takers[0]
-    assert taker.holds == "mix" and taker.live["norm"].isnan().all()
-    assert w.engines[replica].paused and isinstance(w.controllers[replica].error, e.EngineLost)
-    w.knobs.loaded = None
+    engine, controller = w.engines[0], w.controllers[0]
+    assert engine.takers[0].holds == "mix" and engine.takers[0].live["norm"].isnan().all()
+    assert engine.paused and isinstance(controller.error, e.EngineLost)
+    for t in engine.takers:
+        t.knobs = w.knobs
     good(w.refit(9))
     right(w, 9)
-    assert w.controllers[replica].error is None and not w.engines[replica].paused
+    assert controller.error is None and not engine.paused
+
+
+def alone(w: PackedWorld, *raised) -> None:
+    """As `torn`, and the replica has held up no other one."""
+    right(w, 2, [1])
+    torn(w, *raised)
 
 
 def clean(w: PackedWorld, results, kind: type, *words: str) -> None:
@@ -218,18 +219,6 @@ def clean(w: PackedWorld, results, kind: type, *words: str) -> None:
     assert not w.engines[0].paused and w.controllers[0].version == 1
     good(w.refit(3))
     right(w, 3)
-
-
-def test_a_worker_that_fails_between_buckets_holds_up_no_other_replica():
-    broken = Mock(side_effect=[RuntimeError("broken"), *[None] * 9])
-    with PackedWorld(trainers=2, replicas=2) as w:
-        good(w.refit(1))
-        w.knobs.loaded = lambda rank, name, _: broken() if (rank, name) == (1, "layers.1.w") else None
-        report = good(w.refit(2, min_replicas=1))
-        assert sorted(o.committed for o in report.outcomes) == [False, True]
-        right(w, 2, [next(o.replica for o in report.outcomes if o.committed)])
-        assert good(w.refit(3)).committed == 2
-        right(w, 3)
 
 
 def test_a_rank_that_gave_up_still_takes_part_in_the_gather_and_later_ones_stay_in_step():
@@ -264,10 +253,10 @@ def loader(worker: int, tensor: str, error: BaseException):
     """A worker's loader raises an error at a tensor."""
 
     def loaded(rank, name, given):
-        if (rank, name) == (worker, tensor):
+        if name == tensor:
             raise error
 
-    return lambda w, patch, inject: setattr(w.knobs, "loaded", loaded)
+    return lambda w, patch, inject: setattr(w.engines[0].takers[worker], "knobs", Knobs(loaded=loaded))
 
 
 def injected(text: str):
@@ -287,6 +276,12 @@ def no_room(w: PackedWorld, patch, inject) -> None:
     patch.setattr(w.engines[0].sessions[0]._lane_.plane._buffers, "begin", Mock(side_effect=MemoryError))
 
 
+def no_tasks(w: PackedWorld, patch, inject) -> None:
+    for s in w.streams:
+        s.state = "changed"
+        patch.setattr(s, "build", Mock(side_effect=e.LayoutError("layers.9.w: has no mapping")))
+
+
 def a_bucket_less(w: PackedWorld, patch, inject) -> None:
     for s in w.streams:
         s.state = "moved"  # so that a manifest is sent again
@@ -298,30 +293,63 @@ def another_header(w: PackedWorld, patch, inject) -> None:
     patch.setattr(trainer, "words_of", Mock(side_effect=([n, 2] for n in itertools.count())))
 
 
+def elsewhere(w: PackedWorld, patch, inject) -> None:
+    w.sessions[0].release()
+    patch.setattr(peer_host, "_read", Mock(side_effect=ProcessLookupError(errno.ESRCH, "no such process")))
+
+
+class Placed(PackedWorld):
+    """Three trainers on GPUs a, b, a; three workers on b, a, and one where no trainer is. GPUs are made-up UUIDs, and buffers shared
+    memory; everything else is what runs on GPUs."""
+
+    PLACES = {"trainer": ("GPU-a", "GPU-b", "GPU-a"), "worker": ("GPU-b", "GPU-a", "GPU-c")}
+
+    def connect(self) -> Placed:
+        place = property(lambda plane: self.PLACES[plane.side.role][plane.side.index])
+        self._patch = patch.object(PackedPlane, "place", place)
+        self._patch.start()
+        return super().connect()
+
+    def close(self) -> None:
+        super().close()
+        self._patch.stop()
+
+
+WIDE = {"layers.0.w": (24, 12), "layers.1.w": (24, 12), "embed": (36, 9), "norm": (12,)}
+placed = functools.partial(Placed, 3, 3, colocated=True, shapes=WIDE)
+two, one, small = (functools.partial(PackedWorld, 2, **how) for how in (dict(replicas=2), {}, dict(workers=1)))
+shared = functools.partial(small, colocated=True)
 UNKNOWN = "the engine's loader refused one of 2 tensors: KeyError: 'embed'"
 BROKEN = {
     "a name": (
-        loader(1, "embed", KeyError("embed")), torn, e.LayoutError, "replica 0 worker 1", UNKNOWN, "embed: bfloat16[36, 8]",
+        two, loader(1, "embed", KeyError("embed")), alone, e.LayoutError, "replica 0 worker 1", UNKNOWN, "embed: bfloat16[36, 8]",
     ),
     "memory": (
-        loader(0, "layers.1.w", torch.OutOfMemoryError("1 GiB")), torn, e.RefitFailed, "ran out of memory while it took in bucket 1",
+        two, loader(0, "layers.1.w", torch.OutOfMemoryError("1 GiB")), alone, e.RefitFailed,
+        "ran out of memory while it took in bucket 1",
     ),
-    "memory at the end": (no_end, torn, e.RefitFailed, "ran out of memory while it finished what it had loaded"),
-    "memory for buckets": (no_room, clean, e.RefitFailed, "ran out of memory while it made room for buckets"),
-    "a bucket": (a_bucket_less, clean, e.ProtocolError, "is in no bucket"),
-    "a header": (another_header, clean, e.ProtocolError, "has not announced here"),
-    "an export": (another_export, torn, e.PlanMismatch, "layers.1.w"),
-    "a sender": (injected("trainer:0:wave:raise@2"), torn, e.XferError, "injected fault"),
-    "bytes sent": (injected("trainer:0:checksum:raise"), torn, e.VerificationError, "was not committed"),
-    "bytes held": (injected("worker:1:checksum:raise"), torn, e.VerificationError, "was not committed"),
+    "memory at the end": (two, no_end, alone, e.RefitFailed, "ran out of memory while it finished what it had loaded"),
+    "memory for buckets": (small, no_room, clean, e.RefitFailed, "ran out of memory while it made room for buckets"),
+    "tasks": (small, no_tasks, clean, e.LayoutError, "layers.9.w: has no mapping"),
+    "a bucket": (small, a_bucket_less, clean, e.ProtocolError, "is in no bucket"),
+    "a header": (small, another_header, clean, e.ProtocolError, "has not announced here"),
+    "a worker that is not colocated": (shared, elsewhere, clean, e.Unsupported, "is not colocated"),
+    "an export": (one, another_export, torn, e.PlanMismatch, "layers.1.w"),
+    "a sender": (one, injected("trainer:0:wave:raise@2"), torn, e.XferError, "injected fault"),
+    "an exporter": (placed, injected("trainer:1:wave:raise@2"), torn, e.XferError, "injected fault"),
+    "bytes sent": (one, injected("trainer:0:checksum:raise"), torn, e.VerificationError, "was not committed"),
+    "bytes of an exporter": (
+        placed, injected("trainer:1:checksum:raise"), torn, e.VerificationError, "worker 0: trainers sent checksum",
+    ),
+    "bytes held": (one, injected("worker:1:checksum:raise"), torn, e.VerificationError, "was not committed"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_what_goes_wrong_is_never_committed(what, fault, monkeypatch):
     """And leaves the engine as it was if no byte had changed."""
-    breaks, after, kind, *words = BROKEN[what]
-    with PackedWorld(trainers=2, workers=1 if after is clean else 2) as w:
+    made, breaks, after, kind, *words = BROKEN[what]
+    with made() as w:
         good(w.refit(1))
         with monkeypatch.context() as patch:
             breaks(w, patch, fault)
@@ -330,17 +358,7 @@ def test_what_goes_wrong_is_never_committed(what, fault, monkeypatch):
         after(w, results, kind, *words)
 
 
-def test_a_worker_elsewhere_cannot_be_colocated(monkeypatch):
-    with PackedWorld(trainers=2, colocated=True) as w:
-        with monkeypatch.context() as patch:
-            patch.setattr(peer_host, "_read", Mock(side_effect=ProcessLookupError(errno.ESRCH, "no such process")))
-            results = w.refit(1)
-        raised(results, e.Unsupported, "is not colocated")
-        assert w.engines[0].takers[0].holds == "whole"
-
-
-# ---- colocated buffers are keyed by their place: a worker maps those of the trainer on its own GPU. GPUs here are made-up UUIDs, and
-# buffers shared memory; everything else is what runs on GPUs
+# ---- colocated buffers are keyed by their place: a worker maps those of the trainer on its own GPU
 
 
 places = st.lists(st.sampled_from(["GPU-a", "GPU-b", "GPU-c", "GPU-d"]), min_size=1, max_size=9)
@@ -356,48 +374,18 @@ def test_each_gpu_has_one_exporter_and_a_worker_maps_that_of_its_gpu_else_traine
     assert there[exporter] == mine if mine in there else exporter == 0
 
 
-class Placed(PackedWorld):
-    """Three trainers on GPUs a, b, a; three workers on b, a, and one where no trainer is."""
-
-    PLACES = {"trainer": ("GPU-a", "GPU-b", "GPU-a"), "worker": ("GPU-b", "GPU-a", "GPU-c")}
-
-
-@pytest.fixture
-def placed(monkeypatch):
-    place = property(lambda plane: Placed.PLACES[plane.side.role][plane.side.index])
-    monkeypatch.setattr(PackedPlane, "place", place)
-    shapes = {"layers.0.w": (24, 12), "layers.1.w": (24, 12), "embed": (36, 9), "norm": (12,)}
-    with Placed(trainers=3, workers=3, colocated=True, shapes=shapes) as w:
-        yield w
-
-
-def test_every_worker_gets_its_bytes_from_the_exporter_of_its_gpu(placed):
-    w = placed
-    for v in (1, 2):
-        good(w.refit(v))
-        right(w, v)
-    assert [s.side.pump.exports for s in w.sessions] == [True, True, False]
-    assert w.sessions[2].party.lanes[0].plane.extra_bytes == 0, "a rank that exports nothing has no buffers"
-    # Trainer 1 has other weights now, as it never would, to show which exporter each worker loads from.
-    for rank, version in enumerate((3, 8, 3)):
-        w.streams[rank].version = version
-    good(w.refit(None))
-    assert [t.wrong(v) for t, v in zip(w.engines[0].takers, (8, 3, 3), strict=True)] == [[], [], []]
-
-
-@pytest.mark.parametrize(
-    "what, kind, words",
-    [
-        ("trainer:1:wave:raise@2", e.XferError, "injected fault"),
-        ("trainer:1:checksum:raise", e.VerificationError, "worker 0: trainers sent checksum"),
-    ],
-)
-def test_what_goes_wrong_at_one_exporter_is_an_error_on_all(placed, fault, what, kind, words):
-    good(placed.refit(1))
-    fault(what)
-    results = placed.refit(2)
-    fault("")
-    torn(placed, results, kind, words)
+def test_every_worker_gets_its_bytes_from_the_exporter_of_its_gpu():
+    with placed() as w:
+        for v in (1, 2):
+            good(w.refit(v))
+            right(w, v)
+        assert [s.side.pump.exports for s in w.sessions] == [True, True, False]
+        assert w.sessions[2].party.lanes[0].plane.extra_bytes == 0, "a rank that exports nothing has no buffers"
+        # Trainer 1 has other weights now, as it never would, to show which exporter each worker loads from.
+        for rank, version in enumerate((3, 8, 3)):
+            w.streams[rank].version = version
+        good(w.refit(None))
+        assert [t.wrong(v) for t, v in zip(w.engines[0].takers, (8, 3, 3), strict=True)] == [[], [], []]
 
 
 def test_a_call_that_comes_to_no_collective_is_given_up_and_the_others_end():

@@ -5,6 +5,7 @@ one message per rank and bucket. For test_packed_bridge.py.
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import Mock, patch
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.support.proc import obey
+from xfer.errors import LayoutError
 from xfer.packed.buffer import Buffers, Unpacker
 from xfer.packed.source import PackedSource
 from xfer.packed.tensors import TensorStream
@@ -113,11 +115,26 @@ def tensors() -> None:
         source.read()
     compared(source, held.items)
     assert source.built == 2, "what one rank replaced is read anew on all"
+    refused_by_one(source)
+    compared(source, held.items)
     source.assemble(rank != 1)  # two of three put messages together now, and hear of each other's boxes
     one = compared(source, held.items, placed)
     in_rounds_of(source, 100)
     many = compared(source, held.items, placed)
-    assert source.built == 4 and (rank == 1 or many > 2 >= one > 0), (one, many)
+    assert source.built == 5 and (rank == 1 or many > 2 >= one > 0), (one, many)
+
+
+def refused_by_one(source: PackedSource) -> None:
+    """What one rank cannot export is said by all, and nobody is left in a collective."""
+    told = Mock(side_effect=LayoutError("layers.9.w: has no mapping"))
+    with patch.object(source.stream, "_own", told if dist.get_rank() == 1 else source.stream._own):
+        source.doubt()
+        try:
+            source.begin()
+        except LayoutError as e:
+            assert "trainer 1 failed to describe its exports: layers.9.w: has no mapping" in str(e)
+        else:
+            raise AssertionError("no error")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from unittest.mock import patch
 
@@ -14,9 +15,9 @@ from hypothesis import strategies as st
 from tests.support.examples import EXAMPLES
 from tests.support.memory import allocations
 from tests.support.row_worlds import Heap, cut, row, write_box
-from tests.support.sums import checksum_rows
 from xfer.errors import LayoutError
 from xfer.kernels import checksum
+from xfer.kernels.checksum import Sums
 from xfer.plan.checksum import added
 from xfer.plan.program import DTYPE_CODE, MAX_DIMS, ROW, Op
 
@@ -34,6 +35,11 @@ def half_mix(x: int, k: int) -> int:
     x = (x ^ (x >> 16)) * m & HALF
     x = (x ^ (x >> b)) * n & HALF
     return x ^ (x >> 16)
+
+
+def checksum_rows(rows: np.ndarray, roots: Sequence[torch.Tensor], side: str, shapes: Sequence[Sequence[int]]) -> int:
+    """The checksum, 0 <= c < 2**64, of `rows` as they lie in these storages."""
+    return Sums.of_one(rows, roots, side, shapes).values()[0]
 
 
 def as_bytes(value: torch.Tensor) -> torch.Tensor:
@@ -61,29 +67,49 @@ def fragments(rng, value: torch.Tensor, parts: int) -> tuple[np.ndarray, list[to
     return np.concatenate(rows), [torch.from_numpy(r) for r in roots]
 
 
-def random_tensor(rng: np.random.Generator, longest: int = 8) -> torch.Tensor:
-    shape = tuple(int(n) for n in rng.integers(1, longest + 1, int(rng.integers(1, 5))))
+def random_tensor(rng: np.random.Generator, longest: int = 8, shape: tuple[int, ...] = ()) -> torch.Tensor:
+    shape = shape or tuple(int(n) for n in rng.integers(1, longest + 1, int(rng.integers(1, 5))))
     dtype = (torch.bfloat16, torch.float32, torch.uint8, torch.int64)[rng.integers(4)]
     data = rng.integers(0, 256, int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(data).view(dtype).reshape(shape)
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.integers(0, 8), st.sampled_from([1, 7, 1 << 18]), st.booleans())
-def test_any_cut_in_any_order_and_any_layout_gives_the_same_number(seed, parts, chunk, narrow):
-    """A source sums what a destination will hold, which may be narrower."""
+def columns(rng: np.random.Generator, value: torch.Tensor) -> tuple[np.ndarray, list[torch.Tensor]]:
+    """A matrix of 48 columns in two rows, cut between groups of elements or anywhere."""
+    rows, item = whole(value).repeat(2), value.element_size()
+    at, spare = int(rng.choice([8, 16, 17])), int(rng.choice([0, 2, 16, 64]))
+    rows["extent"][:, -1], rows["origin"][:, -1] = (at, 48 - at), (0, at)
+    for end in ("src", "dst"):
+        rows[f"{end}_offset"] = np.array([spare, spare + at]) * item
+    return rows, [torch.cat([torch.zeros(spare * item, dtype=torch.uint8), as_bytes(value)])]
+
+
+def cut_tensor(seed: int, parts: int, narrow: bool, matrix: bool, longest: int = 8):
+    """(the tensor that a destination holds, rows of a source that may be wider, storages)."""
     rng = np.random.default_rng(seed)
-    value = random_tensor(rng, 8 if chunk > 7 else 4)
+    value = random_tensor(rng, longest, (int(rng.integers(1, 5)), 48) if matrix else ())
     value = torch.from_numpy(rng.standard_normal(value.shape).astype(np.float32)) if narrow else value
-    there, shapes = value.bfloat16() if narrow else value, [tuple(value.shape)]
-    want = checksum_rows(whole(there), [as_bytes(there)], "dst", shapes)
-    rows, roots = fragments(rng, value, parts)
+    rows, roots = columns(rng, value) if matrix else fragments(rng, value, parts)
+    if narrow:
+        rows["dst_dtype"], rows["op"] = DTYPE_CODE["bfloat16"], Op.CAST
+    return value.bfloat16() if narrow else value, rows, roots
+
+
+CUTS = dict(seed=st.integers(0, 2**32 - 1), parts=st.integers(0, 8), narrow=st.booleans(), matrix=st.booleans())
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(chunk=st.sampled_from([1, 7, 1 << 18]), **CUTS)
+def test_any_cut_in_any_order_and_any_layout_gives_the_same_number(chunk, seed, **how):
+    """Whoever holds the bytes, and whatever a source's dtype is. Sums of sources add up."""
+    value, rows, roots = cut_tensor(seed, longest=8 if chunk > 7 else 4, **how)
+    shapes = [tuple(value.shape)]
+    want = checksum_rows(whole(value), [as_bytes(value)], "dst", shapes)
     with patch.object(checksum, "CHUNK", chunk):
-        assert (checksum_rows(rows, roots, "dst", shapes) == want) != narrow
-        if narrow:
-            rows["dst_dtype"], rows["op"] = DTYPE_CODE["bfloat16"], Op.CAST
+        if not how["narrow"]:
+            assert checksum_rows(rows, roots, "dst", shapes) == want
         assert checksum_rows(rows, roots, "src", np.array([(1,) * (MAX_DIMS - value.dim()) + shapes[0]])) == want
-    some = rng.random(len(rows)) < 0.5  # sums of sources add up
+    some = np.random.default_rng(seed).random(len(rows)) < 0.5
     assert added(*(checksum_rows(rows[m], roots, "src", shapes) for m in (some, ~some))) == want
 
 
@@ -97,16 +123,11 @@ def test_one_flipped_bit_or_two_swapped_elements_or_a_shift_change_it(seed):
     def of(t):
         return checksum_rows(whole(t), [as_bytes(t)], "dst", shapes)
 
-    want = of(value)
-    broken = value.clone()
+    broken, swapped, (i, j) = value.clone(), value.reshape(-1).clone(), rng.integers(value.numel(), size=2)
     broken.view(-1).view(torch.uint8)[int(rng.integers(broken.nbytes))] ^= 1 << int(rng.integers(8))
-    assert of(broken) != want
-    i, j = rng.integers(value.numel(), size=2)
-    swapped = value.clone().reshape(-1)
     swapped[[i, j]] = swapped[[j, i]]
-    assert (of(swapped.reshape(value.shape)) == want) == torch.equal(as_bytes(swapped), as_bytes(value))
-    rolled = value.reshape(-1).roll(1).reshape(value.shape)
-    assert (of(rolled) == want) == torch.equal(as_bytes(rolled), as_bytes(value))
+    for other in (broken, swapped.reshape(value.shape), value.reshape(-1).roll(1).reshape(value.shape)):
+        assert (of(other) == of(value)) == torch.equal(as_bytes(other), as_bytes(value))
 
 
 @pytest.mark.parametrize("shape", [(3, 3, 3), (2, 3, 4), (2, 3, 16)], ids=["odd", "any", "whole groups"])

@@ -5,8 +5,8 @@ that xfer's kernels run. With TRITON_INTERPRET=1 through Triton's, in its interp
 from __future__ import annotations
 
 import os
+from collections import defaultdict, deque
 from contextlib import nullcontext
-from itertools import product
 from types import SimpleNamespace
 
 import msgspec
@@ -21,7 +21,7 @@ from tests.support.row_worlds import Heap, cut
 from tests.support.trace_maps import addresses
 from xfer import kernels
 from xfer.errors import Unsupported
-from xfer.packed import agree, places
+from xfer.packed import agree, places, tensors
 from xfer.packed.buffer import Buffers
 from xfer.packed.plan import ALIGN, TaskSize, make_plan
 from xfer.packed.source import Assembly, PackedSource, packed_source
@@ -92,28 +92,6 @@ def expected(message, h: Held) -> torch.Tensor:
     return torch.from_numpy(out)
 
 
-@few
-@given(held(), st.integers(ALIGN, 1024), st.integers(16, 200), st.booleans())
-def test_every_byte_comes_to_its_place_pulled_or_sent_in_rounds(h, limit, most, pulls):
-    plan = make_plan([TaskSize(i, (s,)) for i, s in enumerate(h.specs)], limit)
-    numbers = {r: {n: i for i, (q, n) in enumerate(h.storages) if q == r} for r in range(RANKS)}
-    everything = [torch.from_numpy(x) for x in h.storages.values()]
-    for s in h.specs:
-        assert places.held_wholly(s.shape, [x.box for x in h.boxes[s.name]])
-    for message, target in product(plan.messages, range(RANKS)):
-        data = torch.full((message.nbytes,), 0x77, dtype=torch.uint8)
-        found = places.pieces(message, h.boxes, target)
-        assert sum(p.nbytes for p in found) == sum(p.size for p in message.parts)
-        run([p.copy(numbers[p.rank][p.fragment.root]) for p in found if pulls or p.rank == target], everything, data)
-        for r in [] if pulls else places.rounds(found, target, most):
-            assert r.nbytes <= most // 16 * 16 + 16 and target not in r.sections
-            slot = torch.full((r.nbytes,), 0xDD, dtype=torch.uint8)
-            for rank, (at, n) in r.sections.items():
-                run(places.sent(r, rank, numbers[rank]), everything, slot[at : at + n])
-            run(places.landed(r, 0), [slot], data)
-        assert torch.equal(data, expected(message, h))
-
-
 def source_of(h: Held, rank: int) -> SimpleNamespace:
     """The trainer of one rank of `Held`."""
     mine = tuple(f for some in h.boxes.values() for x in some for r, f in x.by.items() if r == rank)
@@ -124,11 +102,26 @@ def source_of(h: Held, rank: int) -> SimpleNamespace:
     )
 
 
+class Wire:
+    """In place of `_posted`: what ranks send to each other, in order. `rank`: whose turn it is."""
+
+    def __init__(self):
+        self.rank, self.going = 0, defaultdict(deque)
+
+    def posted(self, data, peers, sends: bool) -> list:
+        if sends:
+            for t, peer in zip(data, peers, strict=True):
+                self.going[self.rank, peer].append(t.clone())
+            return []
+        queues = [self.going[peer, self.rank] for peer in peers]
+        return [SimpleNamespace(wait=lambda: [t.copy_(q.popleft()) for t, q in zip(data, queues, strict=True)])]
+
+
 @few
-@given(held(), st.integers(ALIGN, 2048), st.integers(0, RANKS - 1), st.booleans())
-def test_ranks_that_can_map_each_others_storages_assemble_messages_alone(h, limit, let_go, checks):
-    """Mappings are made up: they give the tensors themselves."""
-    streams = [TensorStream(source_of(h, r)) for r in range(RANKS)]
+@given(held(), st.integers(ALIGN, 2048), st.integers(16, 200), st.booleans(), st.integers(0, RANKS - 1), st.booleans())
+def test_every_byte_comes_to_its_place_pulled_or_sent_in_rounds(h, limit, most, pulls, one, checks):
+    """Two ranks pull by mappings, which are made up: they give the tensors themselves. Or one gets what the others send."""
+    streams, wire = [TensorStream(source_of(h, r)) for r in range(RANKS)], Wire()
     for s in streams:
         s.read()
 
@@ -138,37 +131,39 @@ def test_ranks_that_can_map_each_others_storages_assemble_messages_alone(h, limi
     def mapped(s, said):
         return {r: {i: o._roots[n] for i, n in enumerate(said[r].roots)} for r, o in enumerate(streams) if o is not s}
 
+    def assembled(source: PackedSource, plan) -> None:
+        wire.rank, buffers = source.rank, Buffers(2, CPU)
+        buffers.begin(plan.messages)
+        source.prepare(buffers if source.assembly.here else None)
+        for k, message in enumerate(plan.messages):
+            data = buffers.take(k, message.nbytes).fill_(0x77) if source.assembly.here else None
+            source.place(message, data)
+            assert data is None or torch.equal(data, expected(message, h)), source.rank
+
     with pytest.MonkeyPatch.context() as m:
         m.setattr(agree, "of_all_ranks", told)
         m.setattr(agree, "any_rank", lambda flag, *_: flag)
-        m.setattr(TensorStream, "_offer", lambda self, roots: b"offer")
+        m.setattr(TensorStream, "_offer", lambda self, roots: b"offer" * pulls)
         m.setattr(TensorStream, "_mapped", mapped)
+        m.setattr(tensors, "_posted", wire.posted)
         if TRITON:
-            m.setattr("xfer.packed.tensors.on_gpu", lambda device: True)
+            m.setattr(tensors, "on_gpu", lambda device: True)
         sources = [PackedSource(s, limit) for s in streams]
         for s in sources:
-            s.assemble(s.rank != 1)
-            s.stream.assembly = s.assembly  # as `build` does, before any rank is asked
+            s.assembly = s.stream.assembly = Assembly(s.rank != one if pulls else s.rank == one, most)
         plans = [s.begin() for s in sources]
-        assert len({p.fingerprint for p in plans}) == 1 and all(s.pulls for s in streams)
-        assert all("by copies out of" in s.way for s in sources)
+        assert len({p.fingerprint for p in plans}) == 1 and all(s.pulls == pulls for s in streams)
+        assert all(("by copies out of" if pulls else "in rounds") in s.way for s in sources)
         assert plans[0].buffer_bytes <= max(ALIGN, limit - limit // 8)
         for step in range(2):
-            for source, plan in zip(sources, plans, strict=True):
-                if not source.assembly.here:
-                    continue
-                buffers = Buffers(2, CPU)
-                buffers.begin(plan.messages)
-                source.prepare(buffers)
-                for k, message in enumerate(plan.messages):
-                    data = buffers.take(k, message.nbytes).fill_(0x77)
-                    source.place(message, data)
-                    assert torch.equal(data, expected(message, h)), (step, source.rank)
+            for source, plan in sorted(zip(sources, plans, strict=True), key=lambda x: x[0].assembly.here):
+                assembled(source, plan)
+            assert not any(wire.going.values())
             if step == 0:  # a framework frees storages that were mapped, and brings them back: all ranks begin anew
-                sources[let_go].forget()
+                sources[one].forget()
                 # With `checks` this rank checks after the release, else it had checked before another rank released.
-                assert not checks or sources[let_go].check() == "moved"
-                assert sources[let_go]._stale
+                assert not checks or sources[one].check() == "moved"
+                assert sources[one]._stale
                 for s in sources:  # as the ranks' all-reduce tells them
                     s._stale = True
                 plans = [s.begin() for s in sources]
