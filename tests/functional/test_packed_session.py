@@ -9,6 +9,7 @@ import functools
 import itertools
 import threading
 import time
+from collections.abc import Callable
 from unittest.mock import Mock, patch
 
 import pytest
@@ -249,12 +250,12 @@ def test_buffers_of_an_aborted_link_are_held_until_it_has_left_the_device_and_no
         assert not held
 
 
-def loader(worker: int, tensor: str, error: BaseException):
-    """A worker's loader raises an error at a tensor."""
+def loader(worker: int, tensor: str, fails: Callable[[], object]):
+    """A worker's loader fails at a tensor."""
 
     def loaded(rank, name, given):
         if name == tensor:
-            raise error
+            fails()
 
     return lambda w, patch, inject: setattr(w.engines[0].takers[worker], "knobs", Knobs(loaded=loaded))
 
@@ -319,15 +320,15 @@ WIDE = {"layers.0.w": (24, 12), "layers.1.w": (24, 12), "embed": (36, 9), "norm"
 placed = functools.partial(Placed, 3, 3, colocated=True, shapes=WIDE)
 two, one, small = (functools.partial(PackedWorld, 2, **how) for how in (dict(replicas=2), {}, dict(workers=1)))
 shared = functools.partial(small, colocated=True)
+TAKES = "ran out of memory while it took in bucket 1"
 UNKNOWN = "the engine's loader refused one of 2 tensors: KeyError: 'embed'"
 BROKEN = {
     "a name": (
-        two, loader(1, "embed", KeyError("embed")), alone, e.LayoutError, "replica 0 worker 1", UNKNOWN, "embed: bfloat16[36, 8]",
+        two, loader(1, "embed", Mock(side_effect=KeyError("embed"))), alone, e.LayoutError, "replica 0 worker 1", UNKNOWN,
+        "embed: bfloat16[36, 8]",
     ),
-    "memory": (
-        two, loader(0, "layers.1.w", torch.OutOfMemoryError("1 GiB")), alone, e.RefitFailed,
-        "ran out of memory while it took in bucket 1",
-    ),
+    "memory": (two, loader(0, "layers.1.w", Mock(side_effect=torch.OutOfMemoryError("1 GiB"))), alone, e.RefitFailed, TAKES),
+    "memory of the host": (two, loader(0, "layers.1.w", lambda: torch.empty(1 << 60)), alone, e.RefitFailed, TAKES),
     "memory at the end": (two, no_end, alone, e.RefitFailed, "ran out of memory while it finished what it had loaded"),
     "memory for buckets": (small, no_room, clean, e.RefitFailed, "ran out of memory while it made room for buckets"),
     "tasks": (small, no_tasks, clean, e.LayoutError, "layers.9.w: has no mapping"),

@@ -60,43 +60,29 @@ def in_rounds_of(source: PackedSource, nbytes: int) -> None:
     source.check()
 
 
-def whole(named) -> dict[str, torch.Tensor]:
-    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach() for n, t in named}
-
-
-def compared(source: PackedSource, named, gather=gathered) -> int:
+def compared(source: PackedSource, held, gather=gathered) -> int:
     """Compare what ranks that assemble have gathered. Returns the most messages that arrived for one of ours."""
     got, most = gather(source)
-    want = whole(named())
+    want = {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach() for n, t in held().items()}
     wanted = want.keys() if source.assembly.here else set()
     assert got.keys() == wanted and all(torch.equal(got[n], want[n]) for n in got), (dist.get_rank(), sorted(got))
     assert len(source.plan.groups) > 1
     return most
 
 
-def fsdp() -> None:
+def sharded() -> torch.nn.Module:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(13, 17), torch.nn.Linear(17, 5), torch.nn.LayerNorm(5))
     model.to(torch.bfloat16)[2].float()
     for module in (*model, model):
         fully_shard(module)
-    source = PackedSource(TensorStream(TensorTrainer(model)), LIMIT)
-    source.drain()
-    source.read()
-    compared(source, model.named_parameters)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    model[:2](torch.randn(3, 13, dtype=torch.bfloat16)).float().sum().backward()
-    optimizer.step()
-    source.drain()
-    source.check()
-    compared(source, model.named_parameters)
-    assert source.built == 1
+    return model
 
 
 def tensors() -> None:
-    mesh, rank = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank()
+    mesh, rank, model = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank(), sharded()
     g = torch.Generator().manual_seed(1)
-    held = {
+    some = {
         "rows": distribute_tensor(torch.randn(10, 7, generator=g), mesh, [Shard(0)]),
         "columns": distribute_tensor(torch.randn(4, 11, generator=g).to(torch.bfloat16), mesh, [Shard(1)]),
         "copies": distribute_tensor(torch.randn(9, generator=g), mesh, [Replicate()]),
@@ -104,23 +90,34 @@ def tensors() -> None:
         "plain": torch.randn(3, 3, generator=g),
         "long": distribute_tensor(torch.randn(301, 7, generator=g), mesh, [Shard(0)]),
     }
-    source = PackedSource(TensorStream(TensorTrainer(lambda: held)), LIMIT)
+
+    def held() -> dict[str, torch.Tensor]:
+        return some | dict(model.named_parameters())
+
+    source = PackedSource(TensorStream(TensorTrainer(held)), LIMIT)
+    source.drain()
     source.read()
-    assert compared(source, held.items) <= (0 if rank else 2), "one message per rank and bucket"
+    assert compared(source, held) <= (0 if rank else 2), "one message per rank and bucket"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model[:2](torch.randn(3, 13, dtype=torch.bfloat16)).float().sum().backward()
+    optimizer.step()
+    source.drain()
     source.check()
+    compared(source, held)
+    assert source.built == 1, "a step changes values only"
     if rank == 1:
-        new = held["rows"].to_local().clone() + 1
-        held["rows"] = DTensor.from_local(new, mesh, [Shard(0)], shape=(10, 7), stride=(7, 1))
+        new = some["rows"].to_local().clone() + 1
+        some["rows"] = DTensor.from_local(new, mesh, [Shard(0)], shape=(10, 7), stride=(7, 1))
     if source.check() == "changed":
         source.read()
-    compared(source, held.items)
+    compared(source, held)
     assert source.built == 2, "what one rank replaced is read anew on all"
     refused_by_one(source)
-    compared(source, held.items)
+    compared(source, held)
     source.assemble(rank != 1)  # two of three put messages together now, and hear of each other's boxes
-    one = compared(source, held.items, placed)
+    one = compared(source, held, placed)
     in_rounds_of(source, 100)
-    many = compared(source, held.items, placed)
+    many = compared(source, held, placed)
     assert source.built == 5 and (rank == 1 or many > 2 >= one > 0), (one, many)
 
 
@@ -139,4 +136,4 @@ def refused_by_one(source: PackedSource) -> None:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    obey(fsdp, tensors)
+    obey(tensors)

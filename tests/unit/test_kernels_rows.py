@@ -54,12 +54,17 @@ def flat(data: np.ndarray, spare: int = 0) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([np.zeros(spare, np.uint8), data])).to(DEVICE)[spare:]
 
 
-def are_summed(rows, slot, roots, end, shapes, *tile) -> None:
-    """The kernel's sums of rows, by slot, equal torch's, also in a second launch."""
+def triton_sums(rows, slot, roots, end, shapes, *tile):
+    """The kernel's own sums of rows, by slot: `Sums` leaves what lies on a CPU to torch."""
     from xfer.kernels.checksum_triton import TritonSums
 
-    where, slots = [checksum.placed(r, end, shapes) for r in rows], range(slot.max() + 1)
-    fast = TritonSums(rows, slot, len(slots), [r.to(DEVICE) for r in roots], end, where, *tile)
+    where = [checksum.placed(r, end, shapes) for r in rows]
+    return TritonSums(rows, slot, int(slot.max()) + 1, [r.to(DEVICE) for r in roots], end, where, *tile)
+
+
+def are_summed(rows, slot, roots, end, shapes, *tile) -> None:
+    """The kernel's sums of rows, by slot, equal torch's, also in a second launch."""
+    fast, slots = triton_sums(rows, slot, roots, end, shapes, *tile), range(slot.max() + 1)
     want = [checksum_rows(rows[slot == k], roots, end, shapes) for k in slots]
     for _ in range(2):
         fast.launch()
@@ -288,12 +293,10 @@ def test_checksums_equal_the_twins_number(tile, seed, **how):
 
 
 def lent(rows, roots, shapes, tile: int | None = None):
-    """Sums that may be lent: of the kernel itself, as torch sums what lies on a CPU. tile: None for `Sums`' own choice."""
-    from xfer.kernels.checksum_triton import LENT_TILE, TritonSums
+    """Sums that may be lent. tile: None for `Sums`' own choice."""
+    from xfer.kernels.checksum_triton import LENT_TILE
 
-    where = [checksum.placed(r, "dst", shapes) for r in rows]
-    tile = LENT_TILE if tile is None else tile
-    return TritonSums(rows, np.zeros(len(rows), np.int64), 1, roots, "dst", where, tile)
+    return triton_sums(rows, np.zeros(len(rows), np.int64), roots, "dst", shapes, LENT_TILE if tile is None else tile)
 
 
 @runs

@@ -30,21 +30,23 @@ def pumped(messages: int, colocated: bool = False) -> tuple[ToyStream, Pump]:
     return stream, Pump(PackedSource(stream, ALIGN, colocated), "trainer 0")
 
 
-def taken(feed: Feed, stream: ToyStream, replica: int, keep: int = 0) -> list[torch.Tensor]:
+def taken(feed: Feed, stream: ToyStream, replicas: tuple[int, ...], keep: int = 0) -> list[torch.Tensor]:
     """Take every message, and release all but the last `keep`."""
     out, specs = [], stream.read()
     for k, spec in enumerate(specs):
         out.append(feed.take(k, soon(), NEVER))
         assert torch.equal(out[k].view(torch.bfloat16), ToySource.value(spec.name, spec.shape, stream.version))
-        if k < len(specs) - keep:
-            feed.release(k, replica)
+        for replica in replicas:
+            assert feed.sum_of(k, soon(), NEVER) == wire_sum(out[k], k)
+            if k < len(specs) - keep:
+                feed.release(k, replica)
     return out[len(out) - keep :]
 
 
 def whole(pump: Pump, stream: ToyStream, attempt: int) -> Feed:
     """A gather of one replica, from its beginning to its end."""
     feed = pump.join(attempt, (0,), 0)
-    taken(feed, stream, 0)
+    taken(feed, stream, (0,))
     feed.wait_over(soon(), NEVER)
     feed.leave(0)
     return feed
@@ -52,36 +54,29 @@ def whole(pump: Pump, stream: ToyStream, attempt: int) -> Feed:
 
 @pytest.mark.parametrize("colocated", [False, True], ids=["broadcast", "shared memory"])
 @pytest.mark.parametrize("messages", [1, 2, 5])
-def test_what_is_still_being_sent_is_not_written_over_by_the_next_gather(messages, colocated):
-    """Two replicas of one attempt that are armed at different times have a gather each, and the same two buffers."""
+def test_what_is_still_being_sent_is_not_written_over_by_the_next_gather(monkeypatch, messages, colocated):
+    """Replicas of one attempt that are armed together share a gather, which sums each message once. One that is armed at another time has
+    a gather of its own, and the same two buffers."""
+    counted = Mock(side_effect=wire_sum)
+    monkeypatch.setattr(feed_module, "wire_sum", counted)
     stream, pump = pumped(messages, colocated)
-    first = pump.join(1, (0,), 0)
-    held = taken(first, stream, 0, keep=min(2, messages))
+    pump.join(1, (0, 1), 0)
+    first = pump.join(1, (0, 1), 1)
+    held = taken(first, stream, (0, 1), keep=min(2, messages))
+    assert [number for (_, number), _ in counted.call_args_list] == [*range(messages)]
     assert first.over.wait(20), "parameters are read to the end, and may change"
     wanted = [t.clone() for t in held]
     stream.version = 2
-    second = pump.join(1, (1,), 1)
+    second = pump.join(1, (2,), 2)
     until_true(lambda: "an earlier one" in second.doing)
+    first.leave(0)
     with pytest.raises(DeadlineExceeded, match="the trainers to agree") as e:
         second.plan(time.monotonic() + 0.2, NEVER)
     assert "an earlier one" in e.value.violations[0]
     assert all(map(torch.equal, held, wanted))
-    first.leave(0)
-    taken(second, stream, 1)
+    first.leave(1)
+    taken(second, stream, (2,))
     second.wait_over(soon(), NEVER)
-
-
-def test_a_message_is_summed_once_for_all_replicas(monkeypatch):
-    _, pump = pumped(4)
-    counted = Mock(side_effect=wire_sum)
-    monkeypatch.setattr(feed_module, "wire_sum", counted)
-    feeds = [pump.join(1, (0, 1), replica) for replica in (0, 1)]
-    for k in range(4):
-        for feed in feeds:
-            assert wire_sum(feed.take(k, soon(), NEVER), k) == feed.sum_of(k, soon(), NEVER)
-        for replica, feed in enumerate(feeds):
-            feed.release(k, replica)
-    assert [number for (_, number), _ in counted.call_args_list] == [0, 1, 2, 3]
 
 
 def test_when_one_of_two_threads_returns_all_buffers_and_storages_are_dropped(monkeypatch):
