@@ -252,30 +252,7 @@ def test_a_vllm_without_weight_sources_is_refused_by_its_version(monkeypatch, ba
         weight_source(TensorTrainer(torch.nn.Linear(2, 2)))
 
 
-# ---- rounds, posted over a real group of one rank over gloo; the backend that posts in batches, as NCCL's does, is made up
-
-
-class Batches:
-    """A backend. `fails`: at which post; 0: at none."""
-
-    supports_coalescing = True
-
-    def __init__(self, fails: int):
-        self.fails, self.open, self.posted, self.ended = fails, False, [], object()
-
-    def _start_coalescing(self) -> None:
-        self.open = True
-
-    def _end_coalescing(self):
-        self.open = False
-        return self.ended
-
-    def post(self, verb: str, tensors, peer: int, tag: int) -> None:
-        assert self.open, "messages of a round are begun together, or each would wait for its own peer"
-        reduces()
-        self.posted.append((verb, tensors[0].tolist(), peer))
-        if len(self.posted) == self.fails:
-            raise RuntimeError("NCCL error: remote process exited")
+# ---- rounds
 
 
 def reduces() -> None:
@@ -288,19 +265,28 @@ def reduces() -> None:
 @pytest.mark.parametrize("fails", [0, 1, 2])
 @pytest.mark.parametrize("verb", ["send", "recv"])
 def test_a_round_leaves_collectives_of_its_group_alone_whatever_a_post_raises(monkeypatch, verb, fails):
-    backend, parts = Batches(fails), torch.arange(8, dtype=torch.uint8).split(4)
-    backend.send, backend.recv = (partial(backend.post, v) for v in ("send", "recv"))
+    """Over a real group of one rank over gloo. Its backend, which posts in batches as NCCL's does, is made up. `fails`: at this post."""
+    backend, posted, parts = Mock(supports_coalescing=True), [], torch.arange(8, dtype=torch.uint8).split(4)
+    begun, ended = backend._start_coalescing, backend._end_coalescing
+
+    def post(verb: str, tensors, peer: int, tag: int) -> None:
+        assert begun.called and not ended.called, (
+            "messages of a round are begun together, or each would wait for its own peer"
+        )
+        reduces()
+        posted.append((verb, tensors[0].tolist(), peer))
+        if len(posted) == fails:
+            raise RuntimeError("NCCL error: remote process exited")
+
+    backend.send, backend.recv = (partial(post, v) for v in ("send", "recv"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with monkeypatch.context() as patch:
             patch.setattr(dist.ProcessGroup, "_get_backend", lambda self, device: backend)
-            if fails:
-                with pytest.raises(RuntimeError, match="remote process exited"):
-                    _posted(parts, [0, 2], verb == "send")
-            else:
-                assert _posted(parts, [0, 2], verb == "send") == [backend.ended]
+            with pytest.raises(RuntimeError, match="remote process exited") if fails else contextlib.nullcontext():
+                assert _posted(parts, [0, 2], verb == "send") == [ended.return_value]
         wanted = [(verb, part.tolist(), peer) for part, peer in zip(parts, (0, 2))]
-        assert backend.posted == wanted[: fails or None] and not backend.open
+        assert posted == wanted[: fails or None] and begun.call_count == ended.call_count == 1
         reduces()
     finally:
         dist.distributed_c10d._world.pg_coalesce_state.clear()
