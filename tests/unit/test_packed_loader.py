@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.support import block_fp8
 from xfer.engines import processed, vllm_loader
-from xfer.engines.live import LiveSlot, LiveStorages
+from xfer.engines.live import LiveSlot
 from xfer.engines.settings import refuse_offloaded
 from xfer.engines.vllm_layout import EngineModel
 from xfer.engines.vllm_loader import PackedModel, reached_by
@@ -47,12 +47,6 @@ def outside(monkeypatch) -> None:
 def test_which_parameters_a_loaders_answer_means(names, told, reached):
     slots = {n: LiveSlot(n, True, f"storage of {n}", 0, (2,), (2,), torch.bfloat16) for n in names}
     assert reached_by(told, slots) == {f"storage of {n}" for n in reached}
-
-
-@pytest.fixture
-def model():
-    """A PackedModel around `model.engine.model`."""
-    return PackedModel(SimpleNamespace(weights=LiveWeights(torch.device("cpu"), list), drop=(), model=None))
 
 
 class Attention(nn.Module):
@@ -91,13 +85,12 @@ READ, UNREAD, OLD = (1.0, "fp8"), (0.5, "auto"), (0.5, "fp8")
     "left_out, attention",
     [(None, READ), (None, UNREAD), ("a.weight", READ), ("a.bias", READ), ("a.attention.q_scale", OLD)],
 )
-def test_parameters_made_by_processing_need_not_be_loaded_and_those_it_replaces_must(
-    monkeypatch, model, left_out, attention
-):
+def test_parameters_made_by_processing_need_not_be_loaded_and_those_it_replaces_must(monkeypatch, left_out, attention):
     """A scale of attention must come if an earlier checkpoint brought its own: the buffer is then not 1. Not if nothing reads it."""
-    root = model.engine.model = nn.Module()
+    root = nn.Module()
     root.a = Quantized(*attention)
     root.load_weights = lambda weights: {n for n, _ in weights}
+    model = PackedModel(SimpleNamespace(weights=LiveWeights(torch.device("cpu"), list), drop=(), model=root))
     model._layerwise = True
     monkeypatch.setattr(PackedModel, "_close_layers", lambda self: root.a.process())
     loader, layers = "vllm.model_executor.model_loader", "vllm.model_executor.layers"
@@ -116,15 +109,6 @@ def test_parameters_made_by_processing_need_not_be_loaded_and_those_it_replaces_
     with pytest.raises(LayoutError, match="no tensor of the trainers reached") as e:
         model.finish()
     assert [v.startswith(f"{left_out}: ") for v in e.value.violations] == [True]
-
-
-def test_a_refit_into_a_sleeping_engine_is_refused_on_entry(model):
-    model.weights.watch(LiveStorages(nn.Linear(2, 2)), ())
-    model.engine.refuse_asleep = Mock()
-    model.check()
-    model.engine.refuse_asleep.side_effect = Unsupported("this engine sleeps")
-    with pytest.raises(Unsupported, match="sleeps"):
-        model.check()
 
 
 def offload(backend="auto", gb=0.0, group=0):
@@ -259,6 +243,14 @@ def test_what_trainers_send_with_its_scales_is_loaded_as_it_came(joined):
     layer = model.engine.model.layer
     assert torch.equal(layer.weight[:128].view(torch.uint8), codes.view(torch.uint8))
     assert layer.weight_scale_inv.tolist() == [[2.0, 3.0], [pytest.approx(1 / 448)] * 2]
+
+
+def test_a_refit_into_a_sleeping_engine_is_refused_on_entry(joined):
+    model = joined()
+    model.check()
+    model.engine.refuse_asleep = Mock(side_effect=Unsupported("this engine sleeps"))
+    with pytest.raises(Unsupported, match="sleeps"):
+        model.check()
 
 
 def test_a_model_that_makes_tensors_of_its_weights_once_all_are_loaded_is_refused(joined, monkeypatch):

@@ -197,18 +197,16 @@ def test_bridge_may_give_more_rows_than_planned_of_tensors_that_megatron_pads_on
     assert torch.equal(got, tensor[:4] if padded else tensor), "the packer refuses a tensor of another size"
 
 
-# ---- agreement of ranks; the second rank says what this one says
+# ---- collectives over a real group of one rank over gloo; tests/support/packed_tensors.py has several ranks
 
 
 @pytest.fixture
-def two(monkeypatch) -> Mock:
-    """Two ranks over gloo, of which this is the first; the gathers."""
-    gather = Mock(side_effect=lambda into, mine: [t.copy_(mine) for t in into])
-    monkeypatch.setattr(agree, "ranks", lambda: (0, 2))
-    for name, value in dict(get_backend="gloo", get_rank=0, get_world_size=2, all_reduce=None).items():
-        monkeypatch.setattr(dist, name, Mock(return_value=value))
-    monkeypatch.setattr(dist, "all_gather", gather)
-    return gather
+def group(monkeypatch):
+    monkeypatch.setattr(agree, "alone", lambda: False)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.distributed_c10d._world.pg_coalesce_state.clear()
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -222,20 +220,22 @@ def two(monkeypatch) -> Mock:
     ],
     ids=["refuses", "refuses in no text", "raises", "cannot be encoded", "is no text"],
 )
-def test_a_rank_that_fails_says_so_where_the_others_wait_for_it(two, make, kind, says):
+def test_a_rank_that_fails_says_so_where_the_others_wait_for_it(monkeypatch, group, make, kind, says):
+    gather = Mock(side_effect=dist.all_gather)
+    monkeypatch.setattr(dist, "all_gather", gather)
     with pytest.raises(kind, match="trainer 0 failed to describe its exports") as e:
         agree.of_all_ranks(make, NUMBERS, CPU)
-    assert says in str(e.value) and two.call_count == 2
+    assert says in str(e.value) and gather.call_count == 2
 
 
-def test_over_gloo_ranks_agree_in_memory_of_the_host(two):
+def test_over_gloo_ranks_agree_in_memory_of_the_host(group):
     """Wherever their weights are. There is no GPU here, so a tensor on one could not be made."""
     cuda = torch.device("cuda")
     assert agree.largest([3, 1], cuda) == [3, 1]
-    assert agree.of_all_ranks(lambda: [1, 2], NUMBERS, cuda) == [[1, 2], [1, 2]]
+    assert agree.of_all_ranks(lambda: [1, 2], NUMBERS, cuda) == [[1, 2]]
 
 
-def test_ranks_whose_plans_differ_all_refuse_unless_they_plan_anew(monkeypatch, two):
+def test_ranks_whose_plans_differ_all_refuse_unless_they_plan_anew(monkeypatch, group):
     monkeypatch.setattr(agree, "largest", lambda numbers, device: [numbers[0], numbers[1] + 1, numbers[2]])
     assert agree.any_rank(True, b"1234567", CPU)
     with pytest.raises(PlanMismatch, match="different buckets"):
@@ -252,9 +252,6 @@ def test_a_vllm_without_weight_sources_is_refused_by_its_version(monkeypatch, ba
         weight_source(TensorTrainer(torch.nn.Linear(2, 2)))
 
 
-# ---- rounds
-
-
 def reduces() -> None:
     """A training step's collective: torch runs it, and does not add it to a batch."""
     work = dist.all_reduce(torch.ones(3), async_op=True)
@@ -264,8 +261,8 @@ def reduces() -> None:
 
 @pytest.mark.parametrize("fails", [0, 1, 2])
 @pytest.mark.parametrize("verb", ["send", "recv"])
-def test_a_round_leaves_collectives_of_its_group_alone_whatever_a_post_raises(monkeypatch, verb, fails):
-    """Over a real group of one rank over gloo. Its backend, which posts in batches as NCCL's does, is made up. `fails`: at this post."""
+def test_a_round_leaves_collectives_of_its_group_alone_whatever_a_post_raises(monkeypatch, group, verb, fails):
+    """The backend that posts in batches, as NCCL's does, is made up. `fails`: at this post."""
     backend, posted, parts = Mock(supports_coalescing=True), [], torch.arange(8, dtype=torch.uint8).split(4)
     begun, ended = backend._start_coalescing, backend._end_coalescing
 
@@ -279,15 +276,10 @@ def test_a_round_leaves_collectives_of_its_group_alone_whatever_a_post_raises(mo
             raise RuntimeError("NCCL error: remote process exited")
 
     backend.send, backend.recv = (partial(post, v) for v in ("send", "recv"))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(dist.ProcessGroup, "_get_backend", lambda self, device: backend)
-            with pytest.raises(RuntimeError, match="remote process exited") if fails else contextlib.nullcontext():
-                assert _posted(parts, [0, 2], verb == "send") == [ended.return_value]
-        wanted = [(verb, part.tolist(), peer) for part, peer in zip(parts, (0, 2))]
-        assert posted == wanted[: fails or None] and begun.call_count == ended.call_count == 1
-        reduces()
-    finally:
-        dist.distributed_c10d._world.pg_coalesce_state.clear()
-        dist.destroy_process_group()
+    with monkeypatch.context() as patch:
+        patch.setattr(dist.ProcessGroup, "_get_backend", lambda self, device: backend)
+        with pytest.raises(RuntimeError, match="remote process exited") if fails else contextlib.nullcontext():
+            assert _posted(parts, [0, 2], verb == "send") == [ended.return_value]
+    wanted = [(verb, part.tolist(), peer) for part, peer in zip(parts, (0, 2))]
+    assert posted == wanted[: fails or None] and begun.call_count == ended.call_count == 1
+    reduces()
