@@ -186,12 +186,6 @@ def sparse(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)
 
 
-def lies(one: np.ndarray, end: str, dtype: str) -> torch.Tensor:
-    """int64 [elements, bytes]: where a row's bytes lie at this end."""
-    starts = box_bytes(one, end)[:, 0]
-    return torch.from_numpy(starts)[:, None] + torch.arange(ITEMSIZE[dtype])
-
-
 @runs
 @pytest.mark.skipif(GPU or sys.platform != "linux", reason="needs memory that takes none until it is touched")
 @pytest.mark.parametrize("src, dst", [("bfloat16", "bfloat16"), ("uint8", "uint8"), ("float32", "bfloat16")])
@@ -205,19 +199,12 @@ def test_offsets_and_strides_beyond_32_bits(src, dst, far):
         ((3, 64), (-FAR,), 3 * FAR),
     ):
         start -= start % 4 * (not odd)
-        item = ITEMSIZE[src if far == "src" else dst]
-        one = row(
-            extent,
-            src_dtype=src,
-            dst_dtype=dst,
-            **{f"{far}_strides": (*steps, item), f"{far}_offset": start},
-            wire=FAR * 2,
-        )
+        end = {f"{far}_strides": (*steps, ITEMSIZE[src if far == "src" else dst]), f"{far}_offset": start}
+        one = row(extent, src_dtype=src, dst_dtype=dst, **end, wire=FAR * 2)
         live = {end: sparse(5 * FAR) for end in ("src", "dst", "wire", "again")}
-        at = lies(one[0], "src", src)
+        at, to = (torch.from_numpy(box_bytes(one[0], end)) for end in ("src", "dst"))
         value = torch.arange(1, len(at) + 1).to(getattr(torch, src))
         live["src"][at] = value.view(torch.uint8).view(at.shape)
-        to = lies(one[0], "dst", dst)
         want = value.to(getattr(torch, dst)).view(torch.uint8).view(to.shape)
         bound(one, [live["dst"]], "local", src_roots=[live["src"]]).copy()
         assert torch.equal(live["dst"][to], want)
