@@ -30,22 +30,8 @@ from xfer.packed.shared import exporters_of, nearest
 from xfer.transport import peer_host
 
 
-@pytest.fixture
-def fault(monkeypatch):
-    """Gives a function: from now on these faults happen (xfer/faults.py), in threads of this process."""
-
-    def set_fault(text: str):
-        faults._passed.clear()
-        monkeypatch.setenv("XFER_FAULT", text)
-
-    return set_fault
-
-
-BOTH = pytest.mark.parametrize("colocated", [False, True], ids=["broadcast", "shared memory"])
-
-
 @pytest.mark.parametrize("limit", [1024, 256, 1 << 20], ids=["some", "cut", "one"])
-@BOTH
+@pytest.mark.parametrize("colocated", [False, True], ids=["broadcast", "shared memory"])
 def test_refits_in_a_row_each_give_the_new_weights_from_one_gather_for_all_replicas(colocated, limit):
     """In some buckets, in buckets shorter than a tensor, and in one bucket for all. After a release no rank holds buffers or storages, and
     the next refit finds them again: trainers that put messages together map each other's, and all let go before any `release()` returns."""
@@ -257,44 +243,50 @@ def loader(worker: int, tensor: str, fails: Callable[[], object]):
         if name == tensor:
             fails()
 
-    return lambda w, patch, inject: setattr(w.engines[0].takers[worker], "knobs", Knobs(loaded=loaded))
+    return lambda w, patch: setattr(w.engines[0].takers[worker], "knobs", Knobs(loaded=loaded))
 
 
 def injected(text: str):
-    return lambda w, patch, inject: inject(text)
+    """The fault happens (xfer/faults.py), in threads of this process."""
+
+    def breaks(w: PackedWorld, patch) -> None:
+        faults._passed.clear()
+        patch.setenv("XFER_FAULT", text)
+
+    return breaks
 
 
-def another_export(w: PackedWorld, patch, inject) -> None:
+def another_export(w: PackedWorld, patch) -> None:
     """Something outside of all parameters has changed, which no check sees: tasks that are made anew are right."""
     w.knobs.exported = lambda n, t: short(n, t) if w.streams[0].builds == 1 else (n, t)
 
 
-def no_end(w: PackedWorld, patch, inject) -> None:
+def no_end(w: PackedWorld, patch) -> None:
     patch.setattr(w.engines[0].takers[1], "finish", Mock(side_effect=MemoryError))
 
 
-def no_room(w: PackedWorld, patch, inject) -> None:
+def no_room(w: PackedWorld, patch) -> None:
     patch.setattr(w.engines[0].sessions[0]._lane_.plane._buffers, "begin", Mock(side_effect=MemoryError))
 
 
-def no_tasks(w: PackedWorld, patch, inject) -> None:
+def no_tasks(w: PackedWorld, patch) -> None:
     for s in w.streams:
         s.state = "changed"
         patch.setattr(s, "build", Mock(side_effect=e.LayoutError("layers.9.w: has no mapping")))
 
 
-def a_bucket_less(w: PackedWorld, patch, inject) -> None:
+def a_bucket_less(w: PackedWorld, patch) -> None:
     for s in w.streams:
         s.state = "moved"  # so that a manifest is sent again
     real = plan.BucketPlan.manifest.func
     patch.setattr(plan.BucketPlan, "manifest", property(lambda p: real(plan.BucketPlan(p.groups[:-1], p.limit))))
 
 
-def another_header(w: PackedWorld, patch, inject) -> None:
+def another_header(w: PackedWorld, patch) -> None:
     patch.setattr(trainer, "words_of", Mock(side_effect=([n, 2] for n in itertools.count())))
 
 
-def elsewhere(w: PackedWorld, patch, inject) -> None:
+def elsewhere(w: PackedWorld, patch) -> None:
     w.sessions[0].release()
     patch.setattr(peer_host, "_read", Mock(side_effect=ProcessLookupError(errno.ESRCH, "no such process")))
 
@@ -347,15 +339,14 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_what_goes_wrong_is_never_committed(what, fault, monkeypatch):
+def test_what_goes_wrong_is_never_committed(what, monkeypatch):
     """And leaves the engine as it was if no byte had changed."""
     made, breaks, after, kind, *words = BROKEN[what]
     with made() as w:
         good(w.refit(1))
         with monkeypatch.context() as patch:
-            breaks(w, patch, fault)
+            breaks(w, patch)
             results = w.refit(2)
-        fault("")
         after(w, results, kind, *words)
 
 
