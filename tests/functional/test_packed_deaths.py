@@ -71,3 +71,12 @@ def test_a_gather_that_stands_still_ends_refits_by_their_deadlines_and_gathers_s
     right(w, 4)
     good(w.refit(5))
     right(w, 5)
+
+
+def test_what_one_rank_cannot_export_is_said_by_all_and_nobody_is_left_in_a_collective(world):
+    w = world
+    w.trainers[2].value("arrange", state="changed", refuse="layers.9.w: has no mapping")
+    w.begin(2, deadline_s=FAR)
+    failed(w.answers(), ["LayoutError"], "trainer 2", "layers.9.w: has no mapping", within=FAR / 2)
+    good(w.refit(3))
+    right(w, 3)

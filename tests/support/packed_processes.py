@@ -8,15 +8,19 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import msgspec
 import torch.distributed as dist
 
 from examples.common.ports import free_port
 from tests.support.packed_world import Knobs, PackedTaker, ToyStream
 from tests.support.world import TOKEN, ToySource, trainer_session
 from tests.support.world_processes import ProcessWorld, _controller, _serve_trainer, _worker
+from xfer.errors import LayoutError
+from xfer.packed import agree
 from xfer.packed.source import PackedSource
 from xfer.routes import Packed
 
+NUMBERS = msgspec.msgpack.Decoder(list[int])
 LIMIT = 512
 """Bytes of a bucket: some buckets for the small tensors of the world."""
 COLLECTIVE_S = 600.0
@@ -24,9 +28,19 @@ COLLECTIVE_S = 600.0
 
 
 class Stream(ToyStream):
-    """`stand`: a file; while it is there a gather stands still at its second group."""
+    """`stand`: a file; while it is there a gather stands still at its second group. `refuse`: what the next `build` raises."""
 
-    stand = ""
+    stand, refuse = "", ""
+
+    def build(self, assembly):
+        def own() -> list[int]:
+            text, self.refuse = self.refuse, ""
+            if text:
+                raise LayoutError(text)
+            return []
+
+        agree.of_all_ranks(own, NUMBERS, self.device)
+        return super().build(assembly)
 
     def tensors(self, group):
         while self.stand and group.positions[0] and Path(self.stand).exists():
