@@ -149,7 +149,7 @@ def copy(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
     def run(script: str, *words: str, **env: str) -> subprocess.CompletedProcess:
-        how = dict(cwd=run.folder, env={**os.environ, **env}, capture_output=True, text=True, timeout=60)
+        how = dict(cwd=run.folder, env={**os.environ, **env}, capture_output=True, text=True, timeout=60 * PATIENCE)
         return subprocess.run([run.folder / script, *words], **how)
 
     run.folder = tmp_path / "copy"

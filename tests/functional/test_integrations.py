@@ -14,11 +14,9 @@ from types import SimpleNamespace
 import pytest
 
 pytestmark = pytest.mark.rl
-ray = pytest.importorskip("ray")
-pytest.importorskip("verl")
-pytest.importorskip("trl")
-pytest.importorskip("skyrl")
+pytest.importorskip("verl")  # the rl environment, which has the others too
 
+import ray  # noqa: E402
 import torch  # noqa: E402
 from verl.utils.import_utils import import_external_libs  # noqa: E402
 
@@ -144,7 +142,7 @@ def verl_job(module, engines, begun, ends):
 class Client:
     """TRL's client of a vLLM server, which is not asked."""
 
-    def __init__(self, base_url, **_):
+    def __init__(self, base_url, group_port, connection_timeout):
         self.base_url = base_url
 
     def get_server_info(self):

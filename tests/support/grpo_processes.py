@@ -59,8 +59,8 @@ def until(condition, what: str, *groups: Group, seconds: float = 300, told=lambd
 
 
 def trained(name: str, command: list[str], work: Path, most: float = 1.0001, **env: str) -> tuple[list[Row], str]:
-    """The curve and the output of a loop that ended well: each step is of the version that the step has, and the gate held below
-    `most`."""
+    """The curve and the output of a loop that ended well: the version of each step is its number, and the gate held it
+    below `most`."""
     group = Group(name, command, work, **env)
     try:
         code = group.process.wait(900 * PATIENCE)

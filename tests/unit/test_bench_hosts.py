@@ -151,6 +151,7 @@ def test_hosts_do_not_begin_together_and_all_are_told_why(at, asked, seconds, er
     for text in (str(e.value), *(end.said for end in ends)):
         assert said.format(seconds=seconds) in text
     assert all(end.code == 1 for end in ends)
+    assert ("the same options" in str(e.value)) == (error is XferError)
 
 
 @pytest.mark.parametrize(

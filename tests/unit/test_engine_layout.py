@@ -109,6 +109,7 @@ PARAMETERS = ("embed", "head", "qkv", "norm", "inner_norm")
 @example(set(), {"head"}, "as built")  # one storage, two names: it is written for the name that nobody keeps
 @example(set(), set(), "after loading")  # the live one decides
 @example({"norm"}, {"qkv"}, "")
+@example({"head"}, set(), "")
 def test_each_byte_is_written_as_the_loader_writes_it_or_kept_by_request_or_refused_by_name(leave, keep, tie):
     """keep= leaves alone what the trainers send whole or not at all. The judge is the loader's own load into NaN."""
     (net, twin), (reference, _) = (built(tied=tie == "as built") for _ in range(2))
@@ -337,18 +338,20 @@ def test_bf16_and_block_fp8_are_taken_as_they_were_loaded_and_nothing_else_is(mo
     for key, name in (("backend", "fp8_backend"), ("bf16", "unquantized_backend")):
         if key in own:
             what[name] = SimpleNamespace(name=own[key])
-    net = nn.ModuleDict({name: layer(kind, **what) for name in ("first", "last")})
+    names = ("first", "last")
+    net = nn.ModuleDict({name: layer(kind, **what) for name in names})
     if kind == "CompressedTensorsLinearMethod":
         for made in net.values():
             made.scheme, made.quant_method = made.quant_method, layer(kind).quant_method
+    net["sound"] = layer("UnquantizedLinearMethod")
     if isinstance(said, str) and " " in said:
         with pytest.raises(Unsupported) as error:
             read_processed(net, "draft.")
-        for name, line in zip(net, error.value.violations, strict=True):
+        for name, line in zip(names, error.value.violations, strict=True):
             assert line.startswith(f"draft.{name}: ") and said in line
             assert ("XFER_CPU_RESIDENT=1" in line) != ("connect(route=xfer.Packed())" in line)
     else:
-        relaid = tuple(Relaid(name, said, fp8="backend" in own) for name in net) if isinstance(said, str) else ()
+        relaid = tuple(Relaid(name, said, fp8="backend" in own) for name in names) if isinstance(said, str) else ()
         assert read_processed(net) == Processed(
             said if not relaid else ScaleRule.IEEE if "backend" in own else None, relaid
         )
@@ -424,6 +427,17 @@ def test_modules_that_made_tensors_of_fp8_after_loading_are_found_by_path():
     drafted = LiveStorages(nn.Module(), draft=nn.ModuleDict({"net": live}))
     assert makers(LiveStorages(live), twin) == [""] and makers(drafted, twin) == []
     assert makers(drafted, nn.ModuleDict({"net": twin}), lv.DRAFT) == ["net"]
+
+
+def test_a_loader_that_takes_no_scales_is_refused_by_the_names_that_it_was_offered(monkeypatch):
+    load = Fp8Net.load_weights
+    monkeypatch.setattr(
+        Fp8Net, "load_weights", lambda net, weights: load(net, (w for w in weights if not w[0].endswith("_scale")))
+    )
+    with pytest.raises(LayoutError) as error:
+        traced_fp8()
+    lines = [f"{n} is FP8 in the engine, and its loader took no scale offered as {n}_scale" for n in "ab"]
+    assert list(error.value.violations) == lines
 
 
 def test_a_stack_of_matrices_that_is_one_tensor_of_the_checkpoint_is_refused_by_its_name():
@@ -507,6 +521,7 @@ def locked(net, twin, agree=lambda verdict, about: verdict):
 @given(st.lists(st.sampled_from(["engage", "write", "release", "rebind", "moved: rebind", "moved: bind"]), max_size=8))
 @settings(max_examples=max(1, EXAMPLES // 2))
 @example(["engage", "rebind", "write", "engage", "release", "moved: rebind", "engage", "moved: bind"])
+@example(["engage", "moved: rebind", "write", "release"])
 def test_a_model_answers_nan_from_the_lock_to_the_commit_wherever_its_storages_lie(steps):
     """A refit writes the lock's scratch, which is also what checksums read, and never the live storage."""
     net, twin = built()
