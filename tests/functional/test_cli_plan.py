@@ -117,7 +117,7 @@ def test_a_published_row_in_fp8_moves_what_a_declared_one_does(folder):
         ("hybrid world=4 tp=2 ep=4 etp=1", "tp=2 replicas=2", ["staged, then computed", "(NemotronHForCausalLM)"]),
     ],
 )  # fmt: skip
-def test_models_that_a_framework_treats_apart_are_planned(folder, trainer, engine, said):
+def test_models_that_a_framework_treats_in_its_own_way_are_planned(folder, trainer, engine, said):
     text, data, _ = xfer_plan(folder, "--trainer", f"{folder}/{trainer}", "--engine", engine)
     assert data["plan"]["nbytes"] == sum(data["plan"]["bytes_per_replica"]) > 0
     assert all(words in text for words in said), text

@@ -27,7 +27,7 @@ def ranks(tmp_path_factory):
 WAYS = [
     *((STEPS, dict(model="plain", overlap=overlap)) for overlap in (False, True)),
     *((n, dict(model="mixed", overlap=overlap)) for n in (EARLY, STEPS) for overlap in (False, True)),
-    (EARLY, dict(guard="always")),  # what else there is, programs have
+    *((EARLY, how) for how in (dict(rehome=False), dict(guard="always"))),  # the random programs have the other options
     # The embedding and the first norm are Adam's, which steps before Muon. By copies only the first bucket is sent.
     *((EARLY, dict(bucket_bytes=1, prefetch_depth=3, **route)) for route in ({}, dict(route="pull"))),
     *((n, dict(route="pull", **more)) for n in (EARLY, STEPS) for more in ({}, dict(overlap=False), dict(guard="first", prefetch_depth=2))),

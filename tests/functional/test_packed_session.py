@@ -196,6 +196,7 @@ def torn(w: PackedWorld, results, kind: type, *words: str) -> None:
 def alone(w: PackedWorld, *raised) -> None:
     """As `torn`, and the replica has held up no other one."""
     right(w, 2, [1])
+    assert w.controllers[1].version == 2 and not w.engines[1].paused
     torn(w, *raised)
 
 

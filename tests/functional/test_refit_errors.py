@@ -174,7 +174,7 @@ def test_each_worker_receives_the_bytes_of_its_written_class(b):
 
 
 def test_parameters_that_lie_elsewhere_are_found_again(b):
-    """Those that lie otherwise: below, where ranks plan anew."""
+    """Another layout is tested below, with the digest fault."""
     b.t.ask("replace", "replaced", how="moved", ranks=[1])
     b.repaired()
 

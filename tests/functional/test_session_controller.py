@@ -106,11 +106,16 @@ def failing(w: World) -> None:
 
 
 def test_an_owner_that_stays_in_serving_costs_that_refit_only():
+    """Its drafter is handed over once, by an empty update, when it joins."""
     toy = ToyEngine(2)
-    w, llm = world(toy), OfflineLLM(ToyLLM(toy))
+    behind = ToyLLM(toy)
+    behind.collective_rpc = lambda method: [method == "supports_draft_weight_updates"] * 2
+    behind.start_draft_weight_update = lambda: (toy._did("drafter"), toy.start_update(0))
+    w, llm = world(toy), OfflineLLM(behind)
     w.serve = lambda _, replica, serve=w.serve: serve(llm, replica)
     with w:
         w.commits(1)
+        assert toy.log[:3] == ["drafter", "start", "finish"] and toy.log.count("drafter") == 1
         with w.controllers[0].serving():
             (late,) = w.fails(2, XferError, deadline_s=1.0)
         assert "serving()" in str(late) or "pausing" in str(late), late

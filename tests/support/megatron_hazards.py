@@ -194,10 +194,8 @@ def quantized_parameters_all_at_once(folder):
 
 def a_checkpoint_that_is_not_the_models(folder):
     with built(folder) as trainer:
-        lack = {
-            "model.layers.1.mlp.up_proj.weight",
-            "model.layers.2.mlp.gate_proj.weight",
-        }  # Bridge exports neither, and only logs it
+        # Bridge exports neither, and only logs it.
+        lack = {"model.layers.1.mlp.up_proj.weight", "model.layers.2.mlp.gate_proj.weight"}
         lines = refused(LayoutError, adapter(trainer, hf_names=set(names()) - lack).read).violations
         assert [v.partition(".mlp")[0] for v in lines] == ["0:decoder.layers.1", "0:decoder.layers.2"]
         bare = megatron_cpu.import_bridge().from_hf_config(AutoConfig.from_pretrained(folder))

@@ -136,6 +136,12 @@ def test_all_go_on_where_nobody_gives_up(n, data):
     assert run([Rank(patience=20)] * n, choose) == ["on"] * n
 
 
+def test_a_rank_that_does_not_come_is_named():
+    ends = run([Rank(), Rank(dies_at=0), Rank()], min)
+    missing = "waiting for rank 1", "waiting for rank 2"
+    assert all(isinstance(e, DeadlineExceeded) and e.violations == missing for e in ends[::2])
+
+
 def test_nothing_is_left_of_the_ranks_that_came():
     shared = HashStore()
     Agreement(shared, "meeting", 0, [0]).meet(0.0, "a")

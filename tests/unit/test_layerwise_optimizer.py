@@ -321,8 +321,8 @@ def test_a_module_that_was_compiled_before_has_the_hooks_too(guard):
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("rehome", [True, False])
 def test_what_would_compute_with_values_of_the_step_before_raises_whoever_owns_them(rehome, overlap):
-    """A forward past the hooks, a captured graph and a copy would read them. Of a backward torch's own optimizers let autograd know, too,
-    but autograd does not see the writes of a gather by itself."""
+    """A forward past the hooks, a captured graph and a copy would read them. torch's own optimizers make such a backward raise, too;
+    autograd does not see the writes of a gather by itself."""
     net = layers()
     o = Half(net, rehome=rehome, overlap=overlap)
     for name, layer in net.named_children():

@@ -1,5 +1,5 @@
-"""Deadlines over NCCL without a GPU: the watching thread and the wire that it watches, and the streams that wait for bytes. Here operations
-wait until the test lets NCCL go on. Real ones: `dead` of benchmarks/layerwise_gpu.py."""
+"""Deadlines over NCCL without a GPU: the watching thread and the wire that it watches, and the streams that wait for bytes. NCCL and the
+device are made up: their operations wait until the test lets them go on. With real ones: `dead` of benchmarks/layerwise_gpu.py."""
 
 from __future__ import annotations
 
@@ -145,7 +145,15 @@ def test_missing_bytes_become_nans_before_the_abort_and_copies_behind_it_too_and
     bytes_of = lambda t: t.view(torch.uint8)  # noqa: E731
     nccl, w.behind = w._link._pg, [behind]
     nccl.allreduce = lambda tensors: nccl._end_coalescing()
-    w._spare.wait_stream = lambda stream: stream.synchronize()  # the abort has let it go on
+    waited: list[Stream] = []
+
+    def wait_stream(stream: Stream) -> None:
+        """The abort has let it go on. Its last copy ends while it is waited for."""
+        stream.synchronize()
+        copied.fill_(3.0)
+        waited.append(stream)
+
+    w._spare.wait_stream = wait_stream
     w.broadcasts([(1, bytes_of(here))], lambda: "bucket 0")
     nccl.works[0].arrive()
     began = time.monotonic()
@@ -163,7 +171,7 @@ def test_missing_bytes_become_nans_before_the_abort_and_copies_behind_it_too_and
             use()
         assert "bucket 0" not in str(e.value) and "waiting at a barrier" in str(e.value)
     w.close()
-    assert copied.isnan().all()
+    assert waited == [behind] and copied.isnan().all()
 
 
 def test_the_count_of_arrivals_wraps_around(wire):

@@ -31,7 +31,7 @@ LAYER = ["layers.0.q.weight", "layers.0.k.weight", "layers.1.q.weight"]
 
 @pytest.fixture(autouse=True)
 def outside(monkeypatch) -> None:
-    """Loaders run outside of vLLM's configuration."""
+    """Loaders run outside of vLLM's configuration, and all of them share the names that they dropped."""
     monkeypatch.setattr(PackedModel, "_inside", lambda self: contextlib.nullcontext())
     monkeypatch.setattr(PackedModel, "_dropped", set(), raising=False)
 

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import msgspec
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.memory import allocations
@@ -90,6 +90,7 @@ def received(plan, specs, data) -> dict[str, torch.Tensor]:
 
 @settings(deadline=None)
 @given(task_lists(), st.integers(ALIGN, 4096), st.integers(0, 9))
+@example([TaskSize(0, (TensorSpec("t0", (1, 1), "bfloat16"),))], 4096, 1)  # one element, of a storage with gaps
 def test_every_pattern_of_bits_comes_out_as_it_was_within_the_limit(tasks, limit, seed):
     """Also as exports in lockstep gather tensors: together, of one dtype or of several."""
     plan = make_plan(tasks, limit)

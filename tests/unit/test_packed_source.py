@@ -262,7 +262,7 @@ def reduces() -> None:
 @pytest.mark.parametrize("fails", [0, 1, 2])
 @pytest.mark.parametrize("verb", ["send", "recv"])
 def test_a_round_leaves_collectives_of_its_group_alone_whatever_a_post_raises(monkeypatch, group, verb, fails):
-    """The backend that posts in batches, as NCCL's does, is made up. `fails`: at this post."""
+    """The backend that posts in batches, as NCCL's does, is made up. `fails`: at this post; 0: at none."""
     backend, posted, parts = Mock(supports_coalescing=True), [], torch.arange(8, dtype=torch.uint8).split(4)
     begun, ended = backend._start_coalescing, backend._end_coalescing
 

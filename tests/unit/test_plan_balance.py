@@ -5,6 +5,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.lib.relay import relay
 from tests.support.examples import EXAMPLES
 from tests.support.links import divided
 from tests.support.row_worlds import row
@@ -132,3 +133,11 @@ def test_parts_of_a_relay_are_even_up_to_the_grain(sizes, parts):
     )
     each = [int(row_wire_bytes(cut[cut["wave"] == p]).sum()) for p in range(parts)]
     assert max(each) - min(each) <= 2 * GRAIN * 4 and sum(each) == 4 * sum(sizes)
+
+
+def test_in_the_chain_of_a_benchmark_each_part_goes_on_one_wave_later():
+    rows = np.concatenate([row((64,), src=k, dst=2, dst_offset=128 * k) for k in range(2)])
+    for j, p in enumerate(relay(rows, [2, 3, 4], 2)):
+        assert (p.rank, p.waves, sorted(p.rows["wave"].tolist())) == (2 + j, 4, [j, j + 1])
+        assert (p.rows["dst"] == 2 + j).all() and sorted(p.rows["src"].tolist()) == ([1 + j] * 2 if j else [0, 1])
+        assert sorted(p.rows["dst_offset"].tolist()) == [0, 128]

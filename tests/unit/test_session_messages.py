@@ -29,7 +29,7 @@ SAMPLES = [
 
 @st.composite
 def damaged(draw) -> bytes:
-    """A message of which a bit is flipped, or that is cut."""
+    """A message of which a byte is changed, or that is cut."""
     wire = bytearray(m.encode(draw(st.sampled_from(SAMPLES))))
     at = draw(st.integers(0, len(wire) - 1))
     if draw(st.booleans()):

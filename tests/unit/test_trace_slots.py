@@ -61,10 +61,9 @@ def looked_at():
     """A tree, and slots and the binding of it."""
     tree = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3, bias=False))
     tree[2].weight = tree[1].weight
+    # Ties of modules whose tables are equal as dicts are, or cannot be compared.
     for make in (nn.Embedding, nn.Linear, partial(nn.Linear, bias=False)):
-        tree.extend(
-            [make(3, 3), make(3, 3)]
-        )  # a tie of modules whose tables are equal as dicts are, or cannot be compared
+        tree.extend([make(3, 3), make(3, 3)])
         tree[-1].weight = tree[-2].weight
     tree[0].weight = Watched(tree[0].weight.data, requires_grad=False)
     tree.register_buffer("scale", None)
