@@ -57,7 +57,8 @@ class Held:
             if dtype == "bfloat16" and rng.random() < 0.6:
                 dtype, wide = "float32", torch.from_numpy(rng.standard_normal((*shape, 1)).astype(np.float32))
                 stored[spec.name], self.truth[spec.name] = (
-                    t.view(torch.uint8).numpy() for t in (wide, wide.bfloat16())
+                    t.flatten().view(torch.uint8).numpy().reshape(*shape, t.element_size())
+                    for t in (wide, wide.bfloat16())
                 )
             self.boxes[spec.name] = []
             for box in cut(rng, shape, draw(st.integers(0, 5)), interleaved=0.3):
