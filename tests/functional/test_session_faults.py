@@ -22,7 +22,7 @@ from xfer.kernels.block_fp8 import ScaleRule
 
 SEED = int(os.environ.get("XFER_SEED", "0"))
 DEADLINE_S = 20.0
-TIMES = EXAMPLES // 3
+TIMES = max(3, EXAMPLES // 3)
 """Of faults in each scenario."""
 
 
@@ -155,9 +155,12 @@ def as_new(job: Job) -> object:
     said: Counter = Counter()
     send = Server._send
     job.sim.patch(Server, "_send", lambda server, x: (said.update({type(x.message): len(x.clients)}), send(server, x)))
-    before, opened = [len(c.said) for c in job.sim.channels], job.epochs()
+    before, opened, waits = [len(c.said) for c in job.sim.channels], job.epochs(), len(job.coordinator.timers._heap)
     assert all(job.undisturbed(True))
     assert job.relay or job.epochs() == opened, "a warm refit opens nothing"
+    assert len(job.coordinator.timers._heap) <= waits + job.replicas, (
+        "a refit leaves one deadline for each engine, which has to come back"
+    )
     job.sim.patch(Server, "_send", send)
     for c, n in zip(job.sim.channels, before):
         said.update(map(type, c.said[n:]))
@@ -180,7 +183,19 @@ def left(x: object, name: str, seen: set[int]) -> Iterator[tuple[str, object]]:
             yield from left(value, at, seen)
 
 
-GROWS = ("clients", "_by_number", "finished", "tried", "gave_to", "derives", "_values", "_known", "_rolls", "_packed")
+GROWS = (
+    "clients",
+    "_by_number",
+    "_refused",
+    "finished",
+    "tried",
+    "gave_to",
+    "derives",
+    "_values",
+    "_known",
+    "_rolls",
+    "_packed",
+)
 """What is remembered of the past on purpose."""
 PARTS = [f"xfer.coordinator.{name}" for name in ("state", "planning", "refits", "layouts", "blocks", "status")]
 

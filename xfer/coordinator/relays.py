@@ -180,7 +180,7 @@ def look_again(refit: Transfer, part: ReplicaRefit) -> None:
     """Set a timer, since this replica waits for another one `TOGETHER_S` at most."""
     if not part.waits and _waited(refit, part) < TOGETHER_S:
         part.waits = True
-        refit.coordinator.at((part.able_since or refit.coordinator.now) + TOGETHER_S, refit.advance)
+        refit.coordinator.at((part.able_since or refit.coordinator.now) + TOGETHER_S, refit.advance, of=refit)
 
 
 def _waited(refit: Transfer, part: ReplicaRefit) -> float:
