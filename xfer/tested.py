@@ -76,12 +76,12 @@ MATRIX = (
         "Ray's actors too: 414 passed (5281301 to ffd49e9, 28 November 2026)",
     ),
     Cell(
-        "H100s",
+        "H100s; an H200",
         _NEWEST_ON_GPUS,
         _GPU_ENGINE,
         "python -m pytest -m gpu tests/functional/test_gpu_megatron.py tests/functional/test_gpu_layerwise.py",
-        "training, export and refits of Megatron-Core: 16 passed ([GPU tests](../benchmarks/RESULTS.md#tests-on-gpus), "
-        "28 November 2026)",
+        "training, export and refits of Megatron-Core: 16 passed; parameters in FP8 on the H200 (`test_gpu_fp8_trainer.py`): 4 passed "
+        "([GPU tests](../benchmarks/RESULTS.md#tests-on-gpus), 28 and 29 November 2026)",
     ),
     Cell(
         "H100s and H200s",
