@@ -303,3 +303,8 @@ def test_one_fault_at_any_point_costs_no_more_than_it_must_and_leaves_nothing(na
             assert run(scenario, fault)[1] == new, "a refit costs other messages afterwards"
         except BaseException as e:
             raise AssertionError(f"{name}: {fault}") from e
+
+
+def test_a_worker_that_hangs_before_it_sends_its_layout_fails_no_replica_with_an_equal_one():
+    """The coordinator asks one of several equal ranks for their layout."""
+    run(SCENARIOS["FP8"], Fault("stop", "replica 0 worker 0 of life 1", point="plan"))

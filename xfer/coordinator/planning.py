@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from xfer.coordinator import deadlines, relays
 from xfer.coordinator import messages as m
+from xfer.coordinator import relays
+from xfer.coordinator.deadlines import OWNER_S
 from xfer.coordinator.layouts import LayoutExchange
 from xfer.coordinator.state import ReplicaPhase, broadcast
 from xfer.coordinator.status import awaited_ranks
@@ -29,9 +30,7 @@ RELEASE_LOOK_S = 0.02
 class Planning:
     def __init__(self, coordinator: Coordinator):
         self.coordinator = coordinator
-        self.layouts = LayoutExchange(
-            self._owners, lambda ask: coordinator.at(coordinator.now + deadlines.OWNER_S, ask)
-        )
+        self.layouts = LayoutExchange(self._owners, lambda ask: coordinator.at(coordinator.now + OWNER_S, ask))
         self._closing: set[tuple[Client, int]] = set()  # clients that have to unmap, and the replica
         self._releasing: dict[Client, int] = {}  # trainers that wait for them, and the call of each one's last release
         self.let_go: set[Client] = set()  # trainers that released and have not entered a refit since
